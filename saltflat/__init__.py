@@ -1,0 +1,7 @@
+"""How flat a trained network's minimum is, without being fooled by rescaling."""
+
+from saltflat.errors import SaltflatError
+from saltflat.sweep import Statistics, statistics_of
+
+__version__ = "0.1.0"
+__all__ = ["SaltflatError", "Statistics", "statistics_of"]

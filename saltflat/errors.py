@@ -1,0 +1,71 @@
+"""What can be wrong with a request. Every message says what was got, what is wanted and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class SaltflatError(Exception):
+    """Any problem with what the user asked for; nothing of the user's was changed."""
+
+
+class UnknownNameError(SaltflatError, LookupError):
+    """A loss, statistic, layer or option that does not exist."""
+
+
+class DataError(SaltflatError, ValueError):
+    """The data cannot be measured on."""
+
+
+class EmptyDataError(DataError):
+    """No examples."""
+
+
+class OneShotDataError(DataError):
+    """The data can be read only once, or gave less the second time."""
+
+
+class LabelError(DataError):
+    """Targets that do not fit the outputs and the loss."""
+
+
+class NonFiniteError(SaltflatError, ValueError):
+    """NaN or infinity in weights, inputs, outputs or loss."""
+
+
+class NondeterministicError(SaltflatError, ValueError):
+    """Data or model that answers differently when asked twice."""
+
+
+class ModelError(SaltflatError, ValueError):
+    """The model cannot be measured as it is."""
+
+
+class CoupledExamplesError(ModelError):
+    """One example's output depends on the other examples of its batch."""
+
+
+class ParameterError(ModelError):
+    """No parameters to measure, or parameters of a kind that has no curvature."""
+
+
+class PrecisionError(ModelError):
+    """The model's numbers are too coarse for curvature."""
+
+
+class DeviceError(SaltflatError, ValueError):
+    """Model and data live on different devices."""
+
+
+class OptionError(SaltflatError, ValueError):
+    """An option with a value that means nothing."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+    """The error for a name that does not exist, with the nearest that do."""
+    names = sorted(known)
+    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
+    return UnknownNameError(f"No {kind} named {name!r}.{guess} Known: {shown}.")

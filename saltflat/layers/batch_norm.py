@@ -1,0 +1,50 @@
+"""BatchNorm in eval mode: a fixed scale and shift per channel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.forms import Dense, Form
+from saltflat.layers import layer
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+def _fixed(module: BatchNorm) -> bool:
+    return not module.training and module.running_mean is not None and module.running_var is not None
+
+
+def _along_channels(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def _statistics(module: BatchNorm) -> tuple[Tensor, Tensor]:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    return module.running_mean, (module.running_var + module.eps).rsqrt()
+
+
+def scale_and_shift(module: BatchNorm, x: Tensor) -> Tensor:
+    """The same numbers as one multiplication, whose backward is one multiplication."""
+    mean, inverse = _statistics(module)
+    scale = inverse * module.weight if module.weight is not None else inverse
+    shift = -mean * scale
+    if module.bias is not None:
+        shift = shift + module.bias
+    return x * _along_channels(scale, x) + _along_channels(shift, x)
+
+
+@layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, forward=scale_and_shift, applies=_fixed)
+def batch_norm(module: BatchNorm, x: Tensor, g: Tensor) -> dict[str, Form]:
+    mean, inverse = _statistics(module)
+    channels = mean.numel()
+    examples = x.shape[0]
+    unit = x.flatten(0, 1)  # (images, channels, *space)
+    unit = (unit - _along_channels(mean, unit)) * _along_channels(inverse, unit)
+    unit = unit.unflatten(0, (examples, -1))
+    # Reduced in the memory order of the gradient: reordering it first would cost more than the sum.
+    space = [2, *range(4, g.dim())]
+    weight = [(column * unit).sum([axis - 1 for axis in space]) for column in g]
+    stacked = torch.stack(weight).reshape(len(weight), examples, channels)
+    return {"weight": Dense(stacked), "bias": Dense(g.sum(space))}

@@ -1,0 +1,15 @@
+"""Linear: the gradient is the outer product of the output's gradient with the input, summed over positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from saltflat.forms import Dense, Form, Outer
+from saltflat.layers import layer
+
+
+@layer(nn.Linear)
+def linear(module: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Form]:
+    x = x.reshape(1, x.shape[0], 1, -1, x.shape[-1])
+    g = g.reshape(*g.shape[:2], 1, -1, g.shape[-1])
+    return {"weight": Outer(g, x, module.weight.shape), "bias": Dense(g.sum((2, 3)))}

@@ -1,0 +1,55 @@
+"""The user's model and session on loan: whatever happens inside, they come back as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def loan(model: nn.Module, mode: str) -> Iterator[None]:
+    """Measure under fixed conditions: eval mode (unless ``mode="keep"``), gradients on, autocast and fused kernels off.
+
+    Parameters and buffers are never handed out themselves (see :class:`saltflat.network.Network`), so what is left to give
+    back is the modes of the modules, the random states and a few global switches.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(_random_states())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in {"cpu", *(p.device.type for p in model.parameters() if p.device.type != "meta")}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        # The fused encoder layers skip their sub-modules, and flash attention cannot be differentiated twice.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        # A compiled model would compile our taps into its graphs.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            if mode == "eval":
+                for module, _ in modes:
+                    module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,267 @@
+"""From a chunk of examples and columns to the factored per-example gradients of every parameter.
+
+There are three ways to get them, and they give the same numbers:
+
+* ``single``: one example at a time. Everything a layer sees belongs to that example, so this is right for any model: it is the
+  definition of the other two.
+* ``together``: the examples of a chunk in one forward and one backward pass. Needs the examples along the first axis of what every
+  layer is given, and every measured parameter to be used by a layer with a rule.
+* ``mapped``: the pass for one example, vectorised by ``torch.func.vmap``. Needs nothing of the layers, but operations that can
+  be vectorised.
+
+Which of them a model allows is not guessed: see :mod:`saltflat.problem`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+from torch.utils._pytree import tree_map
+
+from saltflat.data import Batch
+from saltflat.forms import Dense, Form
+from saltflat.network import Network
+
+Emit = Callable[[str, Form], None]
+Receive = Callable[[Tensor], None]
+
+
+class NotTogetherError(Exception):
+    """The examples of a chunk cannot be told apart in what a layer was given."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What the layers are given for one example: the same for all examples, unless the model routes them by their values."""
+
+    inputs: tuple[torch.Size, ...]
+    shapes: tuple[tuple[int, torch.Size], ...]
+
+    @classmethod
+    def of(cls, batch: Batch, calls: Sequence[tuple[nn.Module, torch.Size]]) -> Calls:
+        inputs = tuple(t.shape[1:] if batch.counts(t) else t.shape for t in batch.tensors())
+        return cls(inputs, tuple((id(module), shape) for module, shape in calls))
+
+
+class _Deliver(torch.autograd.Function):
+    """Hands the gradients of all columns, ``(columns, *output)``, to a receiver while autograd works on them as one."""
+
+    @staticmethod
+    def forward(g: Tensor, receive: Receive) -> Tensor:
+        receive(g.unsqueeze(0))
+        return g.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, g: Tensor, receive: Receive) -> tuple[Tensor, int]:
+        receive(g.movedim(in_dims[0], 0))
+        return g.new_zeros(info.batch_size), 0
+
+
+class _Watch(torch.autograd.Function):
+    """The identity, watched in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, anchor: Tensor, receive: Receive) -> Tensor:
+        ctx.receive = receive
+        # A copy, because a model may go on to overwrite this in place, and an identity may not be overwritten.
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        return g, _Deliver.apply(g, ctx.receive), None
+
+
+class Gradients:
+    """Collects the calls of one pass and emits each parameter's form when all of its uses are known."""
+
+    def __init__(self, network: Network, emit: Emit) -> None:
+        self.network, self.emit = network, emit
+        self.waiting: Counter[str] = Counter()
+        self.forms: dict[str, Form] = {}
+
+    def called(self, module: nn.Module) -> None:
+        self.waiting.update(self.network.layers[module].names.values())
+
+    def uses(self, name: str) -> None:
+        self.waiting[name] += 1
+
+    def received(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
+        layer = self.network.layers[module]
+        forms = layer.rule.factor(layer.constants, x, g)
+        for key, name in layer.names.items():
+            self.add(name, forms[key])
+
+    def add(self, name: str, form: Form) -> None:
+        self.forms[name] = self.forms[name].joined(form) if name in self.forms else form
+        self.waiting[name] -= 1
+        if self.waiting[name] == 0:
+            self.emit(name, self.forms.pop(name))
+
+    def finish(self) -> None:
+        """Emit what had uses that do not reach the outputs."""
+        for name, form in self.forms.items():
+            self.emit(name, form)
+
+
+def together(
+    network: Network, batch: Batch, loop: bool = False, expected: Calls | None = None
+) -> tuple[Tensor, Backward]:
+    """One forward pass over a batch; the backward pass is returned as a function of the columns.
+
+    Args:
+        network: the model.
+        batch: the examples.
+        loop: propagate the columns one after the other instead of vectorised.
+        expected: what one example alone shows the layers. A batch of the same kind of inputs that shows them something else
+            is one whose examples cannot be told apart.
+    """
+    anchor = torch.zeros((), device=device_of(network), requires_grad=True)
+    leaves = {name: value.detach().requires_grad_() for name, value in network.measured.items()}
+    calls: list[tuple[nn.Module, Tensor]] = []
+    receivers: list[Receive | None] = []
+    examples = batch.examples
+
+    def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        number = len(calls)
+        calls.append((module, _split(x.detach(), examples, 0)))
+        _split(y, examples, 0)
+        receivers.append(None)
+        watched: Tensor = _Watch.apply(y, anchor, lambda g: receivers[number](g))  # type: ignore[misc]
+        return watched
+
+    outputs = network(batch, tap, leaves)
+    found = Calls.of(batch, [(module, x.shape[1:]) for module, x in calls])
+    if expected is not None and found.inputs == expected.inputs and found.shapes != expected.shapes:
+        raise NotTogetherError("the layers see other shapes than for one example alone")
+    direct = _reached(outputs, leaves)
+    if direct and examples > 1:
+        raise NotTogetherError(f"parameters used outside of layers with a rule: {sorted(direct)}")
+
+    def pull(columns: Tensor, last: bool) -> list[Tensor]:
+        targets = [anchor, *(leaves[name] for name in direct)]
+
+        def one(column: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(outputs, targets, column, retain_graph=loop or not last)
+
+        results = [torch.stack(each) for each in zip(*map(one, columns), strict=True)] if loop else vmap(one)(columns)
+        return list(results[1:])
+
+    def backward(columns: Tensor, emit: Emit, last: bool) -> None:
+        if not outputs.requires_grad:
+            return
+        gradients = Gradients(network, emit)
+        for module, _ in calls:
+            gradients.called(module)
+        for name in direct:
+            gradients.uses(name)
+        held: list[list[Tensor]] = [[] for _ in calls]
+        for number, (module, x) in enumerate(calls):
+            if loop:
+                receivers[number] = held[number].append
+            else:
+                receivers[number] = lambda g, module=module, x=x: gradients.received(  # type: ignore[misc]
+                    module, x, _split(g.expand(len(columns), *g.shape[1:]), examples, 1)
+                )
+        values = pull(columns, last)
+        for (module, x), parts in zip(calls, held, strict=True):
+            if parts:
+                gradients.received(module, x, _split(torch.cat(parts), examples, 1))
+        for name, value in zip(direct, values, strict=True):
+            gradients.add(name, Dense(value.unsqueeze(1)))
+        gradients.finish()
+
+    return outputs.detach(), backward
+
+
+Backward = Callable[[Tensor, Emit, bool], None]
+
+
+def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
+    """The same for all examples of a batch by one vectorised pass each."""
+    with torch.no_grad():
+        outputs = network(batch)
+    modules: list[nn.Module] = []
+    zeros: list[Tensor] = []
+
+    def shape(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        modules.append(module)
+        zeros.append(torch.zeros_like(y.detach(), memory_format=torch.contiguous_format))
+        return y
+
+    leaves = {name: value.detach().requires_grad_() for name, value in network.measured.items()}
+    direct = {name: leaves[name].detach() for name in _reached(network(batch.cut(0, 1), shape, leaves, plain=True), leaves)}
+
+    def one(inputs: tuple[Any, Any], columns: Tensor) -> Any:
+        args, kwargs = inputs
+        alone = Batch(args, kwargs, batch.targets[:1], batch.first, 1)
+
+        def forward(taps: list[Tensor], leaves: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+            seen: list[Tensor] = []
+
+            def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+                seen.append(x)
+                return y + taps[len(seen) - 1]
+
+            result = network(alone, tap, leaves, plain=True)
+            return result, seen
+
+        _, pull, seen = vjp(forward, zeros, direct, has_aux=True)
+        return *vmap(pull)(columns), seen
+
+    def backward(columns: Tensor, emit: Emit, last: bool) -> None:
+        inputs = batch.map(lambda leaf: leaf.unsqueeze(1))
+        axes = tree_map(lambda leaf: 0 if batch.counts(leaf) else None, (batch.args, batch.kwargs))
+        g_taps, g_direct, seen = vmap(one, in_dims=(axes, 1))(inputs, columns.unsqueeze(2))
+        gradients = Gradients(network, emit)
+        for module in modules:
+            gradients.called(module)
+        for name in direct:
+            gradients.uses(name)
+        for module, x, g in zip(modules, seen, g_taps, strict=True):
+            gradients.received(module, x.detach(), g.transpose(0, 1))
+        for name, g in g_direct.items():
+            gradients.add(name, Dense(g.transpose(0, 1)))
+        gradients.finish()
+
+    return outputs, backward
+
+
+def device_of(network: Network) -> torch.device:
+    return next(iter(network.measured.values())).device
+
+
+def _split(values: Tensor, examples: int, axis: int) -> Tensor:
+    """Give the examples an axis of their own, in front of what a batch of one would have shown."""
+    if examples == 1:
+        return values.unsqueeze(axis)
+    if values.dim() <= axis or values.shape[axis] % examples or values.shape[axis] == 0:
+        raise NotTogetherError(f"{examples} examples in an array of shape {tuple(values.shape)}")
+    return values.unflatten(axis, (examples, -1))
+
+
+def _reached(outputs: Tensor, leaves: dict[str, Tensor]) -> list[str]:
+    """Names of the leaves that the outputs depend on outside of layers with a rule."""
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    found, seen, stack = set(), set(), [outputs.grad_fn]
+    if id(outputs) in names:
+        return [names[id(outputs)]]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in names:
+            found.add(names[id(variable)])
+        stack.extend(following for following, _ in node.next_functions)
+    return [name for name in leaves if name in found]

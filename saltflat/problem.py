@@ -1,0 +1,134 @@
+"""What is measured: a model, a loss and data, checked once before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.data import Batch, Data, batches, checked
+from saltflat.errors import (
+    DeviceError,
+    EmptyDataError,
+    ModelError,
+    NonFiniteError,
+    OptionError,
+)
+from saltflat.losses import Loss, loss_from
+from saltflat.network import Network, check_precision
+
+@dataclass
+class Problem:
+    """A model, a loss and data that have been looked at and fit together.
+
+    Args:
+        model: any module; it is left as it is.
+        data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or any collection of batches that can be read again.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.losses`, the matching module of torch, or a
+            function ``loss(outputs, targets)``.
+        layers: names of modules or parameters to measure; all that require a gradient if None.
+        dtype: precision to work in; the model's own if None.
+        mode: ``"eval"``, or ``"keep"`` to measure in the modes the modules are in.
+    """
+
+    model: nn.Module
+    data: Data
+    loss: Loss
+    network: Network
+    mode: str
+    dtype: torch.dtype | None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        data: Any,
+        loss: Any = "cross_entropy",
+        layers: Any = None,
+        dtype: torch.dtype | None = None,
+        mode: str = "eval",
+    ) -> Problem:
+        """Check the parts that can be checked without running the model."""
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: wrap the function in one.")
+        if mode not in ("eval", "keep"):
+            raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out to measure in eval mode.")
+        chosen = loss_from(loss)
+        check_precision(model, dtype)
+        network = Network(model, layers, dtype)
+        problem = cls(model, checked(data), chosen, network, mode, dtype)
+        problem._check_weights()
+        problem._check_modes()
+        return problem
+
+    def batches(self) -> Iterator[Batch]:
+        """One pass over the data, every batch checked."""
+        found = 0
+        for number, batch in enumerate(batches(self.data)):
+            self._check_batch(batch, number)
+            found += 1
+            yield batch.to(self.dtype)
+        if not found:
+            raise EmptyDataError("Got data without examples. Want at least one. Do: check the path, the split and drop_last.")
+
+    def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
+        if outputs.dim() == 0 or outputs.shape[0] != batch.examples:
+            raise ModelError(
+                f"Got outputs of shape {tuple(outputs.shape)} for {batch.examples} examples. Want one output (of any shape) per example, "
+                "along the first axis. Do: make the model return outputs, not a loss or a mean."
+            )
+        if not bool(outputs.isfinite().all()):
+            raise NonFiniteError(
+                f"Got NaN or infinity in the model's outputs for examples {batch.first} to {batch.first + batch.examples - 1}. "
+                "Want finite outputs. Do: check these inputs, or measure with dtype=torch.float64."
+            )
+
+    def _check_weights(self) -> None:
+        for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if value.device.type != "meta" and value.is_floating_point() and not bool(value.isfinite().all()):
+                bad = int((~value.isfinite()).sum())
+                raise NonFiniteError(
+                    f"Got {bad} NaN or infinite numbers in {name!r}. Want finite weights: this training has diverged. "
+                    "Do: load an earlier checkpoint."
+                )
+
+    def _check_modes(self) -> None:
+        training = [(name, module) for name, module in self.model.named_modules() if module.training]
+        if self.mode == "eval":
+            if training:
+                self.notes.append("The model was in train mode; it was measured in eval mode and given back in train mode.")
+            return
+        for name, module in training:
+            dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+            statistics = isinstance(module, nn.modules.batchnorm._NormBase) and not isinstance(
+                module, nn.modules.instancenorm._InstanceNorm
+            )
+            if dropout or statistics:
+                why = "drops at random" if dropout else "takes its statistics from the batch, which couples the examples"
+                raise ModelError(
+                    f"Got {name!r} ({type(module).__name__}) in train mode with mode='keep': it {why}. Want a fixed function of each example. "
+                    "Do: leave mode out; the model is then measured in eval mode and given back as it was."
+                )
+
+    def _check_batch(self, batch: Batch, number: int) -> None:
+        device = next(iter(self.network.measured.values())).device
+        for tensor in [*batch.tensors(), batch.targets]:
+            if tensor.device != device:
+                raise DeviceError(
+                    f"Got batch {number} on {tensor.device} and the model on {device}. Want both on one device. "
+                    f"Do: move the batches with .to('{device}'), or the model with .to('{tensor.device}')."
+                )
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise NonFiniteError(
+                    f"Got NaN or infinity in batch {number} (examples {batch.first} to {batch.first + batch.examples - 1}). Want finite inputs "
+                    "and targets. Do: clean or drop these examples."
+                )
+
+
+def real(targets: Tensor) -> Tensor:
+    """Targets in the precision that losses are taken in; class numbers stay what they are."""
+    return targets.double() if targets.is_floating_point() else targets

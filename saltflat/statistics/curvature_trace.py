@@ -1,0 +1,28 @@
+"""The trace of every parameter's block of the Gauss-Newton matrix, without building its diagonal."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saltflat.forms import Form, Layout, variance_of_mean
+from saltflat.statistics import Statistic, register
+
+
+def _total(form: Form, layout: Layout) -> Tensor:
+    return form.norms([slice(None)]).double().sum()
+
+
+def _spread(form: Form, layout: Layout) -> Tensor:
+    return variance_of_mean(form.norms(layout.groups()).double()).sum()
+
+
+curvature_trace = register(
+    Statistic(
+        "curvature_trace",
+        of="curvature",
+        total=_total,
+        spread=_spread,
+        meaning="How fast the mean loss bends along all directions of a parameter, added up.",
+        scalar=True,
+    )
+)

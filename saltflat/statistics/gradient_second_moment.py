@@ -1,0 +1,15 @@
+"""The diagonal of the empirical Fisher matrix: the mean square of the examples' gradients."""
+
+from __future__ import annotations
+
+from saltflat.statistics import Statistic, register
+
+gradient_second_moment = register(
+    Statistic(
+        "gradient_second_moment",
+        of="gradient",
+        total=lambda form, layout: form.squares(),
+        spread=None,
+        meaning="How large the gradients of single examples are, in the mean square, for each parameter.",
+    )
+)

@@ -1,0 +1,104 @@
+"""Every statistic on every case against the oracle, and the laws that hold for all of them."""
+
+from collections.abc import Mapping, Sequence
+
+import oracle
+import pytest
+from cases import CASES, Batch, Case, batched, examples_of, targets_of
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import saltflat
+
+DEFINITIONS = {
+    "curvature_diagonal": oracle.curvature_diagonal,
+    "curvature_trace": oracle.curvature_trace,
+    "gradient_second_moment": oracle.gradient_second_moment,
+}
+STATISTICS = list(DEFINITIONS)
+
+# Torch says so of any even kernel, and the kernel is even on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+
+
+def measured(case: Case, batches: Sequence[Batch] | None = None) -> saltflat.Statistics:
+    return saltflat.statistics_of(case.model, batches or case.batches, STATISTICS, loss=case.loss)
+
+
+def assert_agree(actual: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float) -> None:
+    """Differences are small beside the largest entry of the same parameter."""
+    assert actual.keys() == wanted.keys()
+    largest = max(float(value.abs().max()) for value in wanted.values())
+    for name, value in wanted.items():
+        # The true value can be zero (the bias of an attention key): then both sides hold rounding errors only, squared.
+        scale = max(float(value.abs().max()), 1e-15 * largest)
+        assert_close({name: actual[name]}, {name: value}, rtol=0, atol=tolerance * scale)
+
+
+def mean_over_examples(case: Case) -> bool:
+    """Whether every example weighs the same in the loss, whatever its labels."""
+    if any((targets_of(batch) < 0).any() and not targets_of(batch).is_floating_point() for batch in case.batches):
+        return False
+    return not isinstance(case.loss, nn.CrossEntropyLoss) or (case.loss.weight is None and case.loss.ignore_index < 0)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_statistic_agrees_with_its_definition(name: str, statistic: str) -> None:
+    case = CASES[name]()
+    result = saltflat.statistics_of(case.model, case.batches, statistic, loss=case.loss, columns="exact")
+    assert_agree(result[statistic], DEFINITIONS[statistic](case), 1e-10)
+    loss = float(oracle.loss(case))
+    assert result.loss == pytest.approx(loss, rel=1e-10, abs=0)
+    assert result.examples == len(examples_of(case.batches))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_splitting_the_data_into_other_batches_changes_nothing(name: str) -> None:
+    case = CASES[name]()
+    examples = examples_of(case.batches)
+    count = len(examples)
+    whole = measured(case, batched(examples, [count]))
+    one_by_one = [1] * count
+    unequal = [1, *([count - 1] if count > 1 else [])]
+    for sizes in (one_by_one, unequal):
+        split = measured(case, batched(examples, sizes))
+        assert split.loss == pytest.approx(whole.loss, rel=1e-12, abs=0)
+        for statistic in STATISTICS:
+            assert_agree(split[statistic], whole[statistic], 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_order_of_the_examples_changes_nothing(name: str) -> None:
+    case = CASES[name]()
+    examples = examples_of(case.batches)
+    there = measured(case)
+    back = measured(case, batched(examples[::-1], [len(targets_of(batch)) for batch in case.batches]))
+    assert back.loss == pytest.approx(there.loss, rel=1e-12, abs=0)
+    for statistic in STATISTICS:
+        assert_agree(back[statistic], there[statistic], 1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, build in CASES.items() if mean_over_examples(build())])
+def test_a_loss_times_three_has_three_times_the_curvature_and_nine_times_the_second_moment(name: str) -> None:
+    case = CASES[name]()
+
+    def tripled(outputs: Tensor, targets: Tensor) -> Tensor:
+        return 3 * case.loss_function(outputs, targets)
+
+    plain = measured(case)
+    scaled = saltflat.statistics_of(case.model, case.batches, STATISTICS, loss=tripled)
+    assert scaled.loss == pytest.approx(3 * plain.loss, rel=1e-10, abs=0)
+    for statistic, factor in zip(STATISTICS, (3, 3, 9), strict=True):
+        wanted = {name: factor * value for name, value in plain[statistic].items()}
+        assert_agree(scaled[statistic], wanted, 1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_statistics_taken_together_are_those_taken_alone(name: str) -> None:
+    case = CASES[name]()
+    together = measured(case)
+    for statistic in STATISTICS:
+        alone = saltflat.statistics_of(case.model, case.batches, [statistic], loss=case.loss)
+        assert list(alone) == [statistic]
+        assert_agree(together[statistic], alone[statistic], 1e-12)
