@@ -8,7 +8,7 @@ take the columns:
   any number of classes.
 * ``sampled`` or ``sampled:m``: m random columns. For vocabularies.
 
-Random columns are unbiased, and always drawn at least twice, so that their scatter is known. The draws belong to the example's place
+Random columns are unbiased, and always drawn several times, so that their scatter is known. The draws belong to the example's place
 in the data, not to its batch: other batches give the same numbers.
 """
 
@@ -26,7 +26,7 @@ from saltflat.forms import Layout
 from saltflat.losses import Curvature, Diagonal, Roots, Softmax
 
 TOP = 3
-DRAWS = 2
+DRAWS = 4
 SAMPLED = 8
 
 
@@ -165,39 +165,41 @@ def _one_class(p: Tensor, index: Tensor) -> Tensor:
     return torch.zeros_like(p).scatter_(-1, index.unsqueeze(-1), 1.0) - p
 
 
-def _drawn(p: Tensor, uniform: Tensor) -> Tensor:
-    """Classes drawn with (unnormalised) probabilities ``p``; ``uniform`` has one number for each draw."""
-    cumulated = p.cumsum(-1)
-    target = uniform * cumulated[..., -1]
-    return (cumulated <= target.unsqueeze(-1)).sum(-1).clamp(max=p.shape[-1] - 1)
+def _mixed(p: Tensor, part: Tensor, signs: Tensor) -> Tensor:
+    r"""One column for many classes, :math:`\sum_k \epsilon_k \sqrt{q_k} (e_k - p)` with random signs, for the masses ``part`` = q.
+
+    Its outer product is that of all the classes' columns on average. Drawing a single class y ~ p instead is unbiased too, but at a
+    trained minimum nearly every draw is the likeliest class, whose column is nearly zero: rare large values, and errors that
+    do not know of them. Signs have the same relative scatter however sure the network is.
+    """
+    root = part.sqrt() * signs
+    return root - p * root.sum(-1, keepdim=True)
 
 
 def _softmax_sampled(curvature: Softmax, draws: int, dice: Dice) -> Columns:
-    # e_y - p with y ~ p has mean zero and covariance diag(p) - p p'; positions are independent, so one column serves all of them.
+    # Signs of different positions are independent, so one column serves all of them.
     p = curvature.p
-    uniform = dice.uniform(p.shape[0], draws, p.shape[1]).to(p).transpose(0, 1)
+    signs = dice.signs(p.shape[0], draws, *p.shape[1:]).to(p).transpose(0, 1)
     scale = (curvature.mass / draws).sqrt().unsqueeze(-1)
-    columns = torch.stack([_one_class(p, _drawn(p, u)) * scale for u in uniform])
+    columns = torch.stack([_mixed(p, p, sign) * scale for sign in signs])
     return stored(curvature.placed(columns), Layout(0, draws, 1))
 
 
 def _softmax_top(curvature: Softmax, count: int, dice: Dice) -> Columns:
     p, scale = curvature.p, curvature.mass.sqrt().unsqueeze(-1)
-    examples, positions, _ = p.shape
+    examples, positions, classes = p.shape
     top = p.topk(count, -1)
     kept = [_one_class(p, top.indices[..., k]) * top.values[..., k, None].sqrt() * scale for k in range(count)]
     rest = p.scatter(-1, top.indices, 0.0)
-    tail = rest.sum(-1, keepdim=True).sqrt() * scale / DRAWS**0.5
-    uniform = dice.uniform(examples, DRAWS, positions, count + 2).to(p).transpose(0, 1)
-    tails = [_one_class(p, _drawn(rest, u[..., -1])) * tail for u in uniform]
+    signs = dice.signs(examples, DRAWS, positions, classes + count).to(p).transpose(0, 1)
+    tails = [_mixed(p, rest, sign[..., :classes]) * scale / DRAWS**0.5 for sign in signs]
     if positions == 1:
         return stored(curvature.placed(torch.stack(kept + tails)), Layout(count, DRAWS, 1))
-    # Columns of different positions may be added when their signs are independent: the cross terms vanish on average.
+    # The kept columns of different positions may be added too, with signs of their own for every draw.
     columns = []
-    for u, last in zip(uniform, tails, strict=True):
-        signs = torch.where(u < 0.5, -1.0, 1.0).to(p)
-        columns += [column * signs[..., k, None] / DRAWS**0.5 for k, column in enumerate(kept)]
-        columns.append(last * signs[..., count, None])
+    for sign, tail in zip(signs, tails, strict=True):
+        columns += [column * sign[..., classes + k, None] / DRAWS**0.5 for k, column in enumerate(kept)]
+        columns.append(tail)
     return stored(curvature.placed(torch.stack(columns)), Layout(0, DRAWS, count + 1))
 
 

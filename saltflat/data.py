@@ -67,7 +67,7 @@ def batches(data: Data) -> Iterator[Batch]:
         args, kwargs, targets = _parts(item, number)
         if targets.dim() == 0:
             raise DataError(
-                f"Batch {number}: got a target without an axis for the examples. Want targets of shape (examples, ...). "
+                f"Got a target without an axis for the examples in batch {number}. Want targets of shape (examples, ...). "
                 "Do: batch single examples, for instance with DataLoader(dataset, batch_size=128)."
             )
         batch = Batch(args, kwargs, targets, first, targets.shape[0])
@@ -76,7 +76,7 @@ def batches(data: Data) -> Iterator[Batch]:
         if not any(batch.counts(leaf) for leaf in batch.tensors()):
             shapes = [tuple(leaf.shape) for leaf in batch.tensors()]
             raise DataError(
-                f"Batch {number}: got {batch.examples} targets and inputs of shape {shapes}. Want the same number of examples along "
+                f"Got {batch.examples} targets and inputs of shape {shapes} in batch {number}. Want the same number of examples along "
                 "the first axis of both. Do: check that inputs and targets belong together."
             )
         first += batch.examples
@@ -93,7 +93,7 @@ def _parts(item: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Ten
         targets = inputs.pop("labels", None)
         if not isinstance(targets, Tensor):
             raise DataError(
-                f"Batch {number}: got a dict with the keys {sorted(map(str, item))}. Want a tensor under 'labels' beside the inputs. "
+                f"Got a dict with the keys {sorted(map(str, item))} as batch {number}. Want a tensor under 'labels' beside the inputs. "
                 "Do: rename the targets to 'labels'."
             )
         return (), inputs, targets
@@ -107,7 +107,7 @@ def _parts(item: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Ten
             return tuple(inputs), {}, targets
     got = f"a {type(item).__name__}" + (f" of {len(item)} parts" if isinstance(item, tuple | list) else "")
     raise DataError(
-        f"Batch {number}: got {got}. Want (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict "
+        f"Got {got} as batch {number}. Want (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict "
         "with 'labels'. Do: give the DataLoader a collate_fn that returns one of these."
     )
 

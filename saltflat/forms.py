@@ -4,8 +4,8 @@ A form stands for the array ``gradient[k, n, ...]``: for column ``k`` and exampl
 parameter, of the inner product of the column with that example's outputs. ``dense`` builds that array and is the definition;
 every other method has a default made from it, which a form replaces where it knows something quicker.
 
-The last columns may be random draws of one quantity, ``draws`` of them with equally many columns each; ``spread`` gives the
-variance that their average has.
+The last columns may be random draws of one quantity, ``draws`` of them with equally many columns each; ``spread`` says how far their
+average scatters (:mod:`saltflat.errorbars`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+
+from saltflat.errorbars import variance_of_mean
 
 # Intermediate products are taken in pieces of about this many elements: on a CPU they then stay in the second-level
 # cache (the difference is a factor of two for convolutions), on a GPU it only bounds memory.
@@ -39,18 +41,6 @@ class Layout:
     def groups(self) -> list[slice]:
         start = self.fixed
         return [slice(start + d * self.size, start + (d + 1) * self.size) for d in range(self.draws)]
-
-
-def variance_of_mean(per_draw: Tensor) -> Tensor:
-    r"""Unbiased variance of a sum of draws that were each scaled by ``1 / draws``, along the first axis.
-
-    With :math:`Y_d = X_d / m` the estimate is :math:`\sum_d Y_d` and its variance :math:`\frac{m}{m-1} \sum_d (Y_d - \bar Y)^2`.
-
-    >>> variance_of_mean(torch.tensor([1.0, 3.0]))
-    tensor(4.)
-    """
-    m = per_draw.shape[0]
-    return (per_draw - per_draw.mean(0)).square().sum(0) * (m / (m - 1))
 
 
 class Form(ABC):
@@ -77,12 +67,12 @@ class Form(ABC):
         return reduce(torch.add, (part.dense().square().sum((0, 1)) for part in self.pieces()))
 
     def spread(self, layout: Layout) -> Tensor:
-        """``shape``: variance of :meth:`squares` that comes from the random columns."""
+        """``(2, *shape)``: the examples' variances of :meth:`squares` due to the random columns, and their squares, summed."""
 
         def one(part: Form) -> Tensor:
             square = part.dense().square()
-            per_draw = torch.stack([square[group].sum(0) for group in layout.groups()])
-            return variance_of_mean(per_draw).sum(0)
+            variance = variance_of_mean(torch.stack([square[group].sum(0) for group in layout.groups()]))
+            return torch.stack([variance.sum(0), variance.square().sum(0)])
 
         return reduce(torch.add, (one(part) for part in self.pieces()))
 
@@ -223,9 +213,11 @@ class Outer(Form):
         if self.positions == 1:
             varying, still = (self.left, self.right) if self.right.shape[0] == 1 else (self.right, self.left)
             per_draw = torch.stack([varying[group].square().sum(0) for group in layout.groups()])
+            # An example's variance is itself an outer product.
             factors = variance_of_mean(per_draw), still[0].square().square()
             left, right = factors if self.right.shape[0] == 1 else factors[::-1]
-            return self.arranged(torch.einsum("ncto,ncti->coi", left, right), 0)
+            moments = [torch.einsum("ncto,ncti->coi", *pair) for pair in ((left, right), (left.square(), right.square()))]
+            return self.arranged(torch.stack(moments), 1)
         return super().spread(layout)
 
     def _products(self) -> Iterator[Tensor]:
@@ -340,8 +332,8 @@ class Rows(Form):
 
     def spread(self, layout: Layout) -> Tensor:
         pairs, merged = self._merged()
-        per_draw = torch.stack([merged[group].square().sum(0) for group in layout.groups()])
-        return self._placed(pairs, variance_of_mean(per_draw))
+        variance = variance_of_mean(torch.stack([merged[group].square().sum(0) for group in layout.groups()]))
+        return torch.stack([self._placed(pairs, variance), self._placed(pairs, variance.square())])
 
     def _placed(self, pairs: Tensor, rows: Tensor) -> Tensor:
         return rows.new_zeros(self.shape).index_add_(0, pairs % self.shape[0], rows)

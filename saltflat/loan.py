@@ -10,15 +10,22 @@ import numpy as np
 import torch
 from torch import nn
 
+from saltflat.errors import ModelError, OptionError
+
 
 @contextmanager
-def loan(model: nn.Module, mode: str) -> Iterator[None]:
+def loan(model: nn.Module, mode: str) -> Iterator[list[str]]:
     """Measure under fixed conditions: eval mode (unless ``mode="keep"``), gradients on, autocast and fused kernels off.
 
     Parameters and buffers are never handed out themselves (see :class:`saltflat.network.Network`), so what is left to give
-    back is the modes of the modules, the random states and a few global switches.
+    back is the modes of the modules, the random states and a few global switches. Yields notes for the reader of the result.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: wrap the function in one.")
+    if mode not in ("eval", "keep"):
+        raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out to measure in eval mode.")
     modes = [(module, module.training) for module in model.modules()]
+    notes: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(_random_states())
         stack.enter_context(torch.inference_mode(False))
@@ -35,7 +42,9 @@ def loan(model: nn.Module, mode: str) -> Iterator[None]:
             if mode == "eval":
                 for module, _ in modes:
                     module.training = False
-            yield
+                if any(training for _, training in modes):
+                    notes.append("The model was in train mode; it was measured in eval mode and given back in train mode.")
+            yield notes
         finally:
             for module, training in modes:
                 module.training = training

@@ -143,21 +143,22 @@ def together(
     found = Calls.of(batch, [(module, x.shape[1:]) for module, x in calls])
     if expected is not None and found.inputs == expected.inputs and found.shapes != expected.shapes:
         raise NotTogetherError("the layers see other shapes than for one example alone")
+    tapped = bool(_reached(outputs, {"": anchor}))
     direct = _reached(outputs, leaves)
     if direct and examples > 1:
         raise NotTogetherError(f"parameters used outside of layers with a rule: {sorted(direct)}")
 
     def pull(columns: Tensor, last: bool) -> list[Tensor]:
-        targets = [anchor, *(leaves[name] for name in direct)]
+        targets = [anchor] * tapped + [leaves[name] for name in direct]
 
         def one(column: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(outputs, targets, column, retain_graph=loop or not last)
 
         results = [torch.stack(each) for each in zip(*map(one, columns), strict=True)] if loop else vmap(one)(columns)
-        return list(results[1:])
+        return list(results[tapped:])
 
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
-        if not outputs.requires_grad:
+        if not tapped and not direct:
             return
         gradients = Gradients(network, emit)
         for module, _ in calls:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from saltflat.errors import (
     EmptyDataError,
     ModelError,
     NonFiniteError,
-    OptionError,
 )
 from saltflat.losses import Loss, loss_from
 from saltflat.network import Network, check_precision
 
-@dataclass
+@dataclass(frozen=True)
 class Problem:
     """A model, a loss and data that have been looked at and fit together.
 
@@ -40,7 +39,6 @@ class Problem:
     network: Network
     mode: str
     dtype: torch.dtype | None
-    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -53,10 +51,6 @@ class Problem:
         mode: str = "eval",
     ) -> Problem:
         """Check the parts that can be checked without running the model."""
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: wrap the function in one.")
-        if mode not in ("eval", "keep"):
-            raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out to measure in eval mode.")
         chosen = loss_from(loss)
         check_precision(model, dtype)
         network = Network(model, layers, dtype)
@@ -97,12 +91,10 @@ class Problem:
                 )
 
     def _check_modes(self) -> None:
-        training = [(name, module) for name, module in self.model.named_modules() if module.training]
-        if self.mode == "eval":
-            if training:
-                self.notes.append("The model was in train mode; it was measured in eval mode and given back in train mode.")
-            return
-        for name, module in training:
+        """Only with ``mode="keep"`` is any module still in train mode here."""
+        for name, module in self.model.named_modules():
+            if not module.training:
+                continue
             dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
             statistics = isinstance(module, nn.modules.batchnorm._NormBase) and not isinstance(
                 module, nn.modules.instancenorm._InstanceNorm

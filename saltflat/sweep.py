@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from saltflat import passes
 from saltflat.columns import Columns, Dice, Plan, columns_of, plan_from, stored
 from saltflat.data import Batch
+from saltflat.errorbars import standard_error
 from saltflat.errors import EmptyDataError, NonFiniteError, OptionError
 from saltflat.forms import Form, Layout
 from saltflat.loan import loan
@@ -28,7 +29,7 @@ class Statistics(Mapping[str, Mapping[str, Tensor]]):
 
     Attributes:
         table: what the mapping shows.
-        stderr: standard errors in the same arrangement; empty where the values are exact.
+        stderr: standard errors in the same arrangement, such that value +- 1.96 stderr is a 95 % interval; empty where values are exact.
         examples: how many examples were seen.
         loss: the mean loss over them.
         seconds: how long it took.
@@ -86,13 +87,16 @@ def statistics_of(
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
         >>> data = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.zeros(2, 1)
-        >>> statistics_of(net, data, "curvature_diagonal", loss="mse")["curvature_diagonal"]["weight"]  # 2 mean(x^2)
-        tensor([[10.,  4.]], dtype=torch.float64)
+        >>> found = statistics_of(net, data, ["curvature_diagonal", "curvature_trace"], loss="mse")
+        >>> found["curvature_diagonal"]["weight"].round(decimals=4).tolist()  # 2 mean(x^2)
+        [[10.0, 4.0]]
+        >>> round(float(found["curvature_trace"]["weight"]), 4)
+        14.0
     """
     started = time.perf_counter()
     wanted, plan, limit = statistics_named(names if isinstance(names, str) else list(names)), plan_from(columns), bytes_from(memory)
-    _check_seed(seed)
-    with loan(model, mode):
+    check_seed(seed)
+    with loan(model, mode) as notes:
         problem = Problem.of(model, data, loss, layers, dtype, mode)
         found = probe(problem)
         totals = Totals(problem, found, wanted, plan, seed, limit)
@@ -111,7 +115,7 @@ def statistics_of(
         "seed": seed,
         "way": found.way,
     }
-    return totals.result(time.perf_counter() - started, settings)
+    return totals.result(time.perf_counter() - started, settings, notes)
 
 
 class Totals:
@@ -119,7 +123,7 @@ class Totals:
 
     def __init__(self, problem: Problem, probe: Probe, wanted: list[Statistic], plan: Plan, seed: int, limit: int) -> None:
         self.problem, self.probe, self.wanted, self.plan, self.seed, self.limit = problem, probe, wanted, plan, seed, limit
-        self.examples = 0
+        self.examples = self.draws = 0
         self.loss = self.share = 0.0
         self.sums: dict[str, dict[str, Tensor]] = {each.name: {} for each in wanted}
         self.variances: dict[str, dict[str, Tensor]] = {each.name: {} for each in wanted if plan.random and each.of == "curvature"}
@@ -143,9 +147,11 @@ class Totals:
         if self.probe.way.startswith("single"):
             return 1
         # How many columns there are is known once one example has been seen.
+        single = batch.cut(0, 1)
         with torch.no_grad():
-            outputs = self.problem.network(batch.cut(0, 1)).double()
-        columns = self._column_sets(outputs, batch.cut(0, 1))
+            outputs = self.problem.network(single).double()
+        self.problem.loss.check(outputs, real(single.targets))
+        columns = self._column_sets(outputs, single)
         count = max((each.layout.total for _, each in columns), default=1)
         return self.probe.examples(count, self.limit, outputs.device)
 
@@ -177,6 +183,7 @@ class Totals:
         sets = self._column_sets(outputs, batch)
         for number, (kind, columns) in enumerate(sets):
             layout = columns.layout
+            self.draws = max(self.draws, layout.draws)
             # Random draws are compared with each other and stay in one block.
             step = layout.total if layout.draws else self.probe.columns(batch.examples, self.limit)
             for start in range(0, layout.total, step):
@@ -196,7 +203,7 @@ class Totals:
 
         return emit
 
-    def result(self, seconds: float, settings: Mapping[str, Any]) -> Statistics:
+    def result(self, seconds: float, settings: Mapping[str, Any], notes: Sequence[str] = ()) -> Statistics:
         share = self.share
         if share <= 0:
             raise EmptyDataError(
@@ -208,10 +215,15 @@ class Totals:
         for each in self.wanted:
             values[each.name] = self._scaled(each, self.sums[each.name], scale[each.of])
             if each.name in self.variances:
-                spread = self._scaled(each, self.variances[each.name], scale[each.of] ** 2)
-                errors[each.name] = {name: value.sqrt() for name, value in spread.items()}
-        notes = tuple(self.problem.notes)
-        return Statistics(values, errors, self.examples, self.loss / share, seconds, settings, notes)
+                errors[each.name] = self._errors(each, values[each.name], 1 / share)
+        return Statistics(values, errors, self.examples, self.loss / share, seconds, settings, tuple(notes))
+
+    def _errors(self, statistic: Statistic, values: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+        found = self.variances[statistic.name]
+        return {
+            name: standard_error(*found[name].unbind(), draws=self.draws) * scale if name in found else torch.zeros_like(value)
+            for name, value in values.items()
+        }
 
     def _scaled(self, statistic: Statistic, sums: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
         """In the order of the model's parameters; one that no output depends on has zeros."""
@@ -244,6 +256,6 @@ def bytes_from(memory: str | int) -> int:
     return size
 
 
-def _check_seed(seed: int) -> None:
+def check_seed(seed: int) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(f"Got seed={seed!r}. Want a whole number from 0 to 2^63 - 1. Do: for instance seed=0.")

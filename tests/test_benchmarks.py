@@ -17,12 +17,15 @@ def curvature(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("network", ["lenet", "resnet20"])
 def test_the_benchmark_finds_saltflat_and_a_plain_vmap_in_agreement(curvature: Any, network: str) -> None:
-    entries = curvature.agreement(curvature.problem(network, examples=3), ["saltflat", "vmap"], "1GiB")
+    task = curvature.problem(network, examples=3)
+    # In float64: in float32 an activation within rounding of zero may fall on either side of a ReLU.
+    task = curvature.Problem(task.model.double(), task.inputs.double(), task.targets)
+    entries = curvature.agreement(task, ["saltflat", "vmap"], "1GiB")
     assert [row.reason for row, _ in entries] == [""] * 5
     differences = {(row.competitor, row.statistic): row.difference for row, _ in entries}
     assert differences.pop(("forward-backward", "")) is None
     assert set(differences) == {(c, s) for c in ("saltflat", "vmap") for s in curvature.STATISTICS}
-    assert max(differences.values()) < 1e-4
+    assert max(differences.values()) < 1e-10
 
 
 def test_a_competitor_that_fails_is_listed_with_its_reason(curvature: Any, monkeypatch: pytest.MonkeyPatch) -> None:

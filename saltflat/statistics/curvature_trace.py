@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from saltflat.forms import Form, Layout, variance_of_mean
+from saltflat.errorbars import variance_of_mean
+from saltflat.forms import Form, Layout
 from saltflat.statistics import Statistic, register
 
 
@@ -13,7 +15,8 @@ def _total(form: Form, layout: Layout) -> Tensor:
 
 
 def _spread(form: Form, layout: Layout) -> Tensor:
-    return variance_of_mean(form.norms(layout.groups()).double()).sum()
+    variance = variance_of_mean(form.norms(layout.groups()).double())
+    return torch.stack([variance.sum(), variance.square().sum()])
 
 
 curvature_trace = register(

@@ -1,0 +1,54 @@
+"""The certificate against the dense Hessian and Gauss-Newton blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import oracle
+import saltflat
+from cases import CASES
+from saltflat.certificate import _direction
+
+PIECEWISE_LINEAR = ["biased_mlp", "in_place_relu", "max_and_average_pooling", "residual_with_batch_norm", "convolution_3d"]
+SMOOTH = ["gelu_mlp", "tanh_mlp", "attention_by_hand"]
+
+
+@pytest.mark.parametrize("name", PIECEWISE_LINEAR)
+def test_relu_networks_are_certified_to_rounding(name: str) -> None:
+    case = CASES[name]()
+    certificate = saltflat.certify(case.model, case.batches, loss=case.loss)
+    assert certificate.holds
+    assert certificate.gap < 1e-10
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_networks_are_not(name: str) -> None:
+    case = CASES[name]()
+    certificate = saltflat.certify(case.model, case.batches, loss=case.loss)
+    assert not certificate.holds
+    assert certificate.gap > 1e-3
+    assert "NOT" in str(certificate)
+
+
+@pytest.mark.parametrize("name", ["gelu_mlp", "residual_with_batch_norm", "class_token_and_position_parameters"])
+def test_both_curvatures_are_those_of_the_dense_matrices(name: str) -> None:
+    case = CASES[name]()
+    whole = type(case.batches[0])  # all examples as one batch, so that the certificate sees them all
+    inputs = torch.cat([batch[0] for batch in case.batches])
+    targets = torch.cat([batch[1] for batch in case.batches])
+    certificate = saltflat.certify(case.model, [whole((inputs, targets))], loss=case.loss, examples=100)
+    for parameter, agreement in certificate.items():
+        v = _direction(dict(case.model.named_parameters())[parameter].shape, 0, torch.device("cpu")).reshape(-1)
+        for found, block in (
+            (agreement.hessian, oracle.hessian_block(case, parameter)),
+            (agreement.gauss_newton, oracle.gauss_newton_block(case, parameter)),
+        ):
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), v @ block @ v, rtol=1e-9, atol=1e-13)
+
+
+def test_the_examples_beyond_the_first_few_are_not_touched() -> None:
+    net = nn.Linear(2, 3)
+    certificate = saltflat.certify(net, (torch.randn(20, 2), torch.randint(3, (20,))), examples=5)
+    assert certificate.examples == 5

@@ -1,0 +1,73 @@
+"""Each factored rule against no rule at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import saltflat
+from cases import CASES
+from saltflat import layers
+
+NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
+NETS = {name: CASES[name] for name in CASES}
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_rule_gives_what_the_generic_way_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = NETS[name]()
+    ruled = saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    monkeypatch.setattr(layers, "RULES", {})
+    generic = saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    for statistic in NAMES:
+        largest = max(float(value.abs().max()) for value in generic[statistic].values())
+        for parameter, value in generic[statistic].items():
+            floor = 1e-15 * largest
+            torch.testing.assert_close(ruled[statistic][parameter], value, rtol=1e-10, atol=max(1e-10 * float(value.abs().max()), floor))
+
+
+def test_every_rule_is_used_by_some_case() -> None:
+    used = {type(module) for make in CASES.values() for module in make().model.modules()}
+    missing = [kind.__name__ for kind in layers.RULES if not any(issubclass(each, kind) for each in used)]
+    assert not missing
+
+
+def test_a_subclass_with_its_own_forward_has_no_rule() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    assert layers.rule_for(Doubled(2, 2)) is None
+    assert layers.rule_for(nn.Linear(2, 2)) is not None
+    weights = Doubled(2, 3, bias=False).double(), nn.Linear(2, 3, bias=False).double()
+    weights[1].weight.data = weights[0].weight.data * 2
+    data = torch.randn(5, 2, dtype=torch.float64), torch.randint(3, (5,))
+    doubled, plain = (saltflat.statistics_of(net, data, "curvature_diagonal")["curvature_diagonal"]["weight"] for net in weights)
+    torch.testing.assert_close(doubled, 4 * plain)
+
+
+def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
+    class Routed(nn.Module):
+        """Every token goes to one of two experts by its values."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = x.new_zeros(*x.shape[:2], 4)
+            for number, expert in enumerate(self.experts):
+                chosen = (x[..., 0] > 0) == bool(number)
+                out[chosen] = expert(x[chosen])
+            return out.mean(1)
+
+    net = Routed().double()
+    x, y = torch.randn(24, 6, 3, dtype=torch.float64), torch.randint(4, (24,))
+    whole = saltflat.statistics_of(net, (x, y), NAMES)
+    alone = saltflat.statistics_of(net, [(x[n : n + 1], y[n : n + 1]) for n in range(24)], NAMES)
+    for statistic in NAMES:
+        for parameter in whole[statistic]:
+            torch.testing.assert_close(whole[statistic][parameter], alone[statistic][parameter], rtol=1e-12, atol=1e-15)

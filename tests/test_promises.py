@@ -1,0 +1,198 @@
+"""The user's model and session come back bit for bit, whatever happens in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import saltflat
+from cases import CASES
+
+NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
+
+
+class Fault(Exception):
+    """Injected."""
+
+
+class Fuse(torch.autograd.Function):
+    """The identity; counts its backward passes and blows at one of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tick: Callable[[], None]) -> Tensor:
+        ctx.tick = tick
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        ctx.tick()
+        return g, None
+
+
+class Bomb(nn.Module):
+    """Passes its input on, and raises at the k-th forward or backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[str, float] = {"forward": float("inf"), "backward": float("inf")}
+
+    def tick(self, which: str) -> None:
+        self.left[which] -= 1
+        if self.left[which] < 0:
+            raise Fault(which)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tick("forward")
+        if not torch.is_grad_enabled() or not x.requires_grad:
+            return x
+        result: Tensor = Fuse.apply(x, lambda: self.tick("backward"))
+        return result
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(inplace=True), Bomb(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8, 3)
+    )
+    net[6].weight.grad = torch.ones_like(net[6].weight)
+    net[0].bias.requires_grad_(False)
+    net[2].eval()  # mixed modes
+    net[6].register_forward_hook(lambda module, args, out: None)
+    net[6].register_full_backward_hook(lambda module, before, after: None)
+    return net
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    def bits(tensor: Tensor | None) -> Any:
+        return None if tensor is None else (id(tensor), tensor.detach().cpu().numpy().tobytes(), tensor._version)
+
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    return {
+        "parameters": {n: (bits(p), p.requires_grad, bits(p.grad), p.grad_fn, p.dtype) for n, p in parameters.items()},
+        "buffers": {n: bits(b) for n, b in model.named_buffers()},
+        "modes": {n: m.training for n, m in modules.items()},
+        "attributes": {n: sorted(vars(m)) for n, m in modules.items()},
+        "hooks": {
+            n: {key: list(value.items()) for key, value in vars(m).items() if key.endswith("hooks") and value is not None}
+            for n, m in modules.items()
+        },
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "random": (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "attention": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+DATA = torch.randn(7, 1, 4, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+CALLS: dict[str, Callable[[nn.Module], Any]] = {
+    "statistics": lambda net: saltflat.statistics_of(net, DATA, NAMES, memory="40kB"),
+    "statistics in float64, sampled": lambda net: saltflat.statistics_of(net, DATA, NAMES, columns="sampled", dtype=torch.float64),
+    "certificate": lambda net: saltflat.certify(net, DATA),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_leaves_everything_as_it_was(call: str) -> None:
+    net = network()
+    before = snapshot(net)
+    CALLS[call](net)
+    assert snapshot(net) == before
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_a_fault_at_any_pass_leaves_everything_as_it_was(call: str, which: str) -> None:
+    net = network()
+    bomb = next(module for module in net if isinstance(module, Bomb))
+    bomb.left[which] = 10_000
+    CALLS[call](net)
+    passes = int(10_000 - bomb.left[which])
+    assert passes >= 5
+    for survived in range(passes):
+        bomb.left[which] = survived
+        before = snapshot(net)
+        # A way that fails while the ways are tried out is passed over for a slower one, so not every fault has to surface.
+        try:
+            CALLS[call](net)
+        except Fault:
+            pass
+        else:
+            assert survived < passes - 1
+        assert snapshot(net) == before
+        assert bomb.left[which] < 0
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_no_case_is_changed(name: str) -> None:
+    case = CASES[name]()
+    before = snapshot(case.model)
+    saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    assert snapshot(case.model) == before
+
+
+def test_the_callers_modes_do_not_matter_and_stay() -> None:
+    net = network()
+    plain = saltflat.statistics_of(net, DATA, "curvature_trace")
+    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with context:
+            before = snapshot(net)
+            found = saltflat.statistics_of(net, DATA, "curvature_trace")
+            assert snapshot(net) == before
+        torch.testing.assert_close(dict(found["curvature_trace"]), dict(plain["curvature_trace"]))
+
+
+def test_a_model_that_writes_to_its_buffers_and_tables_keeps_them() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 3, max_norm=0.1)
+            self.head = nn.Linear(3, 2)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            out: Tensor = self.head(self.table(x))
+            return out
+
+    net = Counting()
+    before = snapshot(net)
+    saltflat.statistics_of(net, (torch.tensor([0, 1, 4]), torch.tensor([0, 1, 1])), "curvature_trace")
+    assert snapshot(net) == before
+
+
+def test_a_compiled_model_is_measured_as_it_is() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    data = torch.randn(5, 3), torch.randint(2, (5,))
+    plain = saltflat.statistics_of(net, data, "curvature_trace")["curvature_trace"]
+    compiled = saltflat.statistics_of(torch.compile(net, backend="eager"), data, "curvature_trace")["curvature_trace"]
+    assert [name.removeprefix("_orig_mod.") for name in compiled] == list(plain)
+    torch.testing.assert_close(list(compiled.values()), list(plain.values()))
+
+
+def test_the_users_own_hooks_are_part_of_the_function() -> None:
+    net = nn.Sequential(nn.Linear(3, 2)).double()
+    data = torch.randn(5, 3, dtype=torch.float64), torch.randint(2, (5,))
+    net[0].register_forward_hook(lambda module, args, out: out * 0.5)
+    hooked = saltflat.statistics_of(net, data, "curvature_diagonal")["curvature_diagonal"]["0.weight"]
+
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(net[0].weight.detach()), nn.Parameter(net[0].bias.detach())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.5 * (x @ self.weight.T + self.bias)
+
+    spelled = saltflat.statistics_of(Halved(), data, "curvature_diagonal")["curvature_diagonal"]["weight"]
+    torch.testing.assert_close(hooked, spelled)
