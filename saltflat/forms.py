@@ -207,7 +207,7 @@ class Outer(Form):
             # (g a')^2 = g^2 (a^2)': one product for all columns and examples.
             left, right = self.left.square().sum(0), self.right.square().sum(0)
             return self.arranged(torch.einsum("ncto,ncti->coi", left, right), 0)
-        return self.arranged(reduce(torch.add, (square.sum(0) for square in self._products())), 0)
+        return self.arranged(self._summed_products(), 0)
 
     def spread(self, layout: Layout) -> Tensor:
         if self.positions == 1:
@@ -220,13 +220,19 @@ class Outer(Form):
             return self.arranged(torch.stack(moments), 1)
         return super().spread(layout)
 
-    def _products(self) -> Iterator[Tensor]:
-        """Squared gradients ``(columns, groups, rows, entries)``, summed over examples a piece at a time."""
+    def _summed_products(self) -> Tensor:
+        """``(groups, rows, entries)``: squared gradients, a few examples at a time through one buffer."""
         left, right = self._stacked()
-        step = piece(self.columns * self.groups * self.rows * self.entries, self.device)
-        for start in range(0, self.examples, step):
-            product = left[start : start + step].mT @ right[start : start + step]
-            yield self._unstacked(product.square_().sum(0))
+        left, right = left.flatten(0, 1), right.flatten(0, 1)  # examples and groups
+        step = self.groups * piece(self.columns * self.groups * self.rows * self.entries, self.device)
+        step = min(step, len(left))
+        buffer = left.new_empty(step, left.shape[2], right.shape[2])
+        total = torch.zeros_like(buffer)
+        for start in range(0, len(left), step):
+            count = min(step, len(left) - start)
+            product = torch.bmm(left[start : start + count].mT, right[start : start + count], out=buffer[:count])
+            total[:count].addcmul_(product, product)
+        return self._without_columns(total.unflatten(0, (-1, self.groups)).sum(0))
 
     def _stacked(self) -> tuple[Tensor, Tensor]:
         """Columns laid beside the rows (or entries) they belong to: one large product per example and group."""
@@ -237,10 +243,11 @@ class Outer(Form):
 
         return beside(self.left), beside(self.right)
 
-    def _unstacked(self, product: Tensor) -> Tensor:
+    def _without_columns(self, product: Tensor) -> Tensor:
+        """Columns beside rows (or entries), summed."""
         if self.right.shape[0] == 1:
-            return product.unflatten(1, (-1, self.rows)).transpose(0, 1)
-        return product.unflatten(2, (-1, self.entries)).permute(2, 0, 1, 3)
+            return product.unflatten(1, (-1, self.rows)).sum(1)
+        return product.unflatten(2, (-1, self.entries)).sum(2)
 
     def norms(self, groups: Sequence[slice]) -> Tensor:
         if self.positions == 1:

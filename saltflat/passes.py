@@ -114,7 +114,11 @@ class Gradients:
 
 
 def together(
-    network: Network, batch: Batch, loop: bool = False, expected: Calls | None = None
+    network: Network,
+    batch: Batch,
+    loop: bool = False,
+    expected: Calls | None = None,
+    record: list[tuple[nn.Module, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Backward]:
     """One forward pass over a batch; the backward pass is returned as a function of the columns.
 
@@ -124,6 +128,7 @@ def together(
         loop: propagate the columns one after the other instead of vectorised.
         expected: what one example alone shows the layers. A batch of the same kind of inputs that shows them something else
             is one whose examples cannot be told apart.
+        record: filled with the calls of layers that have a rule.
     """
     anchor = torch.zeros((), device=device_of(network), requires_grad=True)
     leaves = {name: value.detach().requires_grad_() for name, value in network.measured.items()}
@@ -135,6 +140,8 @@ def together(
         number = len(calls)
         calls.append((module, _split(x.detach(), examples, 0)))
         _split(y, examples, 0)
+        if record is not None:
+            record.append((module, x.detach(), y.detach()))
         receivers.append(None)
         watched: Tensor = _Watch.apply(y, anchor, lambda g: receivers[number](g))  # type: ignore[misc]
         return watched

@@ -27,7 +27,7 @@ WAYS: dict[str, Way] = {
     LOOPED: partial(passes.together, loop=True),
 }
 
-PROBED = 4  # examples
+PROBED = 3  # examples
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
 CPU_CHUNK = 6 << 20
 
@@ -99,31 +99,23 @@ def probe(problem: Problem) -> Probe:
             "per-example gradients mean nothing otherwise. Do: replace layers that mix the batch (BatchNorm without running statistics, "
             "attention across the batch)."
         )
-    way = _way(problem, batch, singles)
-    return Probe(way, *_sizes(problem, singles[0], way), calls=_calls(problem, singles[0]))
+    alone, each = zip(*(_taken_apart(problem, single) for single in singles), strict=True)
+    way = _way(problem, batch, list(alone), [one.calls for one in each])
+    # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
+    sizes = each[0]
+    streams = sizes.activations + sizes.factors if way in ("mapped", LOOPED) else 4 * sizes.widest
+    return Probe(way, sizes.fixed, streams + 2 * sizes.moving, sizes.widest, sizes.calls)
 
 
-def _way(problem: Problem, batch: Batch, singles: list[Batch]) -> str:
-    each = [_squares(problem, LOOPED, single) for single in singles]
-    truth = {name: sum((other[name] for other in each[1:]), each[0][name]) for name in each[0]}
+def _way(problem: Problem, batch: Batch, alone: list[dict[str, Tensor]], calls: list[passes.Calls]) -> str:
+    """The quickest way that agrees with the examples taken alone."""
+    truth = {name: sum((other[name] for other in alone[1:]), alone[0][name]) for name in alone[0]}
     # Examples that take different paths through the layers have to take them alone.
-    if len(singles) > 1 and len({_calls(problem, single) for single in singles}) == 1:
+    if len(calls) > 1 and len(set(calls)) == 1:
         for way in ("together", "mapped"):
             if _agrees(problem, way, batch, truth):
                 return way
-    return "single" if _agrees(problem, "single", singles[0], each[0]) else LOOPED
-
-
-def _calls(problem: Problem, single: Batch) -> passes.Calls:
-    seen: list[tuple[nn.Module, torch.Size]] = []
-
-    def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        seen.append((module, x.shape))
-        return y
-
-    with torch.no_grad():
-        problem.network(single, tap)
-    return passes.Calls.of(single, seen)
+    return "single" if _agrees(problem, "single", batch.cut(0, 1), alone[0]) else LOOPED
 
 
 def _first_examples(problem: Problem) -> Batch:
@@ -164,29 +156,42 @@ def _agrees(problem: Problem, way: str, batch: Batch, truth: dict[str, Tensor]) 
 
 
 def _squares(problem: Problem, way: str, batch: Batch) -> dict[str, Tensor]:
-    """Sums of squared per-example gradients for two random columns; an example has the same columns in every batch."""
+    """Sums of squared per-example gradients for a random column; an example has the same one in every batch."""
     outputs, backward = WAYS[way](problem.network, batch)
     found = {name: torch.zeros_like(value) for name, value in problem.network.measured.items()}
 
     def emit(name: str, form: Form) -> None:
         found[name] = form.squares()
 
-    each = []
-    for n in range(batch.examples):
-        noise = torch.Generator().manual_seed(batch.first + n)
-        each.append(torch.randn((2, *outputs.shape[1:]), generator=noise, dtype=torch.float64))
-    backward(torch.stack(each, 1).to(outputs), emit, True)
+    backward(_random_column(outputs, batch), emit, True)
     return found
 
 
-def _sizes(problem: Problem, single: Batch, way: str) -> tuple[int, int, int]:
-    """Bytes one example takes: see :class:`Probe`."""
+def _random_column(outputs: Tensor, batch: Batch) -> Tensor:
+    each = []
+    for n in range(batch.examples):
+        noise = torch.Generator().manual_seed(batch.first + n)
+        each.append(torch.randn((1, *outputs.shape[1:]), generator=noise, dtype=torch.float64))
+    return torch.stack(each, 1).to(outputs)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What one example takes, in bytes, and shows the layers."""
+
+    fixed: int
+    moving: int
+    widest: int
+    activations: int
+    factors: int
+    calls: passes.Calls
+
+
+def _taken_apart(problem: Problem, single: Batch) -> tuple[dict[str, Tensor], _Sizes]:
+    """One example by the definition: its squared gradients, and the sizes of what that went through."""
     network = problem.network
     constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
-    anchor = torch.zeros((), dtype=next(iter(network.measured.values())).dtype, device=passes.device_of(network), requires_grad=True)
     saved: dict[int, int] = {}
-    activations: list[int] = []
-    factors: list[tuple[int, int]] = [(0, 0)]
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -194,25 +199,24 @@ def _sizes(problem: Problem, single: Batch, way: str) -> tuple[int, int, int]:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        keep(x)
-        activations.append(y.numel() * y.element_size())
-        return y + anchor
-
+    record: list[tuple[nn.Module, Tensor, Tensor]] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = network(single, tap)
+        outputs, backward = passes.together(network, single, loop=True, record=record)
+    for _, x, _ in record:
+        keep(x)
+    found = {name: torch.zeros_like(value) for name, value in network.measured.items()}
+    factors: list[tuple[int, int]] = [(0, 0)]
 
     def emit(name: str, form: Form) -> None:
+        found[name] = form.squares()
         factors.append(form.sizes())
 
-    looped, backward = passes.together(network, single, loop=True)
-    backward(torch.ones_like(looped).unsqueeze(0), emit, True)
-    widest = max([outputs.numel() * outputs.element_size(), *activations])
+    backward(_random_column(outputs, single), emit, True)
+    activations = [outputs.numel() * outputs.element_size(), *(y.numel() * y.element_size() for _, _, y in record)]
     still, moving = (max(part) for part in zip(*factors, strict=True))
-    direct = sum(moving for _, moving in factors)
-    # A backward pass holds a few activations' gradients at a time, a vectorised one all of them.
-    streams = sum(activations) + direct if way in ("mapped", LOOPED) else 4 * widest
-    return sum(saved.values()) + still, streams + 2 * moving, widest
+    calls = passes.Calls.of(single, [(module, x.shape) for module, x, _ in record])
+    every = sum(each for _, each in factors)
+    return found, _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float, floor: float = 0.0) -> bool:

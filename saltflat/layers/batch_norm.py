@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from saltflat.forms import Dense, Form
@@ -38,13 +37,7 @@ def scale_and_shift(module: BatchNorm, x: Tensor) -> Tensor:
 @layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, forward=scale_and_shift, applies=_fixed)
 def batch_norm(module: BatchNorm, x: Tensor, g: Tensor) -> dict[str, Form]:
     mean, inverse = _statistics(module)
-    channels = mean.numel()
-    examples = x.shape[0]
     unit = x.flatten(0, 1)  # (images, channels, *space)
     unit = (unit - _along_channels(mean, unit)) * _along_channels(inverse, unit)
-    unit = unit.unflatten(0, (examples, -1))
-    # Reduced in the memory order of the gradient: reordering it first would cost more than the sum.
     space = [2, *range(4, g.dim())]
-    weight = [(column * unit).sum([axis - 1 for axis in space]) for column in g]
-    stacked = torch.stack(weight).reshape(len(weight), examples, channels)
-    return {"weight": Dense(stacked), "bias": Dense(g.sum(space))}
+    return {"weight": Dense((g * unit.unflatten(0, x.shape[:2])).sum(space)), "bias": Dense(g.sum(space))}

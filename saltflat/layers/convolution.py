@@ -50,8 +50,6 @@ def padded(module: Convolution, x: Tensor) -> Tensor:
 class InputGradient(torch.autograd.Function):
     """Gradient at the input of a convolution; many columns are folded into the batch without a copy."""
 
-    generate_vmap_rule = False
-
     @staticmethod
     def forward(g: Tensor, weight: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> Tensor:
         stride, padding, dilation, groups = options
@@ -72,7 +70,7 @@ class InputGradient(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         g = g.movedim(in_dims[0], 0)
         columns, images = g.shape[:2]
-        flat = InputGradient.apply(channels_last(g.flatten(0, 1)), weight, (columns * images, *shape[1:]), options)
+        flat = InputGradient.apply(like(g.flatten(0, 1), weight), weight, (columns * images, *shape[1:]), options)
         return flat.unflatten(0, (columns, images)), 0
 
 
@@ -93,9 +91,11 @@ class Convolve(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def channels_last(x: Tensor) -> Tensor:
-    # On CPUs the blocked kernels reorder anything else on entry and exit; for 16 channels that is half the time.
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.device.type == "cpu" else x
+def like(x: Tensor, model: Tensor) -> Tensor:
+    """Images in the memory order of other images, which the kernels would otherwise bring about at every call."""
+    if x.dim() == 4 and model.is_contiguous(memory_format=torch.channels_last):
+        return x.contiguous(memory_format=torch.channels_last)
+    return x
 
 
 def convolve(module: Convolution, x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def convolve(module: Convolution, x: Tensor) -> Tensor:
         x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * len(module.kernel_size)
     options = (list(module.stride), list(padding), list(module.dilation), module.groups)
-    result: Tensor = Convolve.apply(channels_last(x), channels_last(module.weight), module.bias, options)
+    result: Tensor = Convolve.apply(x, like(module.weight, x), module.bias, options)
     return result
 
 
