@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errorbars import variance_of_mean
+from saltflat.scratch import array
 
 # Intermediate products are taken in pieces of about this many elements: on a CPU they then stay in the second-level
 # cache (the difference is a factor of two for convolutions), on a GPU it only bounds memory.
@@ -64,7 +65,7 @@ class Form(ABC):
 
     def squares(self) -> Tensor:
         """``shape``: sum over columns and examples of the squared gradient."""
-        return reduce(torch.add, (part.dense().square().sum((0, 1)) for part in self.pieces()))
+        return reduce(torch.add, (_square_sum(part.dense()).sum(0) for part in self.pieces()))
 
     def spread(self, layout: Layout) -> Tensor:
         """``(2, *shape)``: the examples' variances of :meth:`squares` due to the random columns, and their squares, summed."""
@@ -78,7 +79,7 @@ class Form(ABC):
 
     def norms(self, groups: Sequence[slice]) -> Tensor:
         """``(groups, examples)``: squared length of the gradient, summed over each group of columns."""
-        parts = [_flat(part.dense()).square().sum(2) for part in self.pieces()]
+        parts = [_lengths(_flat(part.dense()), 2) for part in self.pieces()]
         return grouped(torch.cat(parts, 1), groups)
 
     def project(self, direction: Tensor) -> Tensor:
@@ -111,6 +112,19 @@ def piece(elements: int, device: torch.device) -> int:
 
 def _flat(gradients: Tensor) -> Tensor:
     return gradients.reshape(*gradients.shape[:2], -1)
+
+
+def _square_sum(factor: Tensor) -> Tensor:
+    """Sum of squares over the columns, without the array of squares."""
+    total = factor[0].square()
+    for column in factor[1:]:
+        total.addcmul_(column, column)
+    return total
+
+
+def _lengths(vectors: Tensor, axes: int | tuple[int, ...]) -> Tensor:
+    """Squared lengths along some axes, without the array of squares."""
+    return torch.linalg.vector_norm(vectors, dim=axes).square_()
 
 
 def grouped(per_column: Tensor, groups: Sequence[slice]) -> Tensor:
@@ -205,7 +219,7 @@ class Outer(Form):
     def squares(self) -> Tensor:
         if self.positions == 1:
             # (g a')^2 = g^2 (a^2)': one product for all columns and examples.
-            left, right = self.left.square().sum(0), self.right.square().sum(0)
+            left, right = _square_sum(self.left), _square_sum(self.right)
             return self.arranged(torch.einsum("ncto,ncti->coi", left, right), 0)
         return self.arranged(self._summed_products(), 0)
 
@@ -226,8 +240,8 @@ class Outer(Form):
         left, right = left.flatten(0, 1), right.flatten(0, 1)  # examples and groups
         step = self.groups * piece(self.columns * self.groups * self.rows * self.entries, self.device)
         step = min(step, len(left))
-        buffer = left.new_empty(step, left.shape[2], right.shape[2])
-        total = torch.zeros_like(buffer)
+        buffer = array("product", (step, left.shape[2], right.shape[2]), left)
+        total = array("squares", buffer.shape, left).zero_()
         for start in range(0, len(left), step):
             count = min(step, len(left) - start)
             product = torch.bmm(left[start : start + count].mT, right[start : start + count], out=buffer[:count])
@@ -237,11 +251,17 @@ class Outer(Form):
     def _stacked(self) -> tuple[Tensor, Tensor]:
         """Columns laid beside the rows (or entries) they belong to: one large product per example and group."""
 
-        def beside(factor: Tensor) -> Tensor:
-            columns, examples, groups, positions, width = factor.shape
-            return factor.permute(1, 2, 3, 0, 4).reshape(examples, groups, positions, columns * width)
+        def beside(factor: Tensor, use: str) -> Tensor:
+            if factor.shape[0] == 1:
+                return factor[0]
+            # Copied in the order it lies in memory, and turned afterwards: the products take either.
+            turned = factor.stride(3) < factor.stride(4)
+            order = (1, 2, 0, 4, 3) if turned else (1, 2, 3, 0, 4)
+            moved = factor.permute(order)
+            copy = array(use, moved.shape, factor).copy_(moved)
+            return copy.flatten(2, 3).mT if turned else copy.flatten(3, 4)
 
-        return beside(self.left), beside(self.right)
+        return beside(self.left, "left"), beside(self.right, "right")
 
     def _without_columns(self, product: Tensor) -> Tensor:
         """Columns beside rows (or entries), summed."""
@@ -251,22 +271,25 @@ class Outer(Form):
 
     def norms(self, groups: Sequence[slice]) -> Tensor:
         if self.positions == 1:
-            left, right = self.left.square().sum((3, 4)), self.right.square().sum((3, 4))
-            return grouped((left * right).sum(2), groups)
+            return grouped((_lengths(self.left, (3, 4)) * _lengths(self.right, (3, 4))).sum(2), groups)
         width = self.columns * self.rows if self.right.shape[0] == 1 else self.columns * self.entries
         still = self.entries if self.right.shape[0] == 1 else self.rows
         # |sum_t g_t a_t'|^2 = sum_tt' (g_t . g_t') (a_t . a_t'): cheaper when there are few positions.
         if len(groups) == 1 and self.positions * (width + still) < width * still:
             return self._norms_by_position(groups[0])
         left, right = self._stacked()
-        step = piece(self.columns * self.groups * self.rows * self.entries, self.device)
+        step = min(self.examples, piece(self.columns * self.groups * self.rows * self.entries, self.device))
+        shape = (step * self.groups, left.shape[3], right.shape[3])
         parts = []
         for start in range(0, self.examples, step):
-            product = left[start : start + step].mT @ right[start : start + step]
+            here = slice(start, start + step)
+            one, two = left[here].flatten(0, 1), right[here].flatten(0, 1)
+            product = torch.bmm(one.mT, two, out=array("product", (len(one), *shape[1:]), left))
             if self.right.shape[0] == 1:
-                parts.append(product.unflatten(2, (-1, self.rows)).square().sum((1, 3, 4)))
+                lengths = _lengths(product.unflatten(1, (-1, self.rows)), (2, 3))
             else:
-                parts.append(product.unflatten(3, (-1, self.entries)).square().sum((1, 2, 4)))
+                lengths = _lengths(product.unflatten(2, (-1, self.entries)), (1, 3))
+            parts.append(lengths.unflatten(0, (-1, self.groups)).sum(1))
         return grouped(torch.cat(parts).T, groups)
 
     def _norms_by_position(self, group: slice) -> Tensor:

@@ -27,7 +27,7 @@ WAYS: dict[str, Way] = {
     LOOPED: partial(passes.together, loop=True),
 }
 
-PROBED = 3  # examples
+PROBED = 2  # examples
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
 CPU_CHUNK = 6 << 20
 

@@ -21,6 +21,7 @@ from saltflat.loan import loan
 from saltflat.probe import Probe, probe
 from saltflat.problem import Problem, real
 from saltflat.progress import Progress, shown
+from saltflat.scratch import scratch
 from saltflat.statistics import Statistic, statistics_named
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def statistics_of(
         problem = Problem.of(model, data, loss, layers, dtype, mode)
         found = probe(problem)
         totals = Totals(problem, found, wanted, plan, seed, limit)
-        with shown(progress, problem.data) as report:
+        with scratch(), shown(progress, problem.data) as report:
             for batch in problem.batches():
                 for _ in totals.add(batch):
                     report(totals.examples)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from saltflat.forms import Dense, Form
 from saltflat.layers import layer
+from saltflat.scratch import array
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -40,4 +42,8 @@ def batch_norm(module: BatchNorm, x: Tensor, g: Tensor) -> dict[str, Form]:
     unit = x.flatten(0, 1)  # (images, channels, *space)
     unit = (unit - _along_channels(mean, unit)) * _along_channels(inverse, unit)
     space = [2, *range(4, g.dim())]
-    return {"weight": Dense((g * unit.unflatten(0, x.shape[:2])).sum(space)), "bias": Dense(g.sum(space))}
+    # Written into an array of the gradient's own memory order: the sums run along it.
+    order = sorted(range(g.dim()), key=lambda axis: (-g.stride(axis), axis))
+    product = array("product", [g.shape[axis] for axis in order], g).permute([order.index(axis) for axis in range(g.dim())])
+    torch.mul(g, unit.unflatten(0, x.shape[:2]), out=product)
+    return {"weight": Dense(product.sum(space)), "bias": Dense(g.sum(space))}

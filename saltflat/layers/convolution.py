@@ -70,7 +70,7 @@ class InputGradient(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         g = g.movedim(in_dims[0], 0)
         columns, images = g.shape[:2]
-        flat = InputGradient.apply(like(g.flatten(0, 1), weight), weight, (columns * images, *shape[1:]), options)
+        flat = InputGradient.forward(like(g.flatten(0, 1), weight), weight, (columns * images, *shape[1:]), options)
         return flat.unflatten(0, (columns, images)), 0
 
 
@@ -85,10 +85,15 @@ class Convolve(torch.autograd.Function):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, zeros, groups)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:
-        gradient = InputGradient.apply(g, ctx.weight, ctx.shape, ctx.options) if ctx.needs_input_grad[0] else None
-        return gradient, None, None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        from torch._C import _functorch as ft
+        if ft.is_batchedtensor(g):
+            level = ft.maybe_get_level(g)
+            gradient, _ = InputGradient.vmap(None, (ft.maybe_get_bdim(g),), ft.get_unwrapped(g), ctx.weight, ctx.shape, ctx.options)
+            return ft._add_batch_dim(gradient, 0, level), None, None, None
+        return InputGradient.forward(g, ctx.weight, ctx.shape, ctx.options), None, None, None
 
 
 def like(x: Tensor, model: Tensor) -> Tensor:

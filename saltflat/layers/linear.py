@@ -12,4 +12,5 @@ from saltflat.layers import layer
 def linear(module: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Form]:
     x = x.reshape(1, x.shape[0], 1, -1, x.shape[-1])
     g = g.reshape(*g.shape[:2], 1, -1, g.shape[-1])
-    return {"weight": Outer(g, x, module.weight.shape), "bias": Dense(g.sum((2, 3)))}
+    bias = g[:, :, 0, 0] if g.shape[3] == 1 else g.sum((2, 3))
+    return {"weight": Outer(g, x, module.weight.shape), "bias": Dense(bias)}
