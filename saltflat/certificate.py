@@ -9,20 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.columns import plan_from
 from saltflat.data import Batch
 from saltflat.errors import OptionError
-from saltflat.forms import Form, Layout
 from saltflat.loan import loan
-from saltflat.probe import probe
 from saltflat.problem import Problem, real
-from saltflat.statistics import Statistic
-from saltflat.sweep import Totals, bytes_from, check_seed
+from saltflat.sweep import check_seed
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Curvature of the mean loss along one random direction of a parameter, by the Hessian and by the Gauss-Newton matrix."""
+    """Curvature of the mean loss along one random direction of a parameter, by its Hessian and by Gauss-Newton."""
 
     hessian: float
     gauss_newton: float
@@ -33,8 +29,8 @@ class Agreement:
 class Certificate(Mapping[str, Agreement]):
     """For each parameter, how far its Gauss-Newton block is from its Hessian block.
 
-    For networks that are piecewise linear in every single layer (ReLU, max-pooling, BatchNorm in eval mode) the two are the same, and
-    ``curvature_diagonal`` *is* the diagonal of the Hessian. Behind smooth activations it is not.
+    For networks that are piecewise linear in every single layer (ReLU, max-pooling, BatchNorm in eval mode) the two are
+    the same, and ``curvature_diagonal`` *is* the diagonal of the Hessian. Behind smooth activations it is not.
     """
 
     agreements: Mapping[str, Agreement]
@@ -62,9 +58,14 @@ class Certificate(Mapping[str, Agreement]):
 
     def __str__(self) -> str:
         width = max(map(len, self))
-        lines = [f"{name:<{width}}  v'Hv {a.hessian: .6e}  v'Gv {a.gauss_newton: .6e}  gap {a.gap:.1e}" for name, a in self.items()]
+        lines = [
+            f"{name:<{width}}  v'Hv {a.hessian: .6e}  v'Gv {a.gauss_newton: .6e}  gap {a.gap:.1e}"
+            for name, a in self.items()
+        ]
         verdict = "is the Hessian's" if self.holds else "is NOT the Hessian's"
-        return "\n".join([*lines, f"The Gauss-Newton diagonal {verdict} (largest gap {self.gap:.1e}, {self.examples} examples)."])
+        return "\n".join(
+            [*lines, f"The Gauss-Newton diagonal {verdict} (largest gap {self.gap:.1e}, {self.examples} examples)."]
+        )
 
 
 def certify(
@@ -88,48 +89,52 @@ def certify(
         raise OptionError(f"Got examples={examples!r}. Want at least 1. Do: leave it out for 8.")
     with loan(model, mode):
         problem = Problem.of(model, data, loss, layers, torch.float64, mode)
-        found = probe(problem)
         batch = next(problem.batches()).cut(0, examples)
-        totals = Totals(problem, found, [_along(seed)], plan_from("exact"), seed, bytes_from("1GiB"))
-        for _ in totals.add(batch):
-            pass
-        gauss_newton = totals.result(0.0, {})["curvature_along"]
-        hessian = _hessian_along(problem, batch, seed)
+        hessian, gauss_newton = _curvatures(problem, batch, seed)
     pairs = {name: (float(hessian[name]), float(gauss_newton[name])) for name in gauss_newton}
     # Where a parameter has no effect at all, both are rounding.
     floor = 1e-12 * max(abs(value) for pair in pairs.values() for value in pair)
-    gaps = {name: abs(h - g) / max(abs(h), abs(g), floor) if max(abs(h), abs(g)) > 0 else 0.0 for name, (h, g) in pairs.items()}
+    gaps = {
+        name: abs(h - g) / max(abs(h), abs(g), floor) if max(abs(h), abs(g)) > 0 else 0.0
+        for name, (h, g) in pairs.items()
+    }
     agreements = {name: Agreement(h, g, gaps[name]) for name, (h, g) in pairs.items()}
     return Certificate(agreements, batch.examples)
 
 
-def _direction(shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+def direction(shape: torch.Size, seed: int) -> Tensor:
     """A random unit vector; parameters of one shape share it, which does no harm."""
     noise = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=noise, dtype=torch.float64)
-    return (values / values.norm()).to(device)
+    unit: Tensor = values / values.norm()
+    return unit
 
 
-def _along(seed: int) -> Statistic:
-    def total(form: Form, layout: Layout) -> Tensor:
-        return form.project(_direction(form.shape, seed, form.device)).square().sum()
-
-    return Statistic("curvature_along", "curvature", total, None, "Curvature along one random direction.", scalar=True)
-
-
-def _hessian_along(problem: Problem, batch: Batch, seed: int) -> dict[str, Tensor]:
-    """By differentiating twice, without any of the rules."""
+def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """v'Hv and v'Gv of every parameter, by differentiating twice and without any of the layers' rules."""
     leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
-    outputs = problem.network(batch, leaves=leaves)
     targets = real(batch.targets)
-    mean = problem.loss.total(outputs, targets).sum() / problem.loss.share(outputs, targets).sum()
-    gradients = torch.autograd.grad(mean, list(leaves.values()), create_graph=True, allow_unused=True)
-    result = {}
-    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-        along = _direction(leaf.shape, seed, leaf.device)
-        result[name] = torch.zeros((), dtype=torch.float64)
-        if gradient is not None and gradient.requires_grad:
-            (second,) = torch.autograd.grad((gradient * along).sum(), leaf, retain_graph=True, allow_unused=True)
-            if second is not None:
-                result[name] = (second * along).sum()
-    return result
+    outputs = problem.network(batch, leaves=leaves)
+    problem.check_outputs(outputs, batch)
+    problem.loss.check(outputs, targets)
+    share = problem.loss.share(outputs.detach(), targets).sum()
+    curvature = problem.loss.curvature(outputs.detach(), targets)
+    # The gradient of <w, outputs> is J'w, linear in w: its derivative along v with respect to w is Jv.
+    w = torch.zeros_like(outputs, requires_grad=True)
+    results = []
+    for scalar, variable in ((problem.loss.total(outputs, targets).sum(), None), ((outputs * w).sum(), w)):
+        gradients = torch.autograd.grad(scalar, list(leaves.values()), create_graph=True, allow_unused=True)
+        found = {}
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            v = direction(leaf.shape, seed).to(leaf.device)
+            second = None
+            if gradient is not None and gradient.requires_grad:
+                inner = (gradient * v).sum()
+                target = leaf if variable is None else variable
+                (second,) = torch.autograd.grad(inner, target, retain_graph=True, allow_unused=True)
+            if second is None:
+                found[name] = torch.zeros((), dtype=torch.float64)
+            else:
+                found[name] = ((second * v).sum() if variable is None else curvature.along(second)) / share
+        results.append(found)
+    return results[0], results[1]

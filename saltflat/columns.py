@@ -1,15 +1,15 @@
 r"""Columns whose squares add up to the curvature of the loss at the outputs: what a sweep propagates back.
 
-For a second derivative :math:`B = \sum_k s_k s_k^T` the Gauss-Newton matrix is :math:`\sum_k (J^T s_k)(J^T s_k)^T`. Three ways to
-take the columns:
+For a second derivative :math:`B = \sum_k s_k s_k^T` the Gauss-Newton matrix is :math:`\sum_k (J^T s_k)(J^T s_k)^T`.
+Three ways to take the columns:
 
 * ``exact``: all of them. Softmax cross-entropy with K classes needs K - 1.
-* ``top`` or ``top:r``: the r classes that carry most mass exactly, the rest by random columns. At a trained minimum r = 3 serves
-  any number of classes.
+* ``top`` or ``top:r``: the r classes that carry most mass exactly, the rest by random columns. At a trained minimum
+  r = 3 serves any number of classes.
 * ``sampled`` or ``sampled:m``: m random columns. For vocabularies.
 
-Random columns are unbiased, and always drawn several times, so that their scatter is known. The draws belong to the example's place
-in the data, not to its batch: other batches give the same numbers.
+Random columns are unbiased, and always drawn several times, so that their scatter is known. The draws belong to the
+example's place in the data, not to its batch: other batches give the same numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from saltflat.errors import OptionError, unknown
 from saltflat.forms import Layout
-from saltflat.losses import Curvature, Diagonal, Roots, Softmax
+from saltflat.losses import Curvature, Diagonal, Softmax
 
 TOP = 3
 DRAWS = 4
@@ -61,8 +61,8 @@ def plan_from(given: str | Plan) -> Plan:
     least = {"top": 1, "sampled": 2}.get(kind)
     if colon and (least is None or not count.isdigit() or int(count) < least):
         raise OptionError(
-            f"Got columns={given!r}. Want 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws (two show their scatter). "
-            "Do: for instance columns='top:3'."
+            f"Got columns={given!r}. Want 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws "
+            "(two show their scatter). Do: for instance columns='top:3'."
         )
     return Plan(kind, int(count) if colon else defaults[kind])
 
@@ -86,7 +86,8 @@ class Dice:
     def uniform(self, examples: int, *shape: int) -> Tensor:
         """``(examples, *shape)`` in [0, 1)."""
         each = [
-            np.random.Generator(np.random.Philox(key=[self.seed, self.first + n])).random(shape) for n in range(examples)
+            np.random.Generator(np.random.Philox(key=[self.seed, self.first + n])).random(shape)
+            for n in range(examples)
         ]
         return torch.from_numpy(np.stack(each))
 
@@ -120,11 +121,12 @@ def _softmax(curvature: Softmax, plan: Plan, dice: Dice) -> Columns:
 
 
 def softmax_root(p: Tensor) -> Tensor:
-    r"""A square root of :math:`\mathrm{diag}\, p - p p^T` with one column fewer than classes: ``(..., classes, classes - 1)``.
+    r"""A square root of :math:`\mathrm{diag}\, p - p p^T` with one column fewer than classes.
 
-    With :math:`q = \sqrt p` the matrix is :math:`D_q (I - q q^T) D_q`, and the Householder reflection that takes :math:`q` to a
-    coordinate gives an orthonormal basis of the complement of q. Reflected at the likeliest class c nothing cancels, however close p is to
-    one-hot: column k is :math:`q_k e_k - \frac{q_k}{1 + q_c} p` outside of c, and :math:`-q_c q_k` at c.
+    With :math:`q = \sqrt p` the matrix is :math:`D_q (I - q q^T) D_q`, and the Householder reflection that takes
+    :math:`q` to a coordinate gives an orthonormal basis of the complement of q. Reflected at the likeliest class c
+    nothing cancels, however close p is to one-hot: column k is :math:`q_k e_k - \frac{q_k}{1 + q_c} p` outside of c,
+    and :math:`-q_c q_k` at c. The result is ``(..., classes, classes - 1)``.
 
     >>> p = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     >>> root = softmax_root(p)
@@ -166,11 +168,12 @@ def _one_class(p: Tensor, index: Tensor) -> Tensor:
 
 
 def _mixed(p: Tensor, part: Tensor, signs: Tensor) -> Tensor:
-    r"""One column for many classes, :math:`\sum_k \epsilon_k \sqrt{q_k} (e_k - p)` with random signs, for the masses ``part`` = q.
+    r"""One column for many classes: :math:`\sum_k \epsilon_k \sqrt{q_k} (e_k - p)` with random signs.
 
-    Its outer product is that of all the classes' columns on average. Drawing a single class y ~ p instead is unbiased too, but at a
-    trained minimum nearly every draw is the likeliest class, whose column is nearly zero: rare large values, and errors that
-    do not know of them. Signs have the same relative scatter however sure the network is.
+    ``part`` holds the masses q of these classes. On average the outer product is that of all the classes' columns.
+    Drawing a single class y ~ p instead is unbiased too, but at a trained minimum nearly every draw is the likeliest
+    class, whose column is nearly zero: rare large values, and errors that do not know of them. Signs have the same
+    relative scatter however sure the network is.
     """
     root = part.sqrt() * signs
     return root - p * root.sum(-1, keepdim=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -63,11 +63,12 @@ class Batch:
 def batches(data: Data) -> Iterator[Batch]:
     """One pass over the data."""
     first = 0
-    for number, item in enumerate([data] if _is_pair(data) else iter(data)):  # type: ignore[arg-type]
+    for number, item in enumerate([data] if _is_pair(data) else iter(data)):
         args, kwargs, targets = _parts(item, number)
         if targets.dim() == 0:
             raise DataError(
-                f"Got a target without an axis for the examples in batch {number}. Want targets of shape (examples, ...). "
+                f"Got a target without an axis for the examples in batch {number}. "
+                "Want targets of shape (examples, ...). "
                 "Do: batch single examples, for instance with DataLoader(dataset, batch_size=128)."
             )
         batch = Batch(args, kwargs, targets, first, targets.shape[0])
@@ -76,14 +77,15 @@ def batches(data: Data) -> Iterator[Batch]:
         if not any(batch.counts(leaf) for leaf in batch.tensors()):
             shapes = [tuple(leaf.shape) for leaf in batch.tensors()]
             raise DataError(
-                f"Got {batch.examples} targets and inputs of shape {shapes} in batch {number}. Want the same number of examples along "
-                "the first axis of both. Do: check that inputs and targets belong together."
+                f"Got {batch.examples} targets and inputs of shape {shapes} in batch {number}. "
+                "Want the same number of examples along the first axis of both. "
+                "Do: check that inputs and targets belong together."
             )
         first += batch.examples
         yield batch
 
 
-def _is_pair(data: Any) -> bool:
+def _is_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
@@ -93,8 +95,8 @@ def _parts(item: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Ten
         targets = inputs.pop("labels", None)
         if not isinstance(targets, Tensor):
             raise DataError(
-                f"Got a dict with the keys {sorted(map(str, item))} as batch {number}. Want a tensor under 'labels' beside the inputs. "
-                "Do: rename the targets to 'labels'."
+                f"Got a dict with the keys {sorted(map(str, item))} as batch {number}. "
+                "Want a tensor under 'labels' beside the inputs. Do: rename the targets to 'labels'."
             )
         return (), inputs, targets
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[1], Tensor):
@@ -107,8 +109,9 @@ def _parts(item: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Ten
             return tuple(inputs), {}, targets
     got = f"a {type(item).__name__}" + (f" of {len(item)} parts" if isinstance(item, tuple | list) else "")
     raise DataError(
-        f"Got {got} as batch {number}. Want (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict "
-        "with 'labels'. Do: give the DataLoader a collate_fn that returns one of these."
+        f"Got {got} as batch {number}. "
+        "Want (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict with 'labels'. "
+        "Do: give the DataLoader a collate_fn that returns one of these."
     )
 
 
@@ -118,7 +121,8 @@ def checked(data: Any) -> Data:
         data = DataLoader(data, batch_size=128)
     if not isinstance(data, Iterable):
         raise DataError(
-            f"Got data of type {type(data).__name__}. Want a DataLoader, a pair of tensors (inputs, targets) or a list of batches. "
+            f"Got data of type {type(data).__name__}. "
+            "Want a DataLoader, a pair of tensors (inputs, targets) or a list of batches. "
             "Do: wrap your examples in one of these."
         )
     if isinstance(data, Iterator):
@@ -126,9 +130,9 @@ def checked(data: Any) -> Data:
             f"Got a {type(data).__name__}, which can be read only once. Want data that can be read again. "
             "Do: pass list(...) of it, or the DataLoader itself."
         )
-    if _is_pair(data) and len(data[0]) != len(data[1]):  # type: ignore[arg-type, index]
+    if _is_pair(data) and len(data[0]) != len(data[1]):
         raise DataError(
-            f"Got {len(data[0])} inputs and {len(data[1])} targets. Want as many of one as of the other. "  # type: ignore[arg-type, index]
+            f"Got {len(data[0])} inputs and {len(data[1])} targets. Want as many of one as of the other. "
             "Do: check that they belong together."
         )
     _check_repeats(data)
@@ -137,7 +141,7 @@ def checked(data: Any) -> Data:
 
 def _check_repeats(data: Data) -> None:
     if _is_pair(data):
-        if len(data[0]) == 0:  # type: ignore[arg-type, index]
+        if len(data[0]) == 0:
             raise _empty()
         return
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
@@ -155,8 +159,8 @@ def _check_repeats(data: Data) -> None:
         )
     if not _same(one, two):
         raise NondeterministicError(
-            "Got data whose first batch differs between two readings (shuffling or random augmentation). Want the same examples every "
-            "time. Do: measure on un-augmented data, read in a fixed order."
+            "Got data whose first batch differs between two readings (shuffling or random augmentation). "
+            "Want the same examples every time. Do: measure on un-augmented data, read in a fixed order."
         )
 
 
@@ -170,15 +174,15 @@ def _check_loader(loader: DataLoader[Any]) -> None:
         if sampler.replacement or (loader.drop_last and lost):
             how = "with replacement" if sampler.replacement else f"and drops the last {lost} examples of each pass"
             raise NondeterministicError(
-                f"Got a DataLoader that samples at random {how}: every pass holds other examples. Want the same examples every time. "
-                "Do: measure with shuffle=False."
+                f"Got a DataLoader that samples at random {how}: every pass holds other examples. "
+                "Want the same examples every time. Do: measure with shuffle=False."
             )
     if isinstance(sampler, RandomSampler | SequentialSampler):
         one, two = (tree_flatten(dataset[0])[0] for _ in range(2))
         if not _alike(one, two):
             raise NondeterministicError(
-                "Got a dataset whose first example differs when read twice (random augmentation). Want the same examples every time. "
-                "Do: measure on a dataset without random transforms."
+                "Got a dataset whose first example differs when read twice (random augmentation). "
+                "Want the same examples every time. Do: measure on a dataset without random transforms."
             )
 
 

@@ -14,7 +14,8 @@ _STRETCH = t.ppf(0.975, _FREEDOM) / norm.ppf(0.975)
 def variance_of_mean(per_draw: Tensor) -> Tensor:
     r"""Unbiased variance of a sum of draws that were each scaled by ``1 / draws``, along the first axis.
 
-    With :math:`Y_d = X_d / m` the estimate is :math:`\sum_d Y_d` and its variance :math:`\frac{m}{m-1} \sum_d (Y_d - \bar Y)^2`.
+    With :math:`Y_d = X_d / m` the estimate is :math:`\sum_d Y_d` and its variance
+    :math:`\frac{m}{m-1} \sum_d (Y_d - \bar Y)^2`.
 
     >>> variance_of_mean(torch.tensor([1.0, 3.0]))
     tensor(4.)
@@ -26,9 +27,10 @@ def variance_of_mean(per_draw: Tensor) -> Tensor:
 def standard_error(variance: Tensor, squared: Tensor, draws: int) -> Tensor:
     r"""The error bar e for which value +- 1.96 e holds the truth 95 % of the time.
 
-    The variance of a sum over examples is the sum of their variances, each known from a few draws only. When few examples carry most
-    of it, that sum is itself uncertain: it has Satterthwaite's :math:`\nu = (m + 1) (\sum v)^2 / \sum v^2` degrees of freedom, and the
-    error is stretched by the ratio of Student's t to the normal quantile.
+    The variance of a sum over examples is the sum of their variances, each known from a few draws only. When few
+    examples carry most of it, that sum is itself uncertain: it has Satterthwaite's
+    :math:`\nu = (m + 1) (\sum v)^2 / \sum v^2` degrees of freedom, and the error is stretched by the ratio of Student's
+    t to the normal quantile.
 
     Args:
         variance: sum over examples of their variances.
@@ -37,7 +39,7 @@ def standard_error(variance: Tensor, squared: Tensor, draws: int) -> Tensor:
 
     >>> one, many = torch.tensor([1.0, 100.0]), torch.tensor([1.0, 100.0])
     >>> standard_error(one, many, draws=4) / one.sqrt()  # one example alone; a hundred alike
-    tensor([1.3115, 1.0024])
+    tensor([1.3116, 1.0024])
     """
     freedom = torch.where(squared > 0, (draws + 1) * variance.square() / squared, torch.ones_like(variance))
     stretch = np.interp(np.log(freedom.clamp(min=1).cpu().numpy()), np.log(_FREEDOM), _STRETCH)

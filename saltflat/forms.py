@@ -1,11 +1,11 @@
 """Per-example gradients of one parameter, kept factored, and what can be contracted from them.
 
-A form stands for the array ``gradient[k, n, ...]``: for column ``k`` and example ``n`` the gradient, with respect to one
-parameter, of the inner product of the column with that example's outputs. ``dense`` builds that array and is the definition;
-every other method has a default made from it, which a form replaces where it knows something quicker.
+A form stands for the array ``gradient[k, n, ...]``: for column ``k`` and example ``n`` the gradient, with respect to
+one parameter, of the inner product of the column with that example's outputs. ``dense`` builds that array and is the
+definition; every other method has a default made from it, which a form replaces where it knows something quicker.
 
-The last columns may be random draws of one quantity, ``draws`` of them with equally many columns each; ``spread`` says how far their
-average scatters (:mod:`saltflat.errorbars`).
+The last columns may be random draws of one quantity, ``draws`` of them with equally many columns each; ``spread`` says
+how far their average scatters (:mod:`saltflat.errorbars`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class Form(ABC):
         return reduce(torch.add, (_square_sum(part.dense()).sum(0) for part in self.pieces()))
 
     def spread(self, layout: Layout) -> Tensor:
-        """``(2, *shape)``: the examples' variances of :meth:`squares` due to the random columns, and their squares, summed."""
+        """``(2, *shape)``: how random columns scatter :meth:`squares`.
+
+        Sums over examples of the variances, and of their squares.
+        """
 
         def one(part: Form) -> Tensor:
             square = part.dense().square()
@@ -107,7 +110,7 @@ class Form(ABC):
 
 def piece(elements: int, device: torch.device) -> int:
     """How many examples of so many elements each are worked on at once."""
-    return max(1, (CPU_PIECE if device.type == "cpu" else GPU_PIECE) // elements)
+    return max(1, (CPU_PIECE if device.type == "cpu" else GPU_PIECE) // max(1, elements))
 
 
 def _flat(gradients: Tensor) -> Tensor:
@@ -124,7 +127,8 @@ def _square_sum(factor: Tensor) -> Tensor:
 
 def _lengths(vectors: Tensor, axes: int | tuple[int, ...]) -> Tensor:
     """Squared lengths along some axes, without the array of squares."""
-    return torch.linalg.vector_norm(vectors, dim=axes).square_()
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=axes)
+    return lengths.square_()
 
 
 def grouped(per_column: Tensor, groups: Sequence[slice]) -> Tensor:
@@ -156,8 +160,8 @@ class Dense(Form):
 class Outer(Form):
     """A sum over positions of outer products: what a matrix multiplication or a convolution leaves.
 
-    For group ``c`` the gradient is ``sum_t left[k, n, c, t, :] right[k, n, c, t, :]'``, reshaped to the parameter. One of the two
-    factors does not depend on the column and has size 1 there.
+    For group ``c`` the gradient is ``sum_t left[k, n, c, t, :] right[k, n, c, t, :]'``, reshaped to the parameter. One
+    of the two factors does not depend on the column and has size 1 there.
 
     Args:
         left: ``(columns or 1, examples, groups, positions, rows)``.
@@ -230,7 +234,9 @@ class Outer(Form):
             # An example's variance is itself an outer product.
             factors = variance_of_mean(per_draw), still[0].square().square()
             left, right = factors if self.right.shape[0] == 1 else factors[::-1]
-            moments = [torch.einsum("ncto,ncti->coi", *pair) for pair in ((left, right), (left.square(), right.square()))]
+            moments = [
+                torch.einsum("ncto,ncti->coi", *pair) for pair in ((left, right), (left.square(), right.square()))
+            ]
             return self.arranged(torch.stack(moments), 1)
         return super().spread(layout)
 
@@ -265,9 +271,9 @@ class Outer(Form):
 
     def _without_columns(self, product: Tensor) -> Tensor:
         """Columns beside rows (or entries), summed."""
-        if self.right.shape[0] == 1:
-            return product.unflatten(1, (-1, self.rows)).sum(1)
-        return product.unflatten(2, (-1, self.entries)).sum(2)
+        axis, size = (1, self.rows) if self.right.shape[0] == 1 else (2, self.entries)
+        parted: Tensor = product.unflatten(axis, (-1, size))
+        return parted.sum(axis)
 
     def norms(self, groups: Sequence[slice]) -> Tensor:
         if self.positions == 1:

@@ -17,11 +17,14 @@ from saltflat.errors import ModelError, OptionError
 def loan(model: nn.Module, mode: str) -> Iterator[list[str]]:
     """Measure under fixed conditions: eval mode (unless ``mode="keep"``), gradients on, autocast and fused kernels off.
 
-    Parameters and buffers are never handed out themselves (see :class:`saltflat.network.Network`), so what is left to give
-    back is the modes of the modules, the random states and a few global switches. Yields notes for the reader of the result.
+    Parameters and buffers are never handed out themselves (see :class:`saltflat.network.Network`), so what is left to
+    give back is the modes of the modules, the random states and a few global switches. Yields notes for the reader of
+    the result.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError(f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: wrap the function in one.")
+        raise ModelError(
+            f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: wrap the function in one."
+        )
     if mode not in ("eval", "keep"):
         raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out to measure in eval mode.")
     modes = [(module, module.training) for module in model.modules()]
@@ -36,6 +39,9 @@ def loan(model: nn.Module, mode: str) -> Iterator[list[str]]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        # cuDNN's recurrent kernels have no backward pass in eval mode.
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         # A compiled model would compile our taps into its graphs.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
@@ -43,7 +49,9 @@ def loan(model: nn.Module, mode: str) -> Iterator[list[str]]:
                 for module, _ in modes:
                     module.training = False
                 if any(training for _, training in modes):
-                    notes.append("The model was in train mode; it was measured in eval mode and given back in train mode.")
+                    notes.append(
+                        "The model was in train mode; it was measured in eval mode and given back in train mode."
+                    )
             yield notes
         finally:
             for module, training in modes:

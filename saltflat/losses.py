@@ -1,8 +1,8 @@
 r"""Losses: their value, their gradient and their curvature at the network's outputs.
 
 The loss of the data is what ``reduction="mean"`` would give if all of it were one batch: a sum over examples of
-``total(outputs, targets)``, divided by the sum of ``share``. A loss below gives, for a batch, those two and the pieces of the
-second derivative that :mod:`saltflat.columns` turns into columns to propagate back:
+``total(outputs, targets)``, divided by the sum of ``share``. A loss below gives, for a batch, those two and the pieces
+of the second derivative that :mod:`saltflat.columns` turns into columns to propagate back:
 
 * :class:`Softmax`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
 * :class:`Diagonal`: a number per output;
@@ -25,12 +25,21 @@ from saltflat.errors import LabelError, OptionError, unknown
 
 @dataclass(frozen=True)
 class Softmax:
-    """``mass * (diag(p) - p p')``; ``p`` is ``(examples, positions, classes)``, classes at axis ``axis`` of the outputs."""
+    """``mass * (diag(p) - p p')`` with ``p`` of shape ``(examples, positions, classes)``.
+
+    ``axis`` is that of the classes in the outputs.
+    """
 
     p: Tensor
     mass: Tensor
     axis: int
     shape: torch.Size
+
+    def along(self, direction: Tensor) -> Tensor:
+        """The sum of direction' B direction over the examples."""
+        u = direction.movedim(self.axis, -1).reshape_as(self.p)
+        mean = (self.p * u).sum(-1, keepdim=True)
+        return (self.mass * (self.p * (u - mean).square()).sum(-1)).sum()
 
     def placed(self, columns: Tensor) -> Tensor:
         """``(..., positions, classes)`` back to ``(..., *outputs)``."""
@@ -45,6 +54,9 @@ class Diagonal:
 
     values: Tensor
 
+    def along(self, direction: Tensor) -> Tensor:
+        return (self.values * direction.square()).sum()
+
 
 @dataclass(frozen=True)
 class Roots:
@@ -53,8 +65,19 @@ class Roots:
     columns: Tensor
     negative: Tensor | None
 
+    def along(self, direction: Tensor) -> Tensor:
+        def part(columns: Tensor) -> Tensor:
+            return (columns * direction).reshape(*columns.shape[:2], -1).sum(2).square().sum()
+
+        return part(self.columns) - (part(self.negative) if self.negative is not None else 0)
+
 
 Curvature = Softmax | Diagonal | Roots
+
+
+def _shape(values: Tensor) -> str:
+    """As a reader knows it, whatever part of the examples is at hand."""
+    return f"({', '.join(['N', *map(str, values.shape[1:])])}{',' * (values.dim() == 1)})"
 
 
 class Loss(ABC):
@@ -85,8 +108,8 @@ class Loss(ABC):
 class CrossEntropy(Loss):
     """Softmax cross-entropy, as ``torch.nn.functional.cross_entropy`` defines it.
 
-    Outputs are ``(N, C)``, or ``(N, T, C)`` with targets ``(N, T)``, or ``(N, C, *space)`` with targets ``(N, *space)``; targets
-    are class numbers, or probabilities of the outputs' shape.
+    Outputs are ``(N, C)``, or ``(N, T, C)`` with targets ``(N, T)``, or ``(N, C, *space)`` with targets
+    ``(N, *space)``; targets are class numbers, or probabilities of the outputs' shape.
     """
 
     label_smoothing: float = 0.0
@@ -98,39 +121,47 @@ class CrossEntropy(Loss):
         classes = outputs.shape[axis]
         if self.weight is not None and self.weight.numel() != classes:
             raise LabelError(
-                f"Got {self.weight.numel()} class weights and outputs with {classes} classes. Want one weight per class. "
-                "Do: check the weight given to the loss."
+                f"Got {self.weight.numel()} class weights and outputs with {classes} classes. "
+                "Want one weight per class. Do: check the weight given to the loss."
             )
         if targets.is_floating_point():
             return
         kept = targets[targets != self.ignore_index]
         if kept.numel() and (kept.min() < 0 or kept.max() >= classes):
             raise LabelError(
-                f"Got labels from {int(kept.min())} to {int(kept.max())} for {classes} classes. Want 0 to {classes - 1}, or "
-                f"ignore_index={self.ignore_index}. Do: count labels from 0, or give the network as many outputs as there are classes."
+                f"Got labels from {int(kept.min())} to {int(kept.max())} for {classes} classes. "
+                f"Want 0 to {classes - 1}, or ignore_index={self.ignore_index}. "
+                "Do: count labels from 0, or give the network as many outputs as there are classes."
             )
 
     def _axis(self, outputs: Tensor, targets: Tensor) -> int:
         if outputs.dim() < 2:
             raise LabelError(
-                f"Got outputs of shape {tuple(outputs.shape)}. Want (examples, classes) for cross_entropy. "
+                f"Got outputs of shape {_shape(outputs)}. Want (N, classes) for cross_entropy. "
                 "Do: use 'mse' or 'bce_with_logits' for a single output."
             )
         last = outputs.dim() - 1
         if targets.is_floating_point() and targets.shape == outputs.shape:
             return 1
         if not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool:
-            if targets.shape == outputs.shape[:1] + outputs.shape[2:] and (last != 2 or targets.shape != outputs.shape[:-1]):
+            if targets.shape == outputs.shape[:1] + outputs.shape[2:] and (
+                last != 2 or targets.shape != outputs.shape[:-1]
+            ):
                 return 1
             if targets.shape == outputs.shape[:-1]:
                 return last
         raise LabelError(
-            f"Got targets of type {targets.dtype} and shape {tuple(targets.shape)} for outputs of shape {tuple(outputs.shape)}. Want integer "
-            "class numbers, one for each position of the outputs, or probabilities of the outputs' shape. Do: pass class numbers as torch.long."
+            f"Got targets of type {targets.dtype} and shape {_shape(targets)} "
+            f"for outputs of shape {_shape(outputs)}. "
+            "Want integer class numbers, one for each position of the outputs, or probabilities of the outputs' shape. "
+            "Do: pass class numbers as torch.long."
         )
 
     def _parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Log-probabilities and target masses ``(examples, positions, classes)``, divisor ``(examples, positions)``, axis."""
+        """Log-probabilities, target masses, divisor, axis of the classes.
+
+        The first two are ``(examples, positions, classes)``, the divisor is ``(examples, positions)``.
+        """
         axis = self._axis(outputs, targets)
         logp = F.log_softmax(outputs.movedim(axis, -1), -1)
         classes = logp.shape[-1]
@@ -174,8 +205,9 @@ class _PerOutput(Loss):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:
             raise LabelError(
-                f"Got targets of shape {tuple(targets.shape)} for outputs of shape {tuple(outputs.shape)}. Want the same shape: "
-                "broadcasting one over the other is nearly always a mistake. Do: reshape the targets, e.g. targets[:, None]."
+                f"Got targets of shape {_shape(targets)} for outputs of shape {_shape(outputs)}. "
+                "Want the same shape: broadcasting one over the other is nearly always a mistake. "
+                "Do: reshape the targets, e.g. targets[:, None]."
             )
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -198,7 +230,10 @@ class SquaredError(_PerOutput):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(_PerOutput):
-    """Binary cross-entropy of logits, mean over all outputs, ``torch.nn.functional.binary_cross_entropy_with_logits``."""
+    """Binary cross-entropy of logits, mean over all outputs.
+
+    As ``torch.nn.functional.binary_cross_entropy_with_logits`` defines it.
+    """
 
     pos_weight: Tensor | None = None
 
@@ -206,8 +241,8 @@ class BinaryCrossEntropy(_PerOutput):
         super().check(outputs, targets)
         if targets.min() < 0 or targets.max() > 1:
             raise LabelError(
-                f"Got targets from {float(targets.min()):g} to {float(targets.max()):g}. Want probabilities from 0 to 1. "
-                "Do: check the labels given to bce_with_logits."
+                f"Got targets from {float(targets.min()):g} to {float(targets.max()):g}. "
+                "Want probabilities from 0 to 1. Do: check the labels given to bce_with_logits."
             )
 
     def _up(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -269,14 +304,14 @@ class Custom(Loss):
         placed = (size, *outputs.shape)
         return Roots(positive.reshape(placed), negative.flip(0).reshape(placed) if real else None)
 
-
     def _hessians(self, outputs: Tensor, targets: Tensor) -> Tensor:
         try:
-            return torch.func.vmap(torch.func.hessian(self._one))(outputs, targets)
+            mapped: Tensor = torch.func.vmap(torch.func.hessian(self._one))(outputs, targets)
+            return mapped
         except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
-            one = torch.autograd.functional.hessian
-            each = [one(lambda o, t=t: self._one(o, t), o) for o, t in zip(outputs, targets, strict=True)]  # type: ignore[misc]
-            return torch.stack(each)  # type: ignore[arg-type]
+            one: Callable[..., Tensor] = torch.autograd.functional.hessian
+            each = [one(lambda o, t=t: self._one(o, t), o) for o, t in zip(outputs, targets, strict=True)]
+            return torch.stack(each)
 
 
 LOSSES: dict[str, Callable[[], Loss]] = {
@@ -297,7 +332,8 @@ def loss_from(given: Any) -> Loss:
     if isinstance(given, nn.CrossEntropyLoss | nn.MSELoss | nn.BCEWithLogitsLoss):
         if given.reduction != "mean":
             raise OptionError(
-                f"Got a {type(given).__name__} with reduction={given.reduction!r}. Want 'mean', the only convention here. "
+                f"Got a {type(given).__name__} with reduction={given.reduction!r}. "
+                "Want 'mean', the only convention here. "
                 "Do: multiply the result by the number of examples if you want the sum."
             )
         if isinstance(given, nn.CrossEntropyLoss):
@@ -305,7 +341,9 @@ def loss_from(given: Any) -> Loss:
         if isinstance(given, nn.MSELoss):
             return SquaredError()
         if given.weight is not None:
-            raise OptionError("Got a BCEWithLogitsLoss with a weight. Want pos_weight only. Do: write the loss as a function.")
+            raise OptionError(
+                "Got a BCEWithLogitsLoss with a weight. Want pos_weight only. Do: write the loss as a function."
+            )
         return BinaryCrossEntropy(given.pos_weight)
     if callable(given):
         return Custom(given)

@@ -58,19 +58,25 @@ class Network:
         self.layers: dict[nn.Module, Layer] = {}
         by_id = {id(value): name for name, value in _members(model)}
         for module in model.modules():
-            held = {key: by_id[id(v)] for key, v in [*module._parameters.items(), *module._buffers.items()] if v is not None}
+            held = {
+                key: by_id[id(v)] for key, v in [*module._parameters.items(), *module._buffers.items()] if v is not None
+            }
             own = {key: name for key, name in held.items() if name in self.measured}
             rule = rule_for(module) if own else None
             if rule is not None:
                 constants = {key: self.constants[name] for key, name in held.items()}
                 self.layers[module] = Layer(rule, own, Constants(module, constants))
 
-        # On CPUs the convolution kernels reorder images that are not channels-last on entry and exit. With 16 channels that is half of their
-        # time; with fewer, what the other layers lose by it weighs more.
+        # On CPUs the convolution kernels reorder images that are not channels-last on entry and exit. With 16 channels
+        # that is half of their time; with fewer, what the other layers lose by it weighs more.
         images = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-        self.channels_last = bool(images) and all(m.out_channels >= 16 and m.weight.device.type == "cpu" for m in images)
+        self.channels_last = bool(images) and all(
+            m.out_channels >= 16 and m.weight.device.type == "cpu" for m in images
+        )
 
-    def __call__(self, batch: Batch, tap: Tap | None = None, leaves: Mapping[str, Tensor] | None = None, plain: bool = False) -> Tensor:
+    def __call__(
+        self, batch: Batch, tap: Tap | None = None, leaves: Mapping[str, Tensor] | None = None, plain: bool = False
+    ) -> Tensor:
         """Outputs of a batch.
 
         Inside a module with a rule its parameters are constants and ``tap`` sees the call; everywhere else the model
@@ -91,7 +97,7 @@ class Network:
             return
         try:
             for module, layer in self.layers.items():
-                module.forward = _tapped_forward(module, layer.rule, tap, plain)  # type: ignore[method-assign]
+                module.forward = _tapped_forward(module, layer.rule, tap, plain)
             yield
         finally:
             for module in self.layers:
@@ -128,8 +134,8 @@ def _members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Detached stand-ins. Buffers are always copied, since forward passes may write to them.
 
-    Parameters are copied while that is cheap; those of a large model are shared, except where the layer is known to write to them
-    (an embedding with ``max_norm``).
+    Parameters are copied while that is cheap; those of a large model are shared, except where the layer is known to
+    write to them (an embedding with ``max_norm``).
     """
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     written = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None) is not None}
@@ -150,7 +156,8 @@ def _selected(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]
         names = [name for name, p in parameters.items() if p.requires_grad]
         if not names:
             raise ParameterError(
-                f"Got a model with {len(parameters)} parameters, none of which requires a gradient. Want at least one to measure. "
+                f"Got a model with {len(parameters)} parameters, none of which requires a gradient. "
+                "Want at least one to measure. "
                 "Do: call requires_grad_() on what you train, or name parameters with layers=[...]."
             )
         suspects = parameters
@@ -161,8 +168,9 @@ def _selected(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]
         if not parameter.is_floating_point():
             kind = "complex" if parameter.is_complex() else "integer"
             raise ParameterError(
-                f"Got the {kind} parameter {name!r} ({parameter.dtype}). Want real floating-point parameters: others have no curvature "
-                "here. Do: leave it out by naming the others with layers=[...]."
+                f"Got the {kind} parameter {name!r} ({parameter.dtype}). "
+                "Want real floating-point parameters: others have no curvature here. "
+                "Do: leave it out by naming the others with layers=[...]."
             )
     return names
 
@@ -176,11 +184,15 @@ def _named(model: nn.Module, layers: Sequence[str], parameters: Mapping[str, Ten
         inside = [every[name] for name in every if name == layer or name.startswith(f"{layer}.")]
         if not inside:
             if layer in modules:
-                raise ParameterError(f"Got the layer {layer!r}, which has no parameters. Want one that has. Do: name another.")
+                raise ParameterError(
+                    f"Got the layer {layer!r}, which has no parameters. Want one that has. Do: name another."
+                )
             raise unknown("layer", layer, {*every, *modules})
         found.update(dict.fromkeys(inside))
     if not found:
-        raise ParameterError("Got layers=[], which leaves nothing to measure. Want at least one name. Do: pass None for all.")
+        raise ParameterError(
+            "Got layers=[], which leaves nothing to measure. Want at least one name. Do: pass None for all."
+        )
     return [name for name in parameters if name in found]
 
 
@@ -188,12 +200,15 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Curvature needs at least float32."""
     if dtype is not None:
         if dtype not in (torch.float32, torch.float64):
-            raise PrecisionError(f"Got dtype={dtype}. Want torch.float32 or torch.float64. Do: leave dtype out or pass one of these.")
+            raise PrecisionError(
+                f"Got dtype={dtype}. Want torch.float32 or torch.float64. Do: leave dtype out or pass one of these."
+            )
         return
     for name, value in _members(model):
         if value.is_floating_point() and value.dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
-                f"Got {name!r} in {value.dtype}. Want float32 or float64: squares of gradients underflow in half precision. "
+                f"Got {name!r} in {value.dtype}. "
+                "Want float32 or float64: squares of gradients underflow in half precision. "
                 "Do: pass dtype=torch.float32; the model itself stays as it is."
             )
 

@@ -2,12 +2,12 @@
 
 There are three ways to get them, and they give the same numbers:
 
-* ``single``: one example at a time. Everything a layer sees belongs to that example, so this is right for any model: it is the
-  definition of the other two.
-* ``together``: the examples of a chunk in one forward and one backward pass. Needs the examples along the first axis of what every
-  layer is given, and every measured parameter to be used by a layer with a rule.
-* ``mapped``: the pass for one example, vectorised by ``torch.func.vmap``. Needs nothing of the layers, but operations that can
-  be vectorised.
+* ``single``: one example at a time. Everything a layer sees belongs to that example, so this is right for any model: it
+  is the definition of the other two.
+* ``together``: the examples of a chunk in one forward and one backward pass. Needs the examples along the first axis of
+  what every layer is given, and every measured parameter to be used by a layer with a rule.
+* ``mapped``: the pass for one example, vectorised by ``torch.func.vmap``. Needs nothing of the layers, but operations
+  that can be vectorised.
 
 Which of them a model allows is not guessed: see :mod:`saltflat.problem`.
 """
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from saltflat.data import Batch
 from saltflat.forms import Dense, Form
 from saltflat.network import Network
+from saltflat.vectorised import all_columns
 
 Emit = Callable[[str, Form], None]
 Receive = Callable[[Tensor], None]
@@ -38,33 +39,20 @@ class NotTogetherError(Exception):
 
 @dataclass(frozen=True)
 class Calls:
-    """What the layers are given for one example: the same for all examples, unless the model routes them by their values."""
+    """What the layers are given for one example: the same for all, unless the model routes examples by their values."""
 
     inputs: tuple[torch.Size, ...]
     shapes: tuple[tuple[int, torch.Size], ...]
+
+    @property
+    def elements(self) -> int:
+        """How large the inputs of one example are."""
+        return sum(shape.numel() for shape in self.inputs)
 
     @classmethod
     def of(cls, batch: Batch, calls: Sequence[tuple[nn.Module, torch.Size]]) -> Calls:
         inputs = tuple(t.shape[1:] if batch.counts(t) else t.shape for t in batch.tensors())
         return cls(inputs, tuple((id(module), shape) for module, shape in calls))
-
-
-class _Deliver(torch.autograd.Function):
-    """Hands the gradients of all columns, ``(columns, *output)``, to a receiver while autograd works on them as one."""
-
-    @staticmethod
-    def forward(g: Tensor, receive: Receive) -> Tensor:
-        receive(g.unsqueeze(0))
-        return g.new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, g: Tensor, receive: Receive) -> tuple[Tensor, int]:
-        receive(g.movedim(in_dims[0], 0))
-        return g.new_zeros(info.batch_size), 0
 
 
 class _Watch(torch.autograd.Function):
@@ -78,11 +66,7 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        from torch._C import _functorch as ft
-        if ft.is_batchedtensor(g):
-            ctx.receive(ft.get_unwrapped(g).movedim(ft.maybe_get_bdim(g), 0))
-        else:
-            ctx.receive(g.unsqueeze(0))
+        ctx.receive(all_columns(g))
         return g, g.new_zeros(()), None
 
 
@@ -131,8 +115,8 @@ def together(
         network: the model.
         batch: the examples.
         loop: propagate the columns one after the other instead of vectorised.
-        expected: what one example alone shows the layers. A batch of the same kind of inputs that shows them something else
-            is one whose examples cannot be told apart.
+        expected: what one example alone shows the layers. A batch of the same kind of inputs that shows them something
+            else is one whose examples cannot be told apart.
         record: filled with the calls of layers that have a rule.
     """
     anchor = torch.zeros((), device=device_of(network), requires_grad=True)
@@ -148,7 +132,7 @@ def together(
         if record is not None:
             record.append((module, x.detach(), y.detach()))
         receivers.append(None)
-        watched: Tensor = _Watch.apply(y, anchor, lambda g: receivers[number](g))  # type: ignore[misc]
+        watched: Tensor = _Watch.apply(y, anchor, lambda g: receivers[number](g))  # type: ignore[misc, no-untyped-call]
         return watched
 
     outputs = network(batch, tap, leaves)
@@ -182,8 +166,10 @@ def together(
             if loop:
                 receivers[number] = held[number].append
             else:
-                receivers[number] = lambda g, module=module, x=x: gradients.received(  # type: ignore[misc]
-                    module, x, _split(g.expand(len(columns), *g.shape[1:]), examples, 1)
+                receivers[number] = (
+                    lambda g, module=module, x=x: gradients.received(  # type: ignore[misc]
+                        module, x, _split(g.expand(len(columns), *g.shape[1:]), examples, 1)
+                    )
                 )
         values = pull(columns, last)
         for (module, x), parts in zip(calls, held, strict=True):
@@ -212,7 +198,9 @@ def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
         return y
 
     leaves = {name: value.detach().requires_grad_() for name, value in network.measured.items()}
-    direct = {name: leaves[name].detach() for name in _reached(network(batch.cut(0, 1), shape, leaves, plain=True), leaves)}
+    direct = {
+        name: leaves[name].detach() for name in _reached(network(batch.cut(0, 1), shape, leaves, plain=True), leaves)
+    }
 
     def one(inputs: tuple[Any, Any], columns: Tensor) -> Any:
         args, kwargs = inputs
@@ -228,7 +216,8 @@ def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
             result = network(alone, tap, leaves, plain=True)
             return result, seen
 
-        _, pull, seen = vjp(forward, zeros, direct, has_aux=True)
+        pulled: Any = vjp(forward, zeros, direct, has_aux=True)
+        _, pull, seen = pulled
         return *vmap(pull)(columns), seen
 
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
@@ -259,7 +248,8 @@ def _split(values: Tensor, examples: int, axis: int) -> Tensor:
         return values.unsqueeze(axis)
     if values.dim() <= axis or values.shape[axis] % examples or values.shape[axis] == 0:
         raise NotTogetherError(f"{examples} examples in an array of shape {tuple(values.shape)}")
-    return values.unflatten(axis, (examples, -1))
+    result: Tensor = values.unflatten(axis, (examples, -1))
+    return result
 
 
 def _reached(outputs: Tensor, leaves: dict[str, Tensor]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The first examples, run twice and taken apart: is the model a fixed function of each example, and how is it best swept?"""
+"""The first examples, run twice and taken apart: is the model a fixed function of each, and how is it best swept?"""
 
 from __future__ import annotations
 
@@ -53,15 +53,17 @@ class Probe:
     widest: int
     calls: passes.Calls
 
-    def examples(self, columns: int, limit: int, device: torch.device) -> int:
-        """How many examples to take at once."""
+    def examples(self, batch: Batch, columns: int, limit: int) -> int:
+        """How many examples of a batch to take at once."""
         fit = limit // (self.fixed + self.moving * min(columns, self.columns(1, limit)))
-        if device.type == "cpu":
+        if batch.targets.device.type == "cpu":
             fit = min(fit, CPU_CHUNK // (self.widest * columns))
-        return max(1, fit)
+        # Longer sequences than those probed take more.
+        longer = passes.Calls.of(batch, []).elements / max(1, self.calls.elements)
+        return max(1, int(fit / max(1.0, longer)))
 
     def columns(self, examples: int, limit: int) -> int:
-        """How many columns to propagate at once."""
+        """How many columns to propagate at once with so many examples."""
         return max(1, (limit // examples - self.fixed) // self.moving)
 
     def forward(self, problem: Problem, batch: Batch) -> tuple[Tensor, passes.Backward]:
@@ -79,32 +81,36 @@ def probe(problem: Problem) -> Probe:
     batch = _first_examples(problem)
     network = problem.network
     with torch.no_grad():
-        outputs, again = network(batch), network(batch)
+        outputs = network(batch)
     problem.check_outputs(outputs, batch)
-    tolerance = TOLERANCE[outputs.dtype]
-    if not _close(outputs, again, tolerance):
-        names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-        raise NondeterministicError(
-            "Got different outputs from the same inputs: the model draws random numbers even in eval mode"
-            f"{' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else ''}. Want a fixed function. "
-            "Do: make its randomness depend on self.training, or turn it off."
-        )
     _check_loss(problem, outputs, batch)
     singles = [batch.cut(n, n + 1) for n in range(batch.examples)]
-    with torch.no_grad():
-        alone = torch.cat([network(single) for single in singles])
-    if not _close(outputs, alone, tolerance):
-        raise CoupledExamplesError(
-            "Got other outputs for an example in a batch than for the same example alone. Want a model that treats examples independently: "
-            "per-example gradients mean nothing otherwise. Do: replace layers that mix the batch (BatchNorm without running statistics, "
-            "attention across the batch)."
-        )
-    alone, each = zip(*(_taken_apart(problem, single) for single in singles), strict=True)
-    way = _way(problem, batch, list(alone), [one.calls for one in each])
+    alone, squares, each = zip(*(_taken_apart(problem, single) for single in singles), strict=True)
+    if not _close(outputs, torch.cat(alone), TOLERANCE[outputs.dtype]):
+        raise _no_fixed_function(problem, batch, outputs)
+    way = _way(problem, batch, list(squares), [one.calls for one in each])
     # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
     sizes = each[0]
     streams = sizes.activations + sizes.factors if way in ("mapped", LOOPED) else 4 * sizes.widest
     return Probe(way, sizes.fixed, streams + 2 * sizes.moving, sizes.widest, sizes.calls)
+
+
+def _no_fixed_function(problem: Problem, batch: Batch, outputs: Tensor) -> SaltflatError:
+    """Why an example has other outputs in a batch than alone."""
+    with torch.no_grad():
+        again = problem.network(batch)
+    if not _close(outputs, again, TOLERANCE[outputs.dtype]):
+        names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        return NondeterministicError(
+            "Got different outputs from the same inputs: the model draws random numbers even in eval mode"
+            f"{' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else ''}. Want a fixed function. "
+            "Do: make its randomness depend on self.training, or turn it off."
+        )
+    return CoupledExamplesError(
+        "Got other outputs for an example in a batch than for the same example alone. "
+        "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
+        "Do: replace layers that mix the batch (BatchNorm without running statistics, attention across the batch)."
+    )
 
 
 def _way(problem: Problem, batch: Batch, alone: list[dict[str, Tensor]], calls: list[passes.Calls]) -> str:
@@ -135,7 +141,9 @@ def _check_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
     targets = real(batch.targets)
     problem.loss.check(outputs.double(), targets)
     if not bool(problem.loss.total(outputs.double(), targets).isfinite().all()):
-        raise NonFiniteError("Got a NaN or infinite loss on the first examples. Want a finite one. Do: check loss and targets.")
+        raise NonFiniteError(
+            "Got a NaN or infinite loss on the first examples. Want a finite one. Do: check loss and targets."
+        )
 
 
 def _agrees(problem: Problem, way: str, batch: Batch, truth: dict[str, Tensor]) -> bool:
@@ -144,15 +152,15 @@ def _agrees(problem: Problem, way: str, batch: Batch, truth: dict[str, Tensor]) 
     except SaltflatError:
         raise
     except Exception:
-        # Whatever keeps this way from working (an operation without a vectorised form, examples that cannot be told apart, control
-        # flow on values), the slower ways are there for it.
+        # Whatever keeps this way from working (an operation without a vectorised form, examples that cannot be told
+        # apart, control flow on values), the slower ways are there for it.
         return False
+    names = [name for name, value in truth.items() if value.numel()]
+    off = torch.stack([(found[name] - truth[name]).abs().max() for name in names])
+    size = torch.stack([truth[name].abs().max() for name in names])
     # A parameter without effect (a key's bias) has nothing but rounding to compare.
-    largest = max(float(value.abs().max()) for value in truth.values())
-    return all(
-        _close(found[name], value, TOLERANCE[value.dtype], torch.finfo(value.dtype).eps * largest)
-        for name, value in truth.items()
-    )
+    floor = torch.finfo(size.dtype).eps * size.max()
+    return bool((off <= TOLERANCE[size.dtype] * torch.maximum(size, floor)).all())
 
 
 def _squares(problem: Problem, way: str, batch: Batch) -> dict[str, Tensor]:
@@ -187,8 +195,8 @@ class _Sizes:
     calls: passes.Calls
 
 
-def _taken_apart(problem: Problem, single: Batch) -> tuple[dict[str, Tensor], _Sizes]:
-    """One example by the definition: its squared gradients, and the sizes of what that went through."""
+def _taken_apart(problem: Problem, single: Batch) -> tuple[Tensor, dict[str, Tensor], _Sizes]:
+    """One example by the definition: its outputs, its squared gradients, and the sizes of what that went through."""
     network = problem.network
     constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
     saved: dict[int, int] = {}
@@ -216,10 +224,8 @@ def _taken_apart(problem: Problem, single: Batch) -> tuple[dict[str, Tensor], _S
     still, moving = (max(part) for part in zip(*factors, strict=True))
     calls = passes.Calls.of(single, [(module, x.shape) for module, x, _ in record])
     every = sum(each for _, each in factors)
-    return found, _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
+    return outputs, found, _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
 
 
-def _close(a: Tensor, b: Tensor, tolerance: float, floor: float = 0.0) -> bool:
-    if a.shape != b.shape:
-        return False
-    return a.numel() == 0 or bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=floor))
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

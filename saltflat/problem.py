@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,17 @@ from saltflat.errors import (
 from saltflat.losses import Loss, loss_from
 from saltflat.network import Network, check_precision
 
+
 @dataclass(frozen=True)
 class Problem:
     """A model, a loss and data that have been looked at and fit together.
 
     Args:
         model: any module; it is left as it is.
-        data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or any collection of batches that can be read again.
-        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.losses`, the matching module of torch, or a
-            function ``loss(outputs, targets)``.
+        data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or any collection of batches that
+            can be read again.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.losses`, the matching module
+            of torch, or a function ``loss(outputs, targets)``.
         layers: names of modules or parameters to measure; all that require a gradient if None.
         dtype: precision to work in; the model's own if None.
         mode: ``"eval"``, or ``"keep"`` to measure in the modes the modules are in.
@@ -67,28 +69,35 @@ class Problem:
             found += 1
             yield batch.to(self.dtype)
         if not found:
-            raise EmptyDataError("Got data without examples. Want at least one. Do: check the path, the split and drop_last.")
+            raise EmptyDataError(
+                "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
+            )
 
     def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
         if outputs.dim() == 0 or outputs.shape[0] != batch.examples:
             raise ModelError(
-                f"Got outputs of shape {tuple(outputs.shape)} for {batch.examples} examples. Want one output (of any shape) per example, "
-                "along the first axis. Do: make the model return outputs, not a loss or a mean."
+                f"Got outputs of shape {tuple(outputs.shape)} for {batch.examples} examples. "
+                "Want one output (of any shape) per example, along the first axis. "
+                "Do: make the model return outputs, not a loss or a mean."
             )
         if not bool(outputs.isfinite().all()):
             raise NonFiniteError(
-                f"Got NaN or infinity in the model's outputs for examples {batch.first} to {batch.first + batch.examples - 1}. "
+                "Got NaN or infinity in the model's outputs "
+                f"for examples {batch.first} to {batch.first + batch.examples - 1}. "
                 "Want finite outputs. Do: check these inputs, or measure with dtype=torch.float64."
             )
 
     def _check_weights(self) -> None:
-        for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if value.device.type != "meta" and value.is_floating_point() and not bool(value.isfinite().all()):
-                bad = int((~value.isfinite()).sum())
-                raise NonFiniteError(
-                    f"Got {bad} NaN or infinite numbers in {name!r}. Want finite weights: this training has diverged. "
-                    "Do: load an earlier checkpoint."
-                )
+        members = [*self.model.named_parameters(), *self.model.named_buffers()]
+        values = {name: v for name, v in members if v.is_floating_point() and v.device.type != "meta"}
+        # One answer for all of them first: on a GPU every single one would be waited for.
+        if not values or bool(all(flags.all() for flags in _by_device(values.values()))):
+            return
+        name, bad = next((name, int((~v.isfinite()).sum())) for name, v in values.items() if not v.isfinite().all())
+        raise NonFiniteError(
+            f"Got {bad} NaN or infinite numbers in {name!r}. Want finite weights: this training has diverged. "
+            "Do: load an earlier checkpoint."
+        )
 
     def _check_modes(self) -> None:
         """Only with ``mode="keep"`` is any module still in train mode here."""
@@ -100,9 +109,12 @@ class Problem:
                 module, nn.modules.instancenorm._InstanceNorm
             )
             if dropout or statistics:
-                why = "drops at random" if dropout else "takes its statistics from the batch, which couples the examples"
+                why = (
+                    "drops at random" if dropout else "takes its statistics from the batch, which couples the examples"
+                )
                 raise ModelError(
-                    f"Got {name!r} ({type(module).__name__}) in train mode with mode='keep': it {why}. Want a fixed function of each example. "
+                    f"Got {name!r} ({type(module).__name__}) in train mode with mode='keep': it {why}. "
+                    "Want a fixed function of each example. "
                     "Do: leave mode out; the model is then measured in eval mode and given back as it was."
                 )
 
@@ -116,9 +128,18 @@ class Problem:
                 )
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise NonFiniteError(
-                    f"Got NaN or infinity in batch {number} (examples {batch.first} to {batch.first + batch.examples - 1}). Want finite inputs "
-                    "and targets. Do: clean or drop these examples."
+                    f"Got NaN or infinity in batch {number} "
+                    f"(examples {batch.first} to {batch.first + batch.examples - 1}). "
+                    "Want finite inputs and targets. Do: clean or drop these examples."
                 )
+
+
+def _by_device(values: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Whether each tensor is finite, one array per device."""
+    flags: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        flags.setdefault(value.device, []).append(value.isfinite().all())
+    yield from (torch.stack(each) for each in flags.values())
 
 
 def real(targets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Working arrays that are used over and over.
 
-The large intermediate arrays of a sweep have the same few sizes in every chunk. Allocated anew each time they come as untouched pages
-from the operating system, and touching those takes longer than the arithmetic on them.
+The large intermediate arrays of a sweep have the same few sizes in every chunk. Allocated anew each time they come as
+untouched pages from the operating system, and touching those takes longer than the arithmetic on them.
 """
 
 from __future__ import annotations

@@ -24,13 +24,15 @@ from saltflat.progress import Progress, shown
 from saltflat.scratch import scratch
 from saltflat.statistics import Statistic, statistics_named
 
+
 @dataclass(frozen=True)
 class Statistics(Mapping[str, Mapping[str, Tensor]]):
     """Statistics by name, then by parameter.
 
     Attributes:
         table: what the mapping shows.
-        stderr: standard errors in the same arrangement, such that value +- 1.96 stderr is a 95 % interval; empty where values are exact.
+        stderr: standard errors in the same arrangement, such that value +- 1.96 stderr is a 95 % interval; empty where
+            values are exact.
         examples: how many examples were seen.
         loss: the mean loss over them.
         seconds: how long it took.
@@ -75,14 +77,17 @@ def statistics_of(
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
         names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``gradient_second_moment``.
-        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.losses`, the matching loss module of torch, or a
-            function ``loss(outputs, targets)``, which is called on one example at a time.
-        columns: ``"exact"``, ``"top"`` (or ``"top:5"``) or ``"sampled"`` (or ``"sampled:16"``); see :mod:`saltflat.columns`.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.losses`, the matching loss
+            module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
+        columns: ``"exact"``, ``"top"`` (or ``"top:5"``) or ``"sampled"`` (or ``"sampled:16"``); see
+            :mod:`saltflat.columns`.
         layers: names of modules or parameters; all parameters that require a gradient if None.
         memory: working memory beyond the model and the results, such as ``"512MiB"``; large batches are cut to fit.
-        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None. Sums are kept in float64 always.
+        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None. Sums are kept in float64
+            always.
         seed: of the random columns.
-        progress: True or False for a progress bar (shown on a terminal if None), or a function of ``(done, total)`` examples.
+        progress: True or False for a progress bar (shown on a terminal if None), or a function of ``(done, total)``
+            examples.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
 
     Example:
@@ -95,7 +100,11 @@ def statistics_of(
         14.0
     """
     started = time.perf_counter()
-    wanted, plan, limit = statistics_named(names if isinstance(names, str) else list(names)), plan_from(columns), bytes_from(memory)
+    wanted, plan, limit = (
+        statistics_named(names if isinstance(names, str) else list(names)),
+        plan_from(columns),
+        bytes_from(memory),
+    )
     check_seed(seed)
     with loan(model, mode) as notes:
         problem = Problem.of(model, data, loss, layers, dtype, mode)
@@ -122,12 +131,18 @@ def statistics_of(
 class Totals:
     """Sums over the examples seen so far, in float64."""
 
-    def __init__(self, problem: Problem, probe: Probe, wanted: list[Statistic], plan: Plan, seed: int, limit: int) -> None:
-        self.problem, self.probe, self.wanted, self.plan, self.seed, self.limit = problem, probe, wanted, plan, seed, limit
+    def __init__(
+        self, problem: Problem, probe: Probe, wanted: list[Statistic], plan: Plan, seed: int, limit: int
+    ) -> None:
+        self.problem, self.probe, self.wanted = problem, probe, wanted
+        self.plan, self.seed, self.limit = plan, seed, limit
+        self.column_counts: dict[tuple[torch.Size, ...], int] = {}
         self.examples = self.draws = 0
         self.loss = self.share = 0.0
         self.sums: dict[str, dict[str, Tensor]] = {each.name: {} for each in wanted}
-        self.variances: dict[str, dict[str, Tensor]] = {each.name: {} for each in wanted if plan.random and each.of == "curvature"}
+        self.variances: dict[str, dict[str, Tensor]] = {
+            each.name: {} for each in wanted if plan.random and each.of == "curvature"
+        }
 
     def add(self, batch: Batch) -> Iterator[None]:
         """Cut a batch into chunks that fit and add them one by one."""
@@ -147,14 +162,16 @@ class Totals:
     def _chunk_size(self, batch: Batch) -> int:
         if self.probe.way.startswith("single"):
             return 1
-        # How many columns there are is known once one example has been seen.
-        single = batch.cut(0, 1)
-        with torch.no_grad():
-            outputs = self.problem.network(single).double()
-        self.problem.loss.check(outputs, real(single.targets))
-        columns = self._column_sets(outputs, single)
-        count = max((each.layout.total for _, each in columns), default=1)
-        return self.probe.examples(count, self.limit, outputs.device)
+        # How many columns there are is known once one example of these shapes has been seen.
+        inputs = passes.Calls.of(batch, []).inputs
+        if inputs not in self.column_counts:
+            single = batch.cut(0, 1)
+            with torch.no_grad():
+                outputs = self.problem.network(single).double()
+            self.problem.loss.check(outputs, real(single.targets))
+            columns = self._column_sets(outputs, single)
+            self.column_counts[inputs] = max((each.layout.total for _, each in columns), default=1)
+        return self.probe.examples(batch, self.column_counts[inputs], self.limit)
 
     def _column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
         """The sets of columns the wanted statistics are about."""
@@ -176,8 +193,8 @@ class Totals:
         loss = self.problem.loss.total(outputs, targets).sum()
         if not bool(loss.isfinite()):
             raise NonFiniteError(
-                f"Got a NaN or infinite loss on examples {batch.first} to {batch.first + batch.examples - 1}. Want a finite one. "
-                "Do: check these targets."
+                f"Got a NaN or infinite loss on examples {batch.first} to {batch.first + batch.examples - 1}. "
+                "Want a finite one. Do: check these targets."
             )
         self.loss += float(loss)
         self.share += float(self.problem.loss.share(outputs, targets).sum())
@@ -208,9 +225,11 @@ class Totals:
         share = self.share
         if share <= 0:
             raise EmptyDataError(
-                "Got targets that are all ignored or have no weight. Want at least one that counts. Do: check ignore_index and the class weights."
+                "Got targets that are all ignored or have no weight. Want at least one that counts. "
+                "Do: check ignore_index and the class weights."
             )
-        # Curvature is of the mean loss, L = loss / share. The gradients are of l_n with L = mean of l_n, so l_n = (N / share) total_n.
+        # Curvature is of the mean loss, L = loss / share.
+        # The gradients are of l_n with L = mean of l_n, so l_n = (N / share) total_n.
         scale = {"curvature": 1 / share, "gradient": self.examples / share**2}
         values, errors = {}, {}
         for each in self.wanted:
@@ -222,7 +241,9 @@ class Totals:
     def _errors(self, statistic: Statistic, values: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
         found = self.variances[statistic.name]
         return {
-            name: standard_error(*found[name].unbind(), draws=self.draws) * scale if name in found else torch.zeros_like(value)
+            name: standard_error(found[name][0], found[name][1], self.draws) * scale
+            if name in found
+            else torch.zeros_like(value)
             for name, value in values.items()
         }
 

@@ -18,13 +18,15 @@ X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 
 def net(*, bad: float | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    first, last = nn.Linear(4, 5), nn.Linear(5, 3)
     if bad is not None:
-        model[2].weight.data[1, 2] = bad
-    return model
+        last.weight.data[1, 2] = bad
+    return nn.Sequential(first, nn.ReLU(), last)
 
 
-def measure(model: Any = None, data: Any = (X, Y), names: Any = "curvature_trace", **options: Any) -> saltflat.Statistics:
+def measure(
+    model: Any = None, data: Any = (X, Y), names: Any = "curvature_trace", **options: Any
+) -> saltflat.Statistics:
     return saltflat.statistics_of(net() if model is None else model, data, names, **options)
 
 
@@ -64,7 +66,13 @@ class Shuffled:
 
 @pytest.mark.parametrize(
     "data",
-    [[], (X[:0], Y[:0]), DataLoader(TensorDataset(X[:0], Y[:0])), [(X[:0], Y[:0])], DataLoader(TensorDataset(X, Y), 8, drop_last=True)],
+    [
+        [],
+        (X[:0], Y[:0]),
+        DataLoader(TensorDataset(X[:0], Y[:0])),
+        [(X[:0], Y[:0])],
+        DataLoader(TensorDataset(X, Y), 8, drop_last=True),
+    ],
     ids=["list", "pair", "loader", "empty batch", "all dropped"],
 )
 def test_empty_data(data: Any) -> None:
@@ -80,7 +88,9 @@ def test_data_that_differs_between_readings() -> None:
     refused(errors.NondeterministicError, "augmentation", data=DataLoader(Augmented(), 3))
     refused(errors.NondeterministicError, "augmentation", data=DataLoader(Augmented(), 3, shuffle=True))
     refused(errors.NondeterministicError, "first batch", data=Shuffled())
-    refused(errors.NondeterministicError, "drops", data=DataLoader(TensorDataset(X, Y), 4, shuffle=True, drop_last=True))
+    refused(
+        errors.NondeterministicError, "drops", data=DataLoader(TensorDataset(X, Y), 4, shuffle=True, drop_last=True)
+    )
 
 
 def test_a_shuffled_loader_is_the_same_data() -> None:
@@ -123,7 +133,13 @@ def test_outputs_that_overflow() -> None:
             out: Tensor = self.inner(x)
             return out * (1e38 if x.sum() > 50 else 1) * 1e5
 
-    refused(errors.NonFiniteError, "outputs", "examples 3 to 5", model=Explodes(), data=[(X[:3], Y[:3]), (X[3:] + 100, Y[3:])])
+    refused(
+        errors.NonFiniteError,
+        "outputs",
+        "examples 3 to 5",
+        model=Explodes(),
+        data=[(X[:3], Y[:3]), (X[3:] + 100, Y[3:])],
+    )
 
 
 def test_a_loss_that_is_not_finite_later_on() -> None:
@@ -133,7 +149,9 @@ def test_a_loss_that_is_not_finite_later_on() -> None:
     def picky(outputs: Tensor, goals: Tensor) -> Tensor:
         return (outputs - goals).square().mean() / (goals.sum() < 5)
 
-    refused(errors.NonFiniteError, "loss", "examples 3 to 5", data=[(X[:3], targets[:3]), (X[3:], targets[3:])], loss=picky)
+    refused(
+        errors.NonFiniteError, "loss", "examples 3 to 5", data=[(X[:3], targets[:3]), (X[3:], targets[3:])], loss=picky
+    )
 
 
 def test_labels_that_do_not_fit() -> None:
@@ -141,7 +159,7 @@ def test_labels_that_do_not_fit() -> None:
     refused(errors.LabelError, "-1", data=[(X[:3], Y[:3]), (X[3:], Y[3:] - 1)])
     refused(errors.LabelError, "type torch.float", data=(X, Y.float()))
     refused(errors.LabelError, "shape", data=(X, torch.zeros(6, 3)[:, :2]), loss="mse")
-    refused(errors.LabelError, "(6,)", "(6, 1)", model=nn.Linear(4, 1), data=(X, torch.zeros(6)), loss="mse")
+    refused(errors.LabelError, "(N,)", "(N, 1)", model=nn.Linear(4, 1), data=(X, torch.zeros(6)), loss="mse")
     refused(errors.LabelError, "from 0 to 2", data=(X, Y[:, None].expand(6, 3).float()), loss="bce_with_logits")
     refused(errors.LabelError, "class weights", loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
     refused(errors.EmptyDataError, "ignored", data=(X, torch.full((6,), -100)))
@@ -179,7 +197,14 @@ def test_train_mode_is_no_error_unless_it_is_to_be_kept() -> None:
     assert any("train mode" in note for note in found.notes)
     assert model.training
     refused(errors.ModelError, "'1'", "BatchNorm1d", model=model, mode="keep")
-    refused(errors.ModelError, "'2'", "Dropout", "random", model=model.train(False).requires_grad_() and _only_dropout_trains(model), mode="keep")
+    refused(
+        errors.ModelError,
+        "'2'",
+        "Dropout",
+        "random",
+        model=model.train(False).requires_grad_() and _only_dropout_trains(model),
+        mode="keep",
+    )
     assert not measure(model=model.eval(), mode="keep").notes
     refused(errors.OptionError, "mode", mode="train")
 
@@ -247,7 +272,15 @@ def test_unknown_names_come_with_the_nearest_known_one() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("memory", "lots"), ("memory", "0GB"), ("memory", -1), ("columns", "top:0"), ("columns", "sampled:1"), ("columns", "exact:3"), ("seed", -1)],
+    [
+        ("memory", "lots"),
+        ("memory", "0GB"),
+        ("memory", -1),
+        ("columns", "top:0"),
+        ("columns", "sampled:1"),
+        ("columns", "exact:3"),
+        ("seed", -1),
+    ],
 )
 def test_options_that_mean_nothing(option: str, value: Any) -> None:
     refused(errors.OptionError, repr(value), **{option: value})

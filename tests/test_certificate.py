@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-from torch import nn
+from typing import cast
 
 import oracle
-import saltflat
+import pytest
+import torch
 from cases import CASES
-from saltflat.certificate import _direction
+from torch import Tensor, nn
 
-PIECEWISE_LINEAR = ["biased_mlp", "in_place_relu", "max_and_average_pooling", "residual_with_batch_norm", "convolution_3d"]
+import saltflat
+from saltflat.certificate import direction
+
+PIECEWISE_LINEAR = [
+    "biased_mlp",
+    "in_place_relu",
+    "max_and_average_pooling",
+    "residual_with_batch_norm",
+    "convolution_3d",
+]
 SMOOTH = ["gelu_mlp", "tanh_mlp", "attention_by_hand"]
 
 
@@ -35,12 +43,12 @@ def test_smooth_networks_are_not(name: str) -> None:
 @pytest.mark.parametrize("name", ["gelu_mlp", "residual_with_batch_norm", "class_token_and_position_parameters"])
 def test_both_curvatures_are_those_of_the_dense_matrices(name: str) -> None:
     case = CASES[name]()
-    whole = type(case.batches[0])  # all examples as one batch, so that the certificate sees them all
-    inputs = torch.cat([batch[0] for batch in case.batches])
-    targets = torch.cat([batch[1] for batch in case.batches])
-    certificate = saltflat.certify(case.model, [whole((inputs, targets))], loss=case.loss, examples=100)
+    # All examples as one batch, so that the certificate sees them all.
+    pairs = [cast(tuple[Tensor, Tensor], batch) for batch in case.batches]
+    inputs, targets = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    certificate = saltflat.certify(case.model, [(inputs, targets)], loss=case.loss, examples=100)
     for parameter, agreement in certificate.items():
-        v = _direction(dict(case.model.named_parameters())[parameter].shape, 0, torch.device("cpu")).reshape(-1)
+        v = direction(dict(case.model.named_parameters())[parameter].shape, 0).reshape(-1)
         for found, block in (
             (agreement.hessian, oracle.hessian_block(case, parameter)),
             (agreement.gauss_newton, oracle.gauss_newton_block(case, parameter)),

@@ -32,12 +32,19 @@ def saddle(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, tuple[Loss, Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
-    "cross entropy": (CrossEntropy(), lambda o: o.argmin(1), lambda o, t: F.cross_entropy(o, t, reduction="sum"), (4, 5)),
+    "cross entropy": (
+        CrossEntropy(),
+        lambda o: o.argmin(1),
+        lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+        (4, 5),
+    ),
     "two classes": (CrossEntropy(), lambda o: o.argmin(1), lambda o, t: F.cross_entropy(o, t, reduction="sum"), (4, 2)),
     "smoothed, weighted": (
         CrossEntropy(0.2, torch.tensor([1.0, 2.0, 0.5])),
         lambda o: o.argmin(1),
-        lambda o, t: F.cross_entropy(o, t, torch.tensor([1.0, 2.0, 0.5]).double(), reduction="sum", label_smoothing=0.2),
+        lambda o, t: F.cross_entropy(
+            o, t, torch.tensor([1.0, 2.0, 0.5]).double(), reduction="sum", label_smoothing=0.2
+        ),
         (4, 3),
     ),
     "sequence": (
@@ -50,10 +57,17 @@ LOSSES: dict[str, tuple[Loss, Callable[[Tensor], Tensor], Callable[[Tensor, Tens
     "binary": (
         BinaryCrossEntropy(torch.tensor([1.0, 3.0])),
         lambda o: (o > 0).double(),
-        lambda o, t: F.binary_cross_entropy_with_logits(o, t, pos_weight=torch.tensor([1.0, 3.0]).double(), reduction="sum"),
+        lambda o, t: F.binary_cross_entropy_with_logits(
+            o, t, pos_weight=torch.tensor([1.0, 3.0]).double(), reduction="sum"
+        ),
         (3, 2),
     ),
-    "any function": (Custom(saddle), lambda o: o[:, 0], lambda o, t: sum((saddle(a[None], a) for a in o), o.new_zeros(())), (3, 3)),
+    "any function": (
+        Custom(saddle),
+        lambda o: o[:, 0],
+        lambda o, t: sum((saddle(a[None], a) for a in o), o.new_zeros(())),
+        (3, 3),
+    ),
 }
 
 
@@ -78,7 +92,9 @@ def test_value_gradient_and_exact_columns_are_torchs(name: str) -> None:
     free = outputs.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(reference(free, targets), free)
     torch.testing.assert_close(loss.gradient(outputs, targets), gradient)
-    torch.testing.assert_close(gram(loss, outputs, targets, "exact"), hessian(reference, outputs, targets), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        gram(loss, outputs, targets, "exact"), hessian(reference, outputs, targets), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -131,8 +147,8 @@ def test_estimates_are_unbiased_and_their_intervals_cover(columns: str) -> None:
         covered = float(((values - truth).abs() <= 1.96 * errors).double().mean())
         assert 0.92 <= covered <= 0.98, (parameter, covered)
 
-    # A single entry of the diagonal may rest on the tails of a handful of examples, which no error bar made of four draws each
-    # covers fully: 0.90 on average here for `top`, 0.93 for `sampled`.
+    # A single entry of the diagonal may rest on the tails of a handful of examples, which no error bar made of four
+    # draws each covers fully: 0.90 on average here for `top`, 0.93 for `sampled`.
     shares = []
     for parameter, truth in exact["curvature_diagonal"].items():
         values = torch.stack([run["curvature_diagonal"][parameter] for run in runs])
@@ -153,13 +169,17 @@ def test_random_columns_do_not_depend_on_the_batches(columns: str) -> None:
             torch.testing.assert_close(split[name][parameter], whole[name][parameter], rtol=1e-12, atol=1e-18)
     for name in whole.stderr:
         for parameter in whole.stderr[name]:
-            torch.testing.assert_close(split.stderr[name][parameter], whole.stderr[name][parameter], rtol=1e-9, atol=1e-18)
+            torch.testing.assert_close(
+                split.stderr[name][parameter], whole.stderr[name][parameter], rtol=1e-9, atol=1e-18
+            )
 
 
 def test_exact_statistics_have_no_errors_and_seeds_matter_only_for_random_ones() -> None:
     net, data = trained()
     assert not saltflat.statistics_of(net, data, "curvature_trace").stderr
-    one, two, again = (saltflat.statistics_of(net, data, "curvature_trace", columns="top", seed=seed) for seed in (1, 2, 1))
+    one, two, again = (
+        saltflat.statistics_of(net, data, "curvature_trace", columns="top", seed=seed) for seed in (1, 2, 1)
+    )
     for parameter in one["curvature_trace"]:
         assert one["curvature_trace"][parameter] != two["curvature_trace"][parameter]
         assert one["curvature_trace"][parameter] == again["curvature_trace"][parameter]
@@ -167,5 +187,7 @@ def test_exact_statistics_have_no_errors_and_seeds_matter_only_for_random_ones()
 
 def test_as_many_top_classes_as_there_are_is_exact() -> None:
     net, data = trained()
-    exact, top = (saltflat.statistics_of(net, data, "curvature_trace", columns=c)["curvature_trace"] for c in ("exact", "top:11"))
+    exact, top = (
+        saltflat.statistics_of(net, data, "curvature_trace", columns=c)["curvature_trace"] for c in ("exact", "top:11")
+    )
     torch.testing.assert_close(dict(top), dict(exact), rtol=1e-12, atol=0)

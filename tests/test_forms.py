@@ -19,7 +19,9 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def outer(positions: int, groups: int, moving_left: bool, inner: bool = False, rows: int = 3, entries: int = 4) -> Outer:
+def outer(
+    positions: int, groups: int, moving_left: bool, inner: bool = False, rows: int = 3, entries: int = 4
+) -> Outer:
     left = random(COLUMNS if moving_left else 1, EXAMPLES, groups, positions, rows)
     right = random(1 if moving_left else COLUMNS, EXAMPLES, groups, positions, entries)
     if inner:

@@ -1,8 +1,9 @@
 """How the gradient of each type of layer factors, one file per type.
 
-A rule is a function ``factor(module, x, g)``: from what the layer was given and the gradients at what it gave it makes, for each
-parameter the layer owns, a :class:`~saltflat.forms.Form`. Both arrays have what a batch of *one* example would have shown the
-layer behind their leading axes: ``x`` is ``(examples, *input)`` and ``g`` is ``(columns, examples, *output)``.
+A rule is a function ``factor(module, x, g)``: from what the layer was given and the gradients at what it gave it makes,
+for each parameter the layer owns, a :class:`~saltflat.forms.Form`. Both arrays have what a batch of *one* example would
+have shown the layer behind their leading axes: ``x`` is ``(examples, *input)`` and ``g`` is
+``(columns, examples, *output)``.
 
     @layer(nn.Linear)
     def linear(module, x, g):

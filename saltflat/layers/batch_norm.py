@@ -43,7 +43,10 @@ def batch_norm(module: BatchNorm, x: Tensor, g: Tensor) -> dict[str, Form]:
     unit = (unit - _along_channels(mean, unit)) * _along_channels(inverse, unit)
     space = [2, *range(4, g.dim())]
     # Written into an array of the gradient's own memory order: the sums run along it.
-    order = sorted(range(g.dim()), key=lambda axis: (-g.stride(axis), axis))
-    product = array("product", [g.shape[axis] for axis in order], g).permute([order.index(axis) for axis in range(g.dim())])
+    strides = g.stride()
+    order = sorted(range(g.dim()), key=lambda axis: (-strides[axis], axis))
+    product = array("product", [g.shape[axis] for axis in order], g).permute(
+        [order.index(axis) for axis in range(g.dim())]
+    )
     torch.mul(g, unit.unflatten(0, x.shape[:2]), out=product)
     return {"weight": Dense(product.sum(space)), "bias": Dense(g.sum(space))}

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from saltflat.forms import Dense, Form, Outer
 from saltflat.layers import layer
+from saltflat.vectorised import for_all_columns
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -47,53 +47,34 @@ def padded(module: Convolution, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-class InputGradient(torch.autograd.Function):
-    """Gradient at the input of a convolution; many columns are folded into the batch without a copy."""
-
-    @staticmethod
-    def forward(g: Tensor, weight: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> Tensor:
-        stride, padding, dilation, groups = options
-        nothing = g.new_empty(1).expand(shape)
-        mask = [True, False, False]
-        zeros = [0] * len(stride)
-        return torch.ops.aten.convolution_backward(
-            g, nothing, weight, None, stride, padding, dilation, False, zeros, groups, mask
-        )[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, g: Tensor, weight: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]
-    ) -> tuple[Tensor, int]:
-        g = g.movedim(in_dims[0], 0)
-        columns, images = g.shape[:2]
-        flat = InputGradient.forward(like(g.flatten(0, 1), weight), weight, (columns * images, *shape[1:]), options)
-        return flat.unflatten(0, (columns, images)), 0
-
-
 class Convolve(torch.autograd.Function):
-    """A convolution whose weight is a constant."""
+    """A convolution with a constant weight; the backward pass folds the columns into the batch without a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-        ctx.weight, ctx.shape, ctx.options = weight, tuple(x.shape), options
+        ctx.weight, ctx.shape, ctx.options = weight, x.shape, options
         stride, padding, dilation, groups = options
-        zeros = [0] * len(stride)
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, zeros, groups)
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        from torch._C import _functorch as ft
-        if ft.is_batchedtensor(g):
-            level = ft.maybe_get_level(g)
-            gradient, _ = InputGradient.vmap(None, (ft.maybe_get_bdim(g),), ft.get_unwrapped(g), ctx.weight, ctx.shape, ctx.options)
-            return ft._add_batch_dim(gradient, 0, level), None, None, None
-        return InputGradient.forward(g, ctx.weight, ctx.shape, ctx.options), None, None, None
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            gradient = for_all_columns(lambda g: input_gradients(g, ctx.weight, ctx.shape, ctx.options), g)
+        return gradient, None, None, None
+
+
+def input_gradients(g: Tensor, weight: Tensor, shape: torch.Size, options: tuple[Any, ...]) -> Tensor:
+    """Gradients at the input, ``(columns, *shape)``, from those at the output."""
+    stride, padding, dilation, groups = options
+    folded = like(g.flatten(0, 1), weight)
+    nothing = g.new_empty(1).expand(len(folded), *shape[1:])  # only its shape is read
+    mask, zeros = [True, False, False], [0] * len(stride)
+    gradient: Tensor = torch.ops.aten.convolution_backward(
+        folded, nothing, weight, None, stride, padding, dilation, False, zeros, groups, mask
+    )[0]
+    per_column: Tensor = gradient.unflatten(0, g.shape[:2])
+    return per_column
 
 
 def like(x: Tensor, model: Tensor) -> Tensor:
@@ -112,7 +93,7 @@ def convolve(module: Convolution, x: Tensor) -> Tensor:
         x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * len(module.kernel_size)
     options = (list(module.stride), list(padding), list(module.dilation), module.groups)
-    result: Tensor = Convolve.apply(x, like(module.weight, x), module.bias, options)
+    result: Tensor = Convolve.apply(x, like(module.weight, x), module.bias, options)  # type: ignore[no-untyped-call]
     return result
 
 

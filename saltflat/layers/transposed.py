@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,9 +23,11 @@ def transposed(module: Transposed, x: Tensor, g: Tensor) -> dict[str, Form]:
     x = x.reshape(examples, -1, groups, rows, space.numel())
     left = x.permute(0, 2, 1, 4, 3).reshape(1, examples, groups, -1, rows)
 
-    # Input position t met the outputs t * stride + k * dilation - padding: the patches of the gradient, cut to the input's size.
+    # Input position t met the outputs t * stride + k * dilation - padding: the patches of the gradient,
+    # cut to the input's size.
     flat = g.reshape(-1, *g.shape[-dims - 1 :]).movedim(1, -1)
-    padding = [p for size in reversed(module.padding) for p in (int(size), int(size))]
+    sizes: Any = module.padding  # numbers: only ordinary convolutions take a word
+    padding = [p for size in reversed(sizes) for p in (int(size), int(size))]
     flat = F.pad(flat, [0, 0, *padding]).contiguous()
     view = patches(flat, module.kernel_size, module.stride, module.dilation)
     for axis, size in enumerate(space, start=1):
@@ -38,4 +42,3 @@ def transposed(module: Transposed, x: Tensor, g: Tensor) -> dict[str, Form]:
     order = (0, 1, dims + 2, *range(2, dims + 2))
     bias = g.reshape(columns, examples, -1, module.out_channels, g.shape[-dims:].numel()).sum((2, 4))
     return {"weight": Outer(left, right, module.weight.shape, inner, order), "bias": Dense(bias)}
-

@@ -4,9 +4,9 @@ A statistic is a contraction of a parameter's per-example gradients (:mod:`saltf
 
     curvature_diagonal = register(Statistic("curvature_diagonal", of="curvature", total=..., spread=..., meaning="..."))
 
-``of`` says which columns it is about: ``"curvature"`` (columns whose squares make the loss's curvature at the outputs) or
-``"gradient"`` (the one column that is the loss's gradient). ``spread`` is the scatter of ``total`` due to random columns; a
-``scalar`` statistic is one number per parameter, others have the parameter's shape.
+``of`` says which columns it is about: ``"curvature"`` (columns whose squares make the loss's curvature at the outputs)
+or ``"gradient"`` (the one column that is the loss's gradient). ``spread`` is the scatter of ``total`` due to random
+columns; a ``scalar`` statistic is one number per parameter, others have the parameter's shape.
 """
 
 from __future__ import annotations

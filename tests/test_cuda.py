@@ -1,0 +1,50 @@
+"""The same numbers and promises on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CASES
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import saltflat
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_a_gpu_gives_what_a_cpu_gives(name: str) -> None:
+    case = CASES[name]()
+    here = saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    batches = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, case.batches)
+    there = saltflat.statistics_of(case.model.cuda(), batches, NAMES, loss=case.loss)
+    for statistic in NAMES:
+        largest = max(float(value.abs().max()) for value in here[statistic].values())
+        for parameter, value in here[statistic].items():
+            floor = 1e-10 * max(float(value.abs().max()), 1e-15 * largest)
+            torch.testing.assert_close(there[statistic][parameter].cpu(), value, rtol=1e-10, atol=floor)
+
+
+def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 784, 10)
+    ).cuda()
+    x, y = torch.randn(512, 3, 32, 32, device="cuda"), torch.randint(10, (512,), device="cuda")
+    state = torch.cuda.get_rng_state()
+    for memory in ("256MiB", "1GiB"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = saltflat.statistics_of(net, (x, y), "curvature_diagonal", memory=memory)
+        results = sum(value.numel() * 8 for value in found["curvature_diagonal"].values())
+        extra = torch.cuda.max_memory_allocated() - before - 2 * results
+        assert extra <= int(found.settings["memory"])
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_data_on_the_cpu_is_named() -> None:
+    with pytest.raises(saltflat.SaltflatError, match="cuda"):
+        saltflat.statistics_of(nn.Linear(2, 2).cuda(), (torch.randn(3, 2), torch.tensor([0, 1, 0])), "curvature_trace")
