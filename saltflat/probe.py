@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from saltflat import passes
 from saltflat.data import Batch
@@ -80,19 +82,39 @@ def probe(problem: Problem) -> Probe:
     """Run the first examples twice and choose the quickest way that gives what single examples give."""
     batch = _first_examples(problem)
     network = problem.network
-    with torch.no_grad():
+    with torch.no_grad(), _Shapes() as shapes:
         outputs = network(batch)
     problem.check_outputs(outputs, batch)
     _check_loss(problem, outputs, batch)
     singles = [batch.cut(n, n + 1) for n in range(batch.examples)]
-    alone, squares, each = zip(*(_taken_apart(problem, single) for single in singles), strict=True)
+    alone, squares, (sizes, *_) = zip(*(_taken_apart(problem, single) for single in singles), strict=True)
     if not _close(outputs, torch.cat(alone), TOLERANCE[outputs.dtype]):
         raise _no_fixed_function(problem, batch, outputs)
-    way = _way(problem, batch, list(squares), [one.calls for one in each])
+    truth = {name: sum((other[name] for other in squares[1:]), squares[0][name]) for name in squares[0]}
+    # Examples that take different paths through the layers have to take them alone.
+    ways = () if batch.examples == 1 or shapes.depend_on_values else ("together", "mapped")
+    way = next((way for way in ways if _agrees(problem, way, batch, truth)), None)
+    way = way or ("single" if _agrees(problem, "single", singles[0], squares[0]) else LOOPED)
     # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
-    sizes = each[0]
-    streams = sizes.activations + sizes.factors if way in ("mapped", LOOPED) else 4 * sizes.widest
-    return Probe(way, sizes.fixed, streams + 2 * sizes.moving, sizes.widest, sizes.calls)
+    streams = sizes.activations + sizes.factors if way in ("mapped", LOOPED) else 3 * sizes.widest
+    return Probe(way, sizes.fixed, streams + sizes.moving, sizes.widest, sizes.calls)
+
+
+class _Shapes(TorchDispatchMode):
+    """Notices operations whose results have a size that depends on values: masks, experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depend_on_values = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            # Indexing by numbers has the size of the numbers.
+            masks = func is not torch.ops.aten.index.Tensor or any(
+                i is not None and i.dtype == torch.bool for i in args[1]
+            )
+            self.depend_on_values |= masks
+        return func(*args, **(kwargs or {}))
 
 
 def _no_fixed_function(problem: Problem, batch: Batch, outputs: Tensor) -> SaltflatError:
@@ -111,17 +133,6 @@ def _no_fixed_function(problem: Problem, batch: Batch, outputs: Tensor) -> Saltf
         "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
         "Do: replace layers that mix the batch (BatchNorm without running statistics, attention across the batch)."
     )
-
-
-def _way(problem: Problem, batch: Batch, alone: list[dict[str, Tensor]], calls: list[passes.Calls]) -> str:
-    """The quickest way that agrees with the examples taken alone."""
-    truth = {name: sum((other[name] for other in alone[1:]), alone[0][name]) for name in alone[0]}
-    # Examples that take different paths through the layers have to take them alone.
-    if len(calls) > 1 and len(set(calls)) == 1:
-        for way in ("together", "mapped"):
-            if _agrees(problem, way, batch, truth):
-                return way
-    return "single" if _agrees(problem, "single", batch.cut(0, 1), alone[0]) else LOOPED
 
 
 def _first_examples(problem: Problem) -> Batch:

@@ -589,7 +589,7 @@ def class_token_and_position_parameters() -> Case:
 @case
 def position_embedding_without_an_example_dimension() -> Case:
     def rule(net: Any, tokens: Tensor) -> Any:
-        return net.head((net.embed(tokens) + net.position(torch.arange(tokens.shape[1]))).tanh())
+        return net.head((net.embed(tokens) + net.position(torch.arange(tokens.shape[1], device=tokens.device))).tanh())
 
     model = Net(rule, embed=nn.Embedding(5, 3), position=nn.Embedding(4, 3), head=nn.Linear(3, 5))
     # As many examples as positions: the sizes alone cannot tell which dimension is which.

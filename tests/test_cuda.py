@@ -25,8 +25,9 @@ def test_a_gpu_gives_what_a_cpu_gives(name: str) -> None:
     for statistic in NAMES:
         largest = max(float(value.abs().max()) for value in here[statistic].values())
         for parameter, value in here[statistic].items():
-            floor = 1e-10 * max(float(value.abs().max()), 1e-15 * largest)
-            torch.testing.assert_close(there[statistic][parameter].cpu(), value, rtol=1e-10, atol=floor)
+            # torch's weight_norm kernels themselves differ by 3e-10 between the devices.
+            floor = 1e-9 * max(float(value.abs().max()), 1e-15 * largest)
+            torch.testing.assert_close(there[statistic][parameter].cpu(), value, rtol=1e-9, atol=floor)
 
 
 def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:

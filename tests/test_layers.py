@@ -76,3 +76,20 @@ def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
     for statistic in NAMES:
         for parameter in whole[statistic]:
             torch.testing.assert_close(whole[statistic][parameter], alone[statistic][parameter], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("residual_with_batch_norm", "together"),
+        ("attention_by_hand", "together"),
+        ("position_embedding_without_an_example_dimension", "mapped"),
+        ("class_token_and_position_parameters", "mapped"),
+        ("transformer_layer_with_examples_in_dimension_one", "mapped"),
+        ("embedding_tied_by_a_functional_call", "mapped"),
+        ("lstm_in_two_directions", "single"),
+    ],
+)
+def test_a_model_is_swept_the_quickest_way_it_allows(name: str, way: str) -> None:
+    case = CASES[name]()
+    assert saltflat.statistics_of(case.model, case.batches, "curvature_trace", loss=case.loss).settings["way"] == way
