@@ -104,7 +104,7 @@ class _Shapes(TorchDispatchMode):
     """Notices operations whose results have a size that depends on values: masks, experts."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.depend_on_values = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
