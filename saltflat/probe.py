@@ -31,7 +31,7 @@ WAYS: dict[str, Way] = {
 
 PROBED = 2  # examples
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
-CPU_CHUNK = 6 << 20
+CPU_CHUNK = 8 << 20
 
 # Largest difference between two ways that is still rounding. A wrong split of the examples differs in the first digit.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
