@@ -31,7 +31,7 @@ WAYS: dict[str, Way] = {
 
 PROBED = 2  # examples
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
-CPU_CHUNK = 8 << 20
+CPU_CHUNK = 6 << 20
 
 # Largest difference between two ways that is still rounding. A wrong split of the examples differs in the first digit.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
@@ -96,8 +96,10 @@ def probe(problem: Problem) -> Probe:
     way = next((way for way in ways if _agrees(problem, way, batch, truth)), None)
     way = way or ("single" if _agrees(problem, "single", singles[0], squares[0]) else LOOPED)
     # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
-    streams = sizes.activations + sizes.factors if way in ("mapped", LOOPED) else 3 * sizes.widest
-    return Probe(way, sizes.fixed, streams + sizes.moving, sizes.widest, sizes.calls)
+    streams = sizes.activations + sizes.factors if way in ("mapped", LOOPED) else 5 * sizes.widest
+    # What a CPU's heap holds is about twice what is in use: arrays of many sizes leave gaps.
+    gaps = 2 if outputs.device.type == "cpu" else 1
+    return Probe(way, gaps * sizes.fixed, gaps * (streams + 2 * sizes.moving), sizes.widest, sizes.calls)
 
 
 class _Shapes(TorchDispatchMode):
@@ -213,9 +215,10 @@ def _taken_apart(problem: Problem, single: Batch) -> tuple[Tensor, dict[str, Ten
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in constants:
-            saved[storage.data_ptr()] = storage.nbytes()
+        # Not the bytes of the storage: an example is a slice of its batch.
+        where, size = tensor.untyped_storage().data_ptr(), tensor.numel() * tensor.element_size()
+        if where not in constants:
+            saved[where] = max(size, saved.get(where, 0))
         return tensor
 
     record: list[tuple[nn.Module, Tensor, Tensor]] = []

@@ -80,7 +80,7 @@ class Problem:
                 "Want one output (of any shape) per example, along the first axis. "
                 "Do: make the model return outputs, not a loss or a mean."
             )
-        if not bool(outputs.isfinite().all()):
+        if not finite(outputs):
             raise NonFiniteError(
                 "Got NaN or infinity in the model's outputs "
                 f"for examples {batch.first} to {batch.first + batch.examples - 1}. "
@@ -126,7 +126,7 @@ class Problem:
                     f"Got batch {number} on {tensor.device} and the model on {device}. Want both on one device. "
                     f"Do: move the batches with .to('{device}'), or the model with .to('{tensor.device}')."
                 )
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            if tensor.is_floating_point() and not finite(tensor):
                 raise NonFiniteError(
                     f"Got NaN or infinity in batch {number} "
                     f"(examples {batch.first} to {batch.first + batch.examples - 1}). "
@@ -140,6 +140,11 @@ def _by_device(values: Iterable[Tensor]) -> Iterator[Tensor]:
     for value in values:
         flags.setdefault(value.device, []).append(value.isfinite().all())
     yield from (torch.stack(each) for each in flags.values())
+
+
+def finite(values: Tensor) -> bool:
+    """Whether all values are finite; the sum tells it without an array of their size, unless it overflows itself."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def real(targets: Tensor) -> Tensor:
