@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.data import Batch
-from saltflat.errors import OptionError
+from saltflat.errors import EmptyDataError, OptionError
 from saltflat.loan import loan
 from saltflat.problem import Problem, real
 from saltflat.sweep import check_seed
@@ -84,22 +84,32 @@ def certify(
         >>> certify(net, (torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))).holds
         True
     """
-    check_seed(seed)
+    seed = check_seed(seed)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
         raise OptionError(f"Got examples={examples!r}. Want at least 1. Do: leave it out for 8.")
-    with loan(model, mode):
+    with loan(model, mode, data):
         problem = Problem.of(model, data, loss, layers, torch.float64, mode)
-        batch = next(problem.batches()).cut(0, examples)
-        hessian, gauss_newton = _curvatures(problem, batch, seed)
-    pairs = {name: (float(hessian[name]), float(gauss_newton[name])) for name in gauss_newton}
+        seen, share = 0, 0.0
+        sums = {name: [0.0, 0.0] for name in problem.network.measured}
+        for batch in problem.batches():
+            few = batch.cut(0, examples - seen)
+            both, part = _curvatures(problem, few, seed)
+            for name, pair in both.items():
+                sums[name] = [total + float(value) for total, value in zip(sums[name], pair, strict=True)]
+            seen, share = seen + few.examples, share + part
+            if seen >= examples:
+                break
+    if share <= 0:
+        raise EmptyDataError(
+            f"Got {seen} first examples whose targets are all ignored or have no weight. Want some that count. "
+            "Do: raise examples=, or put other examples first."
+        )
+    pairs = {name: (h / share, g / share) for name, (h, g) in sums.items()}
     # Where a parameter has no effect at all, both are rounding.
-    floor = 1e-12 * max(abs(value) for pair in pairs.values() for value in pair)
-    gaps = {
-        name: abs(h - g) / max(abs(h), abs(g), floor) if max(abs(h), abs(g)) > 0 else 0.0
-        for name, (h, g) in pairs.items()
-    }
+    floor = 1e-9 * max(abs(value) for pair in pairs.values() for value in pair)
+    gaps = {name: abs(h - g) / max(abs(h), abs(g), floor) if h != g else 0.0 for name, (h, g) in pairs.items()}
     agreements = {name: Agreement(h, g, gaps[name]) for name, (h, g) in pairs.items()}
-    return Certificate(agreements, batch.examples)
+    return Certificate(agreements, seen)
 
 
 def direction(shape: torch.Size, seed: int) -> Tensor:
@@ -110,8 +120,11 @@ def direction(shape: torch.Size, seed: int) -> Tensor:
     return unit
 
 
-def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """v'Hv and v'Gv of every parameter, by differentiating twice and without any of the layers' rules."""
+def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+    """v'Hv and v'Gv of every parameter, by differentiating twice and without any of the layers' rules.
+
+    They are of the sum over the examples; what it is to be divided by comes second.
+    """
     leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
     targets = real(batch.targets)
     outputs = problem.network(batch, leaves=leaves)
@@ -135,6 +148,6 @@ def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, Te
             if second is None:
                 found[name] = torch.zeros((), dtype=torch.float64)
             else:
-                found[name] = ((second * v).sum() if variable is None else curvature.along(second)) / share
+                found[name] = (second * v).sum() if variable is None else curvature.along(second)
         results.append(found)
-    return results[0], results[1]
+    return {name: (results[0][name], results[1][name]) for name in leaves}, float(share)

@@ -59,7 +59,7 @@ def plan_from(given: str | Plan) -> Plan:
     if kind not in defaults:
         raise unknown("choice of columns", given, defaults)
     least = {"top": 1, "sampled": 2}.get(kind)
-    if colon and (least is None or not count.isdigit() or int(count) < least):
+    if colon and (least is None or not (count.isascii() and count.isdigit()) or int(count) < least):
         raise OptionError(
             f"Got columns={given!r}. Want 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws "
             "(two show their scatter). Do: for instance columns='top:3'."
@@ -120,7 +120,7 @@ def _softmax(curvature: Softmax, plan: Plan, dice: Dice) -> Columns:
     return _softmax_top(curvature, min(plan.count, classes - 1), dice)
 
 
-def softmax_root(p: Tensor) -> Tensor:
+def softmax_root(p: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
     r"""A square root of :math:`\mathrm{diag}\, p - p p^T` with one column fewer than classes.
 
     With :math:`q = \sqrt p` the matrix is :math:`D_q (I - q q^T) D_q`, and the Householder reflection that takes
@@ -135,31 +135,31 @@ def softmax_root(p: Tensor) -> Tensor:
     """
     classes = p.shape[-1]
     likeliest = p.argmax(-1, keepdim=True)
-    slot = torch.arange(classes - 1, device=p.device).expand(*p.shape[:-1], -1)
+    slot = torch.arange(classes - 1, device=p.device)[start:stop].expand(*p.shape[:-1], -1)
     slot = slot.where(slot != likeliest, slot.new_full((), classes - 1))  # the last class takes the place of c
     q = p.sqrt()
     qc, qk = q.gather(-1, likeliest), q.gather(-1, slot)
     root = -p.unsqueeze(-1) * (qk / (1 + qc)).unsqueeze(-2)
     root.scatter_add_(-2, slot.unsqueeze(-2), qk.unsqueeze(-2))
-    return root.scatter_(-2, likeliest.unsqueeze(-1).expand(*p.shape[:-1], 1, classes - 1), (-qc * qk).unsqueeze(-2))
+    return root.scatter_(-2, likeliest.unsqueeze(-1).expand(*p.shape[:-1], 1, slot.shape[-1]), (-qc * qk).unsqueeze(-2))
 
 
 def _softmax_exact(curvature: Softmax) -> Columns:
     examples, positions, classes = curvature.p.shape
-    root = softmax_root(curvature.p) * curvature.mass.sqrt()[..., None, None]
-    root = root.permute(3, 0, 1, 2)  # (rank, examples, positions, classes)
+    rank = classes - 1
 
     def block(start: int, stop: int) -> Tensor:
-        if positions == 1:
-            return curvature.placed(root[start:stop])
-        # A column lives at one position: column j is number j % (classes - 1) of position j // (classes - 1).
-        number = torch.arange(start, stop, device=root.device)
-        where, which = number // (classes - 1), number % (classes - 1)
-        columns = root.new_zeros(len(number), examples, positions, classes)
-        columns[torch.arange(len(number), device=root.device), :, where] = root[which, :, where]
+        # A column lives at one position: column j is number j % rank of position j // rank.
+        # Only those asked for are made.
+        columns = curvature.p.new_zeros(stop - start, examples, positions, classes)
+        for t in range(start // rank, (stop - 1) // rank + 1):
+            low, high = max(start, t * rank), min(stop, (t + 1) * rank)
+            root = softmax_root(curvature.p[:, t], low - t * rank, high - t * rank)
+            root = root * curvature.mass[:, t, None, None].sqrt()
+            columns[low - start : high - start, :, t] = root.permute(2, 0, 1)
         return curvature.placed(columns)
 
-    return Columns(Layout(fixed=positions * (classes - 1)), block)
+    return Columns(Layout(fixed=positions * rank), block)
 
 
 def _one_class(p: Tensor, index: Tensor) -> Tensor:

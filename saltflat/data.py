@@ -63,7 +63,7 @@ class Batch:
 def batches(data: Data) -> Iterator[Batch]:
     """One pass over the data."""
     first = 0
-    for number, item in enumerate([data] if _is_pair(data) else iter(data)):
+    for number, item in enumerate([data] if _is_one_batch(data) else iter(data)):
         args, kwargs, targets = _parts(item, number)
         if targets.dim() == 0:
             raise DataError(
@@ -87,6 +87,13 @@ def batches(data: Data) -> Iterator[Batch]:
 
 def _is_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+
+
+def _is_one_batch(data: Any) -> bool:
+    """A pair of tensors; or inputs of several tensors with a tensor of targets; or a dict with labels."""
+    several = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Mapping | tuple | list)
+    several = several and isinstance(data[1], Tensor)
+    return _is_pair(data) or several or (isinstance(data, Mapping) and isinstance(data.get("labels"), Tensor))
 
 
 def _parts(item: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
@@ -140,6 +147,10 @@ def checked(data: Any) -> Data:
 
 
 def _check_repeats(data: Data) -> None:
+    if _is_one_batch(data) and not _is_pair(data):
+        if next(batches(data), None) is None:
+            raise _empty()
+        return
     if _is_pair(data):
         if len(data[0]) == 0:
             raise _empty()

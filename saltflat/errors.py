@@ -66,6 +66,6 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that does not exist, with the nearest that do."""
     names = sorted(known)
     near = get_close_matches(str(name), names, n=1, cutoff=0.5)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
+    advice = f"use {near[0]!r}" if near else "choose one of these"
     shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
-    return UnknownNameError(f"No {kind} named {name!r}.{guess} Known: {shown}.")
+    return UnknownNameError(f"Got the {kind} {name!r}, which does not exist. Want one of: {shown}. Do: {advice}.")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from saltflat.errors import ModelError, OptionError
 
 
 @contextmanager
-def loan(model: nn.Module, mode: str) -> Iterator[list[str]]:
+def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
     """Measure under fixed conditions: eval mode (unless ``mode="keep"``), gradients on, autocast and fused kernels off.
 
     Parameters and buffers are never handed out themselves (see :class:`saltflat.network.Network`), so what is left to
@@ -25,12 +27,15 @@ def loan(model: nn.Module, mode: str) -> Iterator[list[str]]:
         raise ModelError(
             f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: wrap the function in one."
         )
+    _check_kind(model)
     if mode not in ("eval", "keep"):
         raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out to measure in eval mode.")
     modes = [(module, module.training) for module in model.modules()]
     notes: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(_random_states())
+        for generator in _generators(data):
+            stack.callback(generator.set_state, generator.get_state())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device in {"cpu", *(p.device.type for p in model.parameters() if p.device.type != "meta")}:
@@ -56,6 +61,25 @@ def loan(model: nn.Module, mode: str) -> Iterator[list[str]]:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def _check_kind(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ModelError(f"Got a {type(model).__name__}. Want the model inside of it. Do: pass model.module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError("Got a TorchScript model. Want an ordinary module. Do: pass the model it was made from.")
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(value, UninitializedParameter | UninitializedBuffer):
+            raise ModelError(
+                f"Got {name!r} without a shape yet. Want initialised layers. Do: run a batch through the model."
+            )
+
+
+def _generators(data: Any) -> list[torch.Generator]:
+    """Random generators that reading the data would move on."""
+    holders = [data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)]
+    found = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
+    return list(found.values())
 
 
 @contextmanager

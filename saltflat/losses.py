@@ -115,6 +115,8 @@ class CrossEntropy(Loss):
     label_smoothing: float = 0.0
     weight: Tensor | None = None
     ignore_index: int = -100
+    # Three-dimensional outputs may allow two readings; torch's own module knows only the classes at the second place.
+    classes_second: bool = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         axis = self._axis(outputs, targets)
@@ -124,7 +126,11 @@ class CrossEntropy(Loss):
                 f"Got {self.weight.numel()} class weights and outputs with {classes} classes. "
                 "Want one weight per class. Do: check the weight given to the loss."
             )
+        if self.weight is not None and bool((self.weight < 0).any()):
+            raise LabelError("Got negative class weights. Want weights of at least 0. Do: check the loss's weight.")
         if targets.is_floating_point():
+            if bool((targets < 0).any()):
+                raise LabelError("Got negative target probabilities. Want at least 0. Do: check the targets.")
             return
         kept = targets[targets != self.ignore_index]
         if kept.numel() and (kept.min() < 0 or kept.max() >= classes):
@@ -142,10 +148,10 @@ class CrossEntropy(Loss):
             )
         last = outputs.dim() - 1
         if targets.is_floating_point() and targets.shape == outputs.shape:
-            return 1
+            return last if last == 2 and not self.classes_second else 1
         if not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool:
             if targets.shape == outputs.shape[:1] + outputs.shape[2:] and (
-                last != 2 or targets.shape != outputs.shape[:-1]
+                last != 2 or self.classes_second or targets.shape != outputs.shape[:-1]
             ):
                 return 1
             if targets.shape == outputs.shape[:-1]:
@@ -337,7 +343,7 @@ def loss_from(given: Any) -> Loss:
                 "Do: multiply the result by the number of examples if you want the sum."
             )
         if isinstance(given, nn.CrossEntropyLoss):
-            return CrossEntropy(given.label_smoothing, given.weight, given.ignore_index)
+            return CrossEntropy(given.label_smoothing, given.weight, given.ignore_index, classes_second=True)
         if isinstance(given, nn.MSELoss):
             return SquaredError()
         if given.weight is not None:

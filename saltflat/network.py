@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
 from saltflat.errors import ModelError, ParameterError, PrecisionError, unknown
@@ -56,7 +56,8 @@ class Network:
         self.measured = {name: self.constants[name] for name in names}
         self.dtype = dtype
         self.layers: dict[nn.Module, Layer] = {}
-        by_id = {id(value): name for name, value in _members(model)}
+        self.modules = list(model.modules())
+        self.names = by_id = {id(value): name for name, value in _members(model)}
         for module in model.modules():
             held = {
                 key: by_id[id(v)] for key, v in [*module._parameters.items(), *module._buffers.items()] if v is not None
@@ -83,12 +84,38 @@ class Network:
         finds ``leaves`` in place of the parameters of those names. ``plain`` leaves the rules' own forwards aside.
         """
         parameters = {**self.constants, **(leaves or {})}
-        args, kwargs = batch.args, batch.kwargs
+        # Copies, because a model may write to its inputs.
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (batch.args, batch.kwargs))
         if tap is not None and not plain and self.channels_last:
-            args, kwargs = batch.map(_channels_last)
-        with self._tapped(tap, plain):
-            outputs = functional_call(self.model, parameters, args, kwargs)
+            args, kwargs = tree_map(_channels_last, (args, kwargs))
+        with self._lent(parameters), self._tapped(tap, plain):
+            outputs = self.model(*args, **kwargs)
         return logits(outputs)
+
+    @contextmanager
+    def _lent(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """The modules with these parameters and buffers; all their attributes are put back afterwards.
+
+        That includes what a forward pass leaves behind (caches, counters, buffers registered on the fly), and modules
+        that are reachable under several names.
+        """
+        holders = ("_parameters", "_buffers", "_modules")
+        kept = [(m, dict(vars(m)), {key: dict(vars(m)[key]) for key in holders}) for m in self.modules]
+        try:
+            for module, _, held in kept:
+                for holder in ("_parameters", "_buffers"):
+                    present = {key: value for key, value in held[holder].items() if value is not None}
+                    vars(module)[holder].update({key: parameters[self.names[id(v)]] for key, v in present.items()})
+                if isinstance(module, nn.RNNBase):
+                    vars(module)["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
+            yield
+        finally:
+            for module, attributes, held in kept:
+                vars(module).clear()
+                vars(module).update(attributes)
+                for holder, contents in held.items():
+                    vars(module)[holder].clear()
+                    vars(module)[holder].update(contents)
 
     @contextmanager
     def _tapped(self, tap: Tap | None, plain: bool) -> Iterator[None]:
@@ -122,8 +149,9 @@ def _tapped_forward(module: nn.Module, rule: Rule, tap: Tap, plain: bool) -> Cal
     return forward
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+def _channels_last(x: Any) -> Any:
+    images = isinstance(x, Tensor) and x.dim() == 4
+    return x.contiguous(memory_format=torch.channels_last) if images else x
 
 
 def _members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -145,6 +173,7 @@ def _constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]
         if dtype is not None and value.is_floating_point():
             constant = constant.to(dtype)
         shared = isinstance(value, nn.Parameter) and size > SMALL_MODEL and id(value) not in written
+        shared = shared and not value.is_inference()
         return constant.clone() if constant.data_ptr() == value.data_ptr() and not shared else constant
 
     return {name: one(value) for name, value in _members(model)}

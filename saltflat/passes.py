@@ -9,7 +9,7 @@ There are three ways to get them, and they give the same numbers:
 * ``mapped``: the pass for one example, vectorised by ``torch.func.vmap``. Needs nothing of the layers, but operations
   that can be vectorised.
 
-Which of them a model allows is not guessed: see :mod:`saltflat.problem`.
+Which of them a model allows is not guessed: see :mod:`saltflat.probe`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.func import vjp, vmap
 from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
+from saltflat.errors import ModelError, SaltflatError
 from saltflat.forms import Dense, Form
 from saltflat.network import Network
 from saltflat.vectorised import all_columns
@@ -43,11 +44,6 @@ class Calls:
 
     inputs: tuple[torch.Size, ...]
     shapes: tuple[tuple[int, torch.Size], ...]
-
-    @property
-    def elements(self) -> int:
-        """How large the inputs of one example are."""
-        return sum(shape.numel() for shape in self.inputs)
 
     @classmethod
     def of(cls, batch: Batch, calls: Sequence[tuple[nn.Module, torch.Size]]) -> Calls:
@@ -122,12 +118,14 @@ def together(
     anchor = torch.zeros((), device=device_of(network), requires_grad=True)
     leaves = {name: value.detach().requires_grad_() for name, value in network.measured.items()}
     calls: list[tuple[nn.Module, Tensor]] = []
+    versions: list[int] = []
     receivers: list[Receive | None] = []
     examples = batch.examples
 
     def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         number = len(calls)
         calls.append((module, _split(x.detach(), examples, 0)))
+        versions.append(x._version)
         _split(y, examples, 0)
         if record is not None:
             record.append((module, x.detach(), y.detach()))
@@ -156,6 +154,13 @@ def together(
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
         if not tapped and not direct:
             return
+        for (module, x), version in zip(calls, versions, strict=True):
+            if x._version != version:
+                raise ModelError(
+                    f"Got a model that overwrites what it gave to a {type(module).__name__} in place. "
+                    "Want the layer's input to stay: its gradient is made of it (training refuses this too). "
+                    "Do: replace the in-place operation."
+                )
         gradients = Gradients(network, emit)
         for module, _ in calls:
             gradients.called(module)
@@ -223,7 +228,13 @@ def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
         inputs = batch.map(lambda leaf: leaf.unsqueeze(1))
         axes = tree_map(lambda leaf: 0 if batch.counts(leaf) else None, (batch.args, batch.kwargs))
-        g_taps, g_direct, seen = vmap(one, in_dims=(axes, 1))(inputs, columns.unsqueeze(2))
+        try:
+            g_taps, g_direct, seen = vmap(one, in_dims=(axes, 1))(inputs, columns.unsqueeze(2))
+        except SaltflatError:
+            raise
+        except Exception as error:
+            # What could be mapped in the probe need not be in every batch.
+            raise NotTogetherError(str(error)) from error
         gradients = Gradients(network, emit)
         for module in modules:
             gradients.called(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from saltflat import passes
 from saltflat.data import Batch
-from saltflat.errors import CoupledExamplesError, NondeterministicError, NonFiniteError, SaltflatError
+from saltflat.errors import CoupledExamplesError, ModelError, NondeterministicError, NonFiniteError, SaltflatError
 from saltflat.forms import Form
 from saltflat.network import Network
 from saltflat.problem import Problem, real
@@ -29,7 +29,7 @@ WAYS: dict[str, Way] = {
     LOOPED: partial(passes.together, loop=True),
 }
 
-PROBED = 2  # examples
+PAIRS = 4  # of examples at most, looked at while the first have no gradient
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
 CPU_CHUNK = 6 << 20
 
@@ -60,63 +60,102 @@ class Probe:
         fit = limit // (self.fixed + self.moving * min(columns, self.columns(1, limit)))
         if batch.targets.device.type == "cpu":
             fit = min(fit, CPU_CHUNK // (self.widest * columns))
-        # Longer sequences than those probed take more.
-        longer = passes.Calls.of(batch, []).elements / max(1, self.calls.elements)
-        return max(1, int(fit / max(1.0, longer)))
+        return max(1, fit)
 
     def columns(self, examples: int, limit: int) -> int:
         """How many columns to propagate at once with so many examples."""
         return max(1, (limit // examples - self.fixed) // self.moving)
 
-    def forward(self, problem: Problem, batch: Batch) -> tuple[Tensor, passes.Backward]:
+    def forward(self, problem: Problem, batch: Batch, way: str | None = None) -> tuple[Tensor, passes.Backward]:
         """Outputs, checked, and the backward pass."""
-        if self.way == "together" and batch.examples > 1:
+        way = way or self.way
+        if way == "together" and batch.examples > 1:
             outputs, backward = passes.together(problem.network, batch, expected=self.calls)
         else:
-            outputs, backward = WAYS[self.way](problem.network, batch)
+            outputs, backward = WAYS[way](problem.network, batch)
         problem.check_outputs(outputs, batch)
         return outputs, backward
 
 
-def probe(problem: Problem) -> Probe:
-    """Run the first examples twice and choose the quickest way that gives what single examples give."""
-    batch = _first_examples(problem)
-    network = problem.network
-    with torch.no_grad(), _Shapes() as shapes:
-        outputs = network(batch)
-    problem.check_outputs(outputs, batch)
-    _check_loss(problem, outputs, batch)
-    singles = [batch.cut(n, n + 1) for n in range(batch.examples)]
-    alone, squares, (sizes, *_) = zip(*(_taken_apart(problem, single) for single in singles), strict=True)
-    if not _close(outputs, torch.cat(alone), TOLERANCE[outputs.dtype]):
-        raise _no_fixed_function(problem, batch, outputs)
-    truth = {name: sum((other[name] for other in squares[1:]), squares[0][name]) for name in squares[0]}
-    # Examples that take different paths through the layers have to take them alone.
-    ways = () if batch.examples == 1 or shapes.depend_on_values else ("together", "mapped")
-    way = next((way for way in ways if _agrees(problem, way, batch, truth)), None)
-    way = way or ("single" if _agrees(problem, "single", singles[0], squares[0]) else LOOPED)
+def probe(problem: Problem, batch: Batch) -> Probe:
+    """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give."""
+    pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
+    with torch.no_grad(), _Noticing() as noticed:
+        outputs = problem.network(pairs[0])
+    problem.check_outputs(outputs, pairs[0])
+    _check_loss(problem, outputs, pairs[0])
+    taken = [_taken_apart(problem, single) for single in _singles(pairs[0])]
+    _check_fixed(problem, pairs[0], outputs, [alone for alone, _, _ in taken])
+    _, first, needs = taken[0]
+    truths = [_total([squares for _, squares, _ in taken])]
+    # A gradient of zero agrees with everything: look at more examples as long as some parameter has no other.
+    for pair in pairs[1:]:
+        if not _silent(truths):
+            break
+        truths.append(_total([_taken_apart(problem, single)[1] for single in _singles(pair)]))
+    checks = [(pair, truth) for pair, truth in zip(pairs, truths, strict=False) if pair.examples > 1]
+    ways = ["together", "mapped"]
+    if not checks or len(_silent(truths)) == len(first) or noticed.sizes:
+        # Examples that take different paths through the layers have to take them alone.
+        ways = []
+    elif noticed.order:
+        # Ones that are put into another order can be mapped.
+        ways.remove("together")
+    way = next((way for way in ways if all(_agrees(problem, way, *check) for check in checks)), None)
+    way = way or ("single" if _agrees(problem, "single", batch.cut(0, 1), first) else LOOPED)
     # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
-    streams = sizes.activations + sizes.factors if way in ("mapped", LOOPED) else 5 * sizes.widest
+    streams = needs.activations + needs.factors if way in ("mapped", LOOPED) else 5 * needs.widest
+    # The columns themselves are made in float64.
+    moving = streams + 2 * needs.moving + 24 * outputs[0].numel()
     # What a CPU's heap holds is about twice what is in use: arrays of many sizes leave gaps.
     gaps = 2 if outputs.device.type == "cpu" else 1
-    return Probe(way, gaps * sizes.fixed, gaps * (streams + 2 * sizes.moving), sizes.widest, sizes.calls)
+    return Probe(way, gaps * needs.fixed, gaps * moving, needs.widest, needs.calls)
 
 
-class _Shapes(TorchDispatchMode):
-    """Notices operations whose results have a size that depends on values: masks, experts."""
+def _singles(batch: Batch) -> list[Batch]:
+    return [batch.cut(n, n + 1) for n in range(batch.examples)]
+
+
+def _total(squares: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: sum((other[name] for other in squares[1:]), squares[0][name]) for name in squares[0]}
+
+
+def _silent(truths: list[dict[str, Tensor]]) -> list[str]:
+    """Parameters whose gradient was zero so far."""
+    largest = {
+        name: torch.stack([truth[name].abs().amax() for truth in truths]).amax() if value.numel() else torch.ones(())
+        for name, value in truths[0].items()
+    }
+    return [name for name, size in largest.items() if size == 0]
+
+
+class _Noticing(TorchDispatchMode):
+    """Notices operations that may treat the examples of a batch by their values.
+
+    ``sizes``: results whose size depends on values (masks, experts). ``order``: sorting, and numbers read from tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.depend_on_values = False
+        self.sizes = self.order = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
         if torch.Tag.dynamic_output_shape in func.tags:
             # Indexing by numbers has the size of the numbers.
-            masks = func is not torch.ops.aten.index.Tensor or any(
-                i is not None and i.dtype == torch.bool for i in args[1]
-            )
-            self.depend_on_values |= masks
+            masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
+            self.sizes |= masks
+        elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk) or (
+            func is aten._local_scalar_dense.default and args[0].dtype != torch.bool
+        ):
+            self.order = True
         return func(*args, **(kwargs or {}))
+
+
+def _check_fixed(problem: Problem, batch: Batch, outputs: Tensor, alone: Sequence[Tensor]) -> None:
+    same = all(one.shape[1:] == outputs.shape[1:] for one in alone)
+    if not same or not _close(outputs, torch.cat(list(alone)), TOLERANCE[outputs.dtype]):
+        raise _no_fixed_function(problem, batch, outputs)
 
 
 def _no_fixed_function(problem: Problem, batch: Batch, outputs: Tensor) -> SaltflatError:
@@ -135,19 +174,6 @@ def _no_fixed_function(problem: Problem, batch: Batch, outputs: Tensor) -> Saltf
         "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
         "Do: replace layers that mix the batch (BatchNorm without running statistics, attention across the batch)."
     )
-
-
-def _first_examples(problem: Problem) -> Batch:
-    """A few examples of the first batch that has several."""
-    first: Batch | None = None
-    for number, batch in enumerate(problem.batches()):
-        if batch.examples > 1:
-            return batch.cut(0, PROBED)
-        first = first or batch
-        if number == 8:
-            break
-    assert first is not None
-    return first
 
 
 def _check_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
@@ -209,12 +235,28 @@ class _Sizes:
 
 
 def _taken_apart(problem: Problem, single: Batch) -> tuple[Tensor, dict[str, Tensor], _Sizes]:
+    """One example by the definition; the model has already run on a batch, so an error here is about one example."""
+    try:
+        return _by_definition(problem, single)
+    except SaltflatError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"Got an error for example {single.first} alone from a model that runs on a batch: "
+            f"{type(error).__name__}: {error}. Want a model that can be differentiated for a single example. "
+            "Do: check inputs whose first axis is not that of the examples, checkpointing and sparse gradients."
+        ) from error
+
+
+def _by_definition(problem: Problem, single: Batch) -> tuple[Tensor, dict[str, Tensor], _Sizes]:
     """One example by the definition: its outputs, its squared gradients, and the sizes of what that went through."""
     network = problem.network
     constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            return tensor
         # Not the bytes of the storage: an example is a slice of its batch.
         where, size = tensor.untyped_storage().data_ptr(), tensor.numel() * tensor.element_size()
         if where not in constants:

@@ -15,6 +15,7 @@ from saltflat.errors import (
     EmptyDataError,
     ModelError,
     NonFiniteError,
+    PrecisionError,
 )
 from saltflat.losses import Loss, loss_from
 from saltflat.network import Network, check_precision
@@ -79,6 +80,11 @@ class Problem:
                 f"Got outputs of shape {tuple(outputs.shape)} for {batch.examples} examples. "
                 "Want one output (of any shape) per example, along the first axis. "
                 "Do: make the model return outputs, not a loss or a mean."
+            )
+        if outputs.dtype not in (torch.float32, torch.float64):
+            raise PrecisionError(
+                f"Got outputs in {outputs.dtype}. Want float32 or float64: half precision underflows in squares. "
+                "Do: take autocast out of the model's forward."
             )
         if not finite(outputs):
             raise NonFiniteError(

@@ -13,6 +13,8 @@ from rich.progress import Progress as Bar
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from saltflat.errors import OptionError
+
 Progress = Callable[[int, int | None], None]
 
 
@@ -23,6 +25,10 @@ def shown(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int
     if callable(progress):
         yield lambda done: progress(done, total)
         return
+    if progress is not None and not isinstance(progress, bool):
+        raise OptionError(
+            f"Got progress={progress!r}. Want True, False, None or a function of (done, total). Do: leave it out."
+        )
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield lambda done: None
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from saltflat.errorbars import standard_error
 from saltflat.errors import EmptyDataError, NonFiniteError, OptionError
 from saltflat.forms import Form, Layout
 from saltflat.loan import loan
-from saltflat.probe import Probe, probe
-from saltflat.problem import Problem, real
+from saltflat.probe import LOOPED, Probe, probe
+from saltflat.problem import Problem, finite, real
 from saltflat.progress import Progress, shown
 from saltflat.scratch import scratch
 from saltflat.statistics import Statistic, statistics_named
@@ -100,16 +101,11 @@ def statistics_of(
         14.0
     """
     started = time.perf_counter()
-    wanted, plan, limit = (
-        statistics_named(names if isinstance(names, str) else list(names)),
-        plan_from(columns),
-        bytes_from(memory),
-    )
-    check_seed(seed)
-    with loan(model, mode) as notes:
+    wanted, plan, limit = statistics_named(names), plan_from(columns), bytes_from(memory)
+    seed = check_seed(seed)
+    with loan(model, mode, data) as notes:
         problem = Problem.of(model, data, loss, layers, dtype, mode)
-        found = probe(problem)
-        totals = Totals(problem, found, wanted, plan, seed, limit)
+        totals = Totals(problem, wanted, plan, seed, limit)
         with scratch(), shown(progress, problem.data) as report:
             for batch in problem.batches():
                 for _ in totals.add(batch):
@@ -123,7 +119,7 @@ def statistics_of(
         "memory": limit,
         "mode": mode,
         "seed": seed,
-        "way": found.way,
+        "way": " + ".join(dict.fromkeys(found.way for found in totals.probes.values())),
     }
     return totals.result(time.perf_counter() - started, settings, notes)
 
@@ -131,11 +127,11 @@ def statistics_of(
 class Totals:
     """Sums over the examples seen so far, in float64."""
 
-    def __init__(
-        self, problem: Problem, probe: Probe, wanted: list[Statistic], plan: Plan, seed: int, limit: int
-    ) -> None:
-        self.problem, self.probe, self.wanted = problem, probe, wanted
+    def __init__(self, problem: Problem, wanted: list[Statistic], plan: Plan, seed: int, limit: int) -> None:
+        self.problem, self.wanted = problem, wanted
         self.plan, self.seed, self.limit = plan, seed, limit
+        # Inputs of other shapes may go through the model in another way: each kind is looked at when it first appears.
+        self.probes: dict[tuple[tuple[torch.Size, ...], bool], Probe] = {}
         self.column_counts: dict[tuple[torch.Size, ...], int] = {}
         self.examples = self.draws = 0
         self.loss = self.share = 0.0
@@ -146,21 +142,26 @@ class Totals:
 
     def add(self, batch: Batch) -> Iterator[None]:
         """Cut a batch into chunks that fit and add them one by one."""
-        start, size = 0, self._chunk_size(batch)
+        inputs = passes.Calls.of(batch, []).inputs
+        kind = (inputs, batch.examples > 1 or (inputs, True) in self.probes)
+        if kind not in self.probes:
+            self.probes[kind] = probe(self.problem, batch)
+        found = self.probes[kind]
+        start, size = 0, self._chunk_size(batch, found)
         while start < batch.examples:
             chunk = batch.cut(start, start + size)
             try:
-                self._add(chunk)
+                self._add(chunk, found)
             except passes.NotTogetherError:
-                # Raised in the forward pass, before anything is counted.
+                # Raised before anything is counted.
                 for n in range(chunk.examples):
-                    self._add(chunk.cut(n, n + 1))
+                    self._add(chunk.cut(n, n + 1), found, LOOPED)
             start += size
             self.examples += chunk.examples
             yield
 
-    def _chunk_size(self, batch: Batch) -> int:
-        if self.probe.way.startswith("single"):
+    def _chunk_size(self, batch: Batch, found: Probe) -> int:
+        if found.way.startswith("single"):
             return 1
         # How many columns there are is known once one example of these shapes has been seen.
         inputs = passes.Calls.of(batch, []).inputs
@@ -171,7 +172,7 @@ class Totals:
             self.problem.loss.check(outputs, real(single.targets))
             columns = self._column_sets(outputs, single)
             self.column_counts[inputs] = max((each.layout.total for _, each in columns), default=1)
-        return self.probe.examples(batch, self.column_counts[inputs], self.limit)
+        return found.examples(batch, self.column_counts[inputs], self.limit)
 
     def _column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
         """The sets of columns the wanted statistics are about."""
@@ -186,8 +187,8 @@ class Totals:
             sets.append(("gradient", stored(gradient.unsqueeze(0), Layout(fixed=1))))
         return sets
 
-    def _add(self, batch: Batch) -> None:
-        raw, backward = self.probe.forward(self.problem, batch)
+    def _add(self, batch: Batch, found: Probe, way: str | None = None) -> None:
+        raw, backward = found.forward(self.problem, batch, way)
         outputs, targets = raw.double(), real(batch.targets)
         self.problem.loss.check(outputs, targets)
         loss = self.problem.loss.total(outputs, targets).sum()
@@ -196,19 +197,19 @@ class Totals:
                 f"Got a NaN or infinite loss on examples {batch.first} to {batch.first + batch.examples - 1}. "
                 "Want a finite one. Do: check these targets."
             )
-        self.loss += float(loss)
-        self.share += float(self.problem.loss.share(outputs, targets).sum())
         sets = self._column_sets(outputs, batch)
         for number, (kind, columns) in enumerate(sets):
             layout = columns.layout
             self.draws = max(self.draws, layout.draws)
             # Random draws are compared with each other and stay in one block.
-            step = layout.total if layout.draws else self.probe.columns(batch.examples, self.limit)
+            step = layout.total if layout.draws else found.columns(batch.examples, self.limit)
             for start in range(0, layout.total, step):
                 stop = min(start + step, layout.total)
                 last = number == len(sets) - 1 and stop == layout.total
                 block = Layout(stop - start) if not layout.draws else layout
                 backward(columns.block(start, stop).to(raw), self._collector(kind, block, columns.sign), last)
+        self.loss += float(loss)
+        self.share += float(self.problem.loss.share(outputs, targets).sum())
 
     def _collector(self, kind: str, layout: Layout, sign: int) -> passes.Emit:
         def emit(name: str, form: Form) -> None:
@@ -234,6 +235,12 @@ class Totals:
         values, errors = {}, {}
         for each in self.wanted:
             values[each.name] = self._scaled(each, self.sums[each.name], scale[each.of])
+            for name, value in values[each.name].items():
+                if not finite(value):
+                    raise NonFiniteError(
+                        f"Got NaN or infinity in {each.name} of {name!r}. Want finite numbers: the squares overflowed. "
+                        "Do: measure with dtype=torch.float64."
+                    )
             if each.name in self.variances:
                 errors[each.name] = self._errors(each, values[each.name], 1 / share)
         return Statistics(values, errors, self.examples, self.loss / share, seconds, settings, tuple(notes))
@@ -272,12 +279,13 @@ def bytes_from(memory: str | int) -> int:
     """
     units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(memory), re.IGNORECASE)
-    size = int(float(match[1]) * units[match[2].lower()]) if match and match[2].lower() in units else 0
-    if size <= 0:
+    size = float(match[1]) * units[match[2].lower()] if match and match[2].lower() in units else 0.0
+    if not 1 <= size < 2**63:
         raise OptionError(f"Got memory={memory!r}. Want a positive size. Do: for instance memory='2GiB' or '500MB'.")
-    return size
+    return int(size)
 
 
-def check_seed(seed: int) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+def check_seed(seed: SupportsIndex) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or not 0 <= operator.index(seed) < 2**63:
         raise OptionError(f"Got seed={seed!r}. Want a whole number from 0 to 2^63 - 1. Do: for instance seed=0.")
+    return operator.index(seed)

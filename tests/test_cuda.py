@@ -25,9 +25,10 @@ def test_a_gpu_gives_what_a_cpu_gives(name: str) -> None:
     for statistic in NAMES:
         largest = max(float(value.abs().max()) for value in here[statistic].values())
         for parameter, value in here[statistic].items():
-            # torch's weight_norm kernels themselves differ by 3e-10 between the devices.
-            floor = 1e-9 * max(float(value.abs().max()), 1e-15 * largest)
-            torch.testing.assert_close(there[statistic][parameter].cpu(), value, rtol=1e-9, atol=floor)
+            # torch's weight_norm works in less than float64 on a GPU.
+            tolerance = 1e-6 if name == "weight_norm_parametrization" else 1e-10
+            floor = tolerance * max(float(value.abs().max()), 1e-15 * largest)
+            torch.testing.assert_close(there[statistic][parameter].cpu(), value, rtol=tolerance, atol=floor)
 
 
 def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:

@@ -57,9 +57,9 @@ def rule_for(module: nn.Module) -> Rule | None:
     """The rule of a module, if it computes what its type does.
 
     A subclass with a forward of its own, an instance with a patched one, and parameters that are computed from others
-    (``torch.nn.utils.parametrize``) are not what the rule was written for.
+    (``torch.nn.utils.parametrize``, pruning) are not what the rule was written for.
     """
-    if "forward" in vars(module) or hasattr(module, "parametrizations"):
+    if "forward" in vars(module) or hasattr(module, "parametrizations") or set(module._parameters) - {"weight", "bias"}:
         return None
     for kind, rule in RULES.items():
         if isinstance(module, kind) and type(module).forward is kind.forward and rule.applies(module):

@@ -11,7 +11,7 @@ columns; a ``scalar`` statistic is one number per parameter, others have the par
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from saltflat.errors import unknown
+from saltflat.errors import OptionError, unknown
 from saltflat.forms import Form, Layout
 
 Contraction = Callable[[Form, Layout], Tensor]
@@ -43,8 +43,13 @@ def register(statistic: Statistic) -> Statistic:
     return statistic
 
 
-def statistics_named(names: str | list[str] | tuple[str, ...]) -> list[Statistic]:
+def statistics_named(names: str | Sequence[str]) -> list[Statistic]:
+    """The statistics of these names, each once."""
+    if not isinstance(names, str) and not (isinstance(names, Sequence) and all(isinstance(n, str) for n in names)):
+        raise OptionError(f"Got names={names!r}. Want a name or a list of names. Do: for instance 'curvature_trace'.")
     wanted = [names] if isinstance(names, str) else list(names)
+    if not wanted:
+        raise OptionError("Got no statistics. Want at least one name. Do: for instance 'curvature_trace'.")
     for name in wanted:
         if name not in STATISTICS:
             raise unknown("statistic", name, STATISTICS)

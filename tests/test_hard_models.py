@@ -1,0 +1,245 @@
+"""Models that write where they should not, mix their examples, or look simpler in the first batch than they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader, TensorDataset
+
+import saltflat
+from saltflat import errors
+
+NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(count: int) -> Tensor:
+    return torch.arange(count) % 3
+
+
+def agree_with_single_examples(model: nn.Module, batches: list[Any], **options: Any) -> saltflat.Statistics:
+    """The batches as they are, against all examples one by one."""
+    whole = saltflat.statistics_of(model, batches, NAMES, **options)
+    singles = [
+        (tuple(x[n : n + 1] for x in inputs) if isinstance(inputs, tuple) else inputs[n : n + 1], y[n : n + 1])
+        for inputs, y in batches
+        for n in range(len(y))
+    ]
+    alone = saltflat.statistics_of(model, singles, NAMES, **options)
+    for name in NAMES:
+        for parameter in whole[name]:
+            torch.testing.assert_close(whole[name][parameter], alone[name][parameter], rtol=1e-11, atol=1e-15)
+    return whole
+
+
+def test_a_module_under_two_names_keeps_its_parameters() -> None:
+    torch.manual_seed(0)
+    shared, norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+    net = nn.Sequential(shared, norm, nn.ReLU(), shared, norm, nn.Linear(6, 3))
+    before = {id(p) for p in net.parameters()} | {id(b) for b in net.buffers()}
+    data = random(7, 6).float(), labels(7)
+    saltflat.statistics_of(net, data, NAMES)
+    saltflat.certify(net, data)
+    with pytest.raises(errors.LabelError):
+        saltflat.statistics_of(net, (data[0], data[1] + 5), NAMES)
+    assert {id(p) for p in net.parameters()} | {id(b) for b in net.buffers()} == before
+    assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in net.parameters())
+    agree_with_single_examples(net.double(), [(random(7, 6), labels(7))])
+
+
+class Cached(nn.Module):
+    """Makes a table on its first call, keeps its last activation, counts its calls, and writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.shift = nn.Parameter(torch.ones(6))
+        self.table: Tensor | None = None
+        self.seen: Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 6).to(self.shift) * self.shift.detach()
+            self.register_buffer("late", torch.ones(1))
+        x -= 0.5
+        self.seen = self.first(x) * self.table + self.shift
+        out: Tensor = self.last(self.seen)
+        return out
+
+
+def test_what_a_forward_pass_leaves_behind_is_gone() -> None:
+    net, x = Cached(), random(7, 6).float()
+    kept = x.clone()
+    for dtype in (None, torch.float64):
+        saltflat.statistics_of(net, (x, labels(7)), NAMES, dtype=dtype)
+    saltflat.certify(net, (x, labels(7)))
+    assert (net.table, net.seen, net.calls) == (None, None, 0)
+    assert "late" not in dict(net.named_buffers())
+    assert torch.equal(x, kept)
+
+
+def test_the_generator_of_a_loader_is_where_it_was() -> None:
+    generator = torch.Generator().manual_seed(5)
+    loader = DataLoader(TensorDataset(random(7, 6), labels(7)), 3, shuffle=True, generator=generator)
+    before = generator.get_state()
+    saltflat.statistics_of(nn.Linear(6, 3).double(), loader, "curvature_trace")
+    assert torch.equal(generator.get_state(), before)
+
+
+class Siamese(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.head = nn.Linear(6, 5, bias=False), nn.Linear(5, 3, bias=False)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        one, two = self.encode(torch.cat([a, b])).chunk(2)
+        out: Tensor = self.head(F.relu(one - two))
+        return out
+
+
+def test_first_examples_without_a_gradient_decide_nothing() -> None:
+    torch.manual_seed(0)
+    a, b = random(7, 6, seed=1), random(7, 6, seed=2)
+    b[:2] = a[:2]
+    agree_with_single_examples(Siamese().double(), [((a, b), labels(7))])
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        examples, time, width = x.shape
+        rows = self.inner(x.transpose(0, 1).reshape(time * examples, width))
+        out: Tensor = self.head(rows.view(time, examples, 5).tanh().mean(0))
+        return out
+
+
+def test_later_batches_of_another_length_are_looked_at_again() -> None:
+    torch.manual_seed(0)
+    batches = [(random(3, 1, 6), labels(3)), (random(4, 4, 6, seed=3), labels(4))]
+    agree_with_single_examples(SequenceFirst().double(), batches)
+
+
+class Sorted(nn.Module):
+    """Sorts the examples of a batch, as packing does, and uses one layer before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort(descending=True)
+        hidden = torch.tanh(self.inner(x[order]))[order.argsort()]
+        out: Tensor = self.head(torch.tanh(self.inner(hidden)))
+        return out
+
+
+class Experts(nn.Module):
+    """Sends tokens to one of two layers, by sorting and counting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        expert = (tokens[:, 0] > 0).long()
+        order = expert.argsort(stable=True)
+        first = int((expert == 0).sum())
+        parts = [self.one(tokens[order][:first]), self.two(tokens[order][first:])]
+        return torch.cat(parts)[order.argsort()].view(*x.shape[:2], 3).mean(1)
+
+
+def test_models_that_sort_their_examples_are_not_confused() -> None:
+    torch.manual_seed(0)
+    x = random(8, 6)
+    x[:2, 0] = torch.tensor([2.0, 1.0])  # already in order
+    agree_with_single_examples(Sorted().double(), [(x, labels(8))])
+    tokens = random(8, 2, 6)
+    tokens[:2, :, 0] = torch.tensor([1.0, -1.0])  # one token for each expert
+    tokens[2::2, :, 0], tokens[3::2, :, 0] = 1.0, -1.0  # both for one
+    agree_with_single_examples(Experts().double(), [(tokens, labels(8))])
+
+
+def test_an_input_overwritten_after_its_layer_is_refused_as_in_training() -> None:
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.a(x)
+            hidden.add_(self.b(hidden))
+            return hidden
+
+    with pytest.raises(errors.ModelError, match="in place"):
+        saltflat.statistics_of(Overwrites(), (random(4, 6).float(), labels(4)), "curvature_trace")
+
+
+def test_pruned_layers_and_subclasses_with_more_parameters_are_measured() -> None:
+    torch.manual_seed(0)
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.log_scale = nn.Parameter(torch.zeros(()))
+
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), Scaled()).double()
+    prune.l1_unstructured(net[0], "weight", amount=0.3)
+    found = agree_with_single_examples(net, [(random(7, 6), labels(7))])
+    diagonal = found["curvature_diagonal"]
+    mask = dict(net[0].named_buffers())["weight_mask"]
+    assert bool((diagonal["0.weight_orig"][mask == 0] == 0).all())
+    assert float(diagonal["2.log_scale"]) == 0
+
+
+def test_torchs_loss_module_has_its_classes_at_the_second_place() -> None:
+    net = nn.Unflatten(1, (3, 3))
+    model = nn.Sequential(nn.Linear(6, 9), net).double()
+    x, y = random(4, 6), torch.arange(12).reshape(4, 3) % 3
+    outputs = model(x).detach()
+    second = saltflat.statistics_of(model, (x, y), "curvature_trace", loss=nn.CrossEntropyLoss())
+    assert second.loss == pytest.approx(float(F.cross_entropy(outputs, y)))
+    last = saltflat.statistics_of(model, (x, y), "curvature_trace", loss="cross_entropy")
+    assert last.loss == pytest.approx(float(F.cross_entropy(outputs.mT, y)))
+
+
+def test_inputs_of_several_tensors_are_one_batch() -> None:
+    torch.manual_seed(0)
+    net, a, b = Siamese().double(), random(5, 6, seed=1), random(5, 6, seed=2)
+    listed = saltflat.statistics_of(net, [((a, b), labels(5))], "curvature_trace")
+    plain = saltflat.statistics_of(net, ((a, b), labels(5)), "curvature_trace")
+    torch.testing.assert_close(dict(plain["curvature_trace"]), dict(listed["curvature_trace"]))
+
+
+def test_certificates_do_not_vouch_for_nothing() -> None:
+    net, x = nn.Linear(6, 3), random(7, 6).float()
+    with pytest.raises(errors.EmptyDataError):
+        saltflat.certify(net, (x, torch.full((7,), -100)))
+    assert saltflat.certify(net, [(x[:1], labels(1)), (x[1:], labels(6))], examples=5).examples == 5
+
+
+def test_squares_that_overflow_are_named() -> None:
+    with pytest.raises(errors.NonFiniteError, match="float64"):
+        saltflat.statistics_of(
+            nn.Linear(6, 3), (random(4, 6).float() * 1e25, torch.zeros(4, 3)), "curvature_trace", loss="mse"
+        )
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.jit.script], ids=["parallel", "script"])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_wrappers_are_refused_with_what_to_pass_instead(wrap: Any) -> None:
+    with pytest.raises(errors.ModelError, match="Do: pass"):
+        saltflat.statistics_of(wrap(nn.Linear(6, 3)), (random(4, 6).float(), labels(4)), "curvature_trace")
