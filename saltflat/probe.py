@@ -107,7 +107,7 @@ def probe(problem: Problem, batch: Batch) -> Probe:
     streams = needs.activations + needs.factors if way in ("mapped", LOOPED) else 5 * needs.widest
     # The columns themselves are made in float64.
     moving = streams + 2 * needs.moving + 24 * outputs[0].numel()
-    # What a CPU's heap holds is about twice what is in use: arrays of many sizes leave gaps. On a GPU the kernels of the
+    # What a CPU's heap holds is about twice what is in use: arrays of many sizes leave gaps. On a GPU the kernels of
     # convolutions take working memory of their own.
     held = 2 if outputs.device.type == "cpu" else 1.3
     return Probe(way, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls)
