@@ -82,7 +82,7 @@ def test_the_dense_gradients_of_an_outer_form_are_sums_of_outer_products() -> No
 
 def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {name: (make().squares(), make().norms([slice(None)])) for name, make in FORMS.items()}
-    monkeypatch.setattr("saltflat.forms.CPU_PIECE", 1)
+    monkeypatch.setattr("saltflat.forms.base.CPU_PIECE", 1)
     for name, make in FORMS.items():
         torch.testing.assert_close((make().squares(), make().norms([slice(None)])), whole[name])
 

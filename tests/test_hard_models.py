@@ -25,7 +25,7 @@ def labels(count: int) -> Tensor:
     return torch.arange(count) % 3
 
 
-def agree_with_single_examples(model: nn.Module, batches: list[Any], **options: Any) -> saltflat.Statistics:
+def check_with_single_examples(model: nn.Module, batches: list[Any], **options: Any) -> saltflat.Statistics:
     """The batches as they are, against all examples one by one."""
     whole = saltflat.statistics_of(model, batches, NAMES, **options)
     singles = [
@@ -52,7 +52,7 @@ def test_a_module_under_two_names_keeps_its_parameters() -> None:
         saltflat.statistics_of(net, (data[0], data[1] + 5), NAMES)
     assert {id(p) for p in net.parameters()} | {id(b) for b in net.buffers()} == before
     assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in net.parameters())
-    agree_with_single_examples(net.double(), [(random(7, 6), labels(7))])
+    check_with_single_examples(net.double(), [(random(7, 6), labels(7))])
 
 
 class Cached(nn.Module):
@@ -111,7 +111,7 @@ def test_first_examples_without_a_gradient_decide_nothing() -> None:
     torch.manual_seed(0)
     a, b = random(7, 6, seed=1), random(7, 6, seed=2)
     b[:2] = a[:2]
-    agree_with_single_examples(Siamese().double(), [((a, b), labels(7))])
+    check_with_single_examples(Siamese().double(), [((a, b), labels(7))])
 
 
 class SequenceFirst(nn.Module):
@@ -129,7 +129,7 @@ class SequenceFirst(nn.Module):
 def test_later_batches_of_another_length_are_looked_at_again() -> None:
     torch.manual_seed(0)
     batches = [(random(3, 1, 6), labels(3)), (random(4, 4, 6, seed=3), labels(4))]
-    agree_with_single_examples(SequenceFirst().double(), batches)
+    check_with_single_examples(SequenceFirst().double(), batches)
 
 
 class Sorted(nn.Module):
@@ -166,11 +166,11 @@ def test_models_that_sort_their_examples_are_not_confused() -> None:
     torch.manual_seed(0)
     x = random(8, 6)
     x[:2, 0] = torch.tensor([2.0, 1.0])  # already in order
-    agree_with_single_examples(Sorted().double(), [(x, labels(8))])
+    check_with_single_examples(Sorted().double(), [(x, labels(8))])
     tokens = random(8, 2, 6)
     tokens[:2, :, 0] = torch.tensor([1.0, -1.0])  # one token for each expert
     tokens[2::2, :, 0], tokens[3::2, :, 0] = 1.0, -1.0  # both for one
-    agree_with_single_examples(Experts().double(), [(tokens, labels(8))])
+    check_with_single_examples(Experts().double(), [(tokens, labels(8))])
 
 
 def test_an_input_overwritten_after_its_layer_is_refused_as_in_training() -> None:
@@ -198,7 +198,7 @@ def test_pruned_layers_and_subclasses_with_more_parameters_are_measured() -> Non
 
     net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), Scaled()).double()
     prune.l1_unstructured(net[0], "weight", amount=0.3)
-    found = agree_with_single_examples(net, [(random(7, 6), labels(7))])
+    found = check_with_single_examples(net, [(random(7, 6), labels(7))])
     diagonal = found["curvature_diagonal"]
     mask = dict(net[0].named_buffers())["weight_mask"]
     assert bool((diagonal["0.weight_orig"][mask == 0] == 0).all())

@@ -1,0 +1,176 @@
+"""Sums of outer products: what a matrix multiplication or a convolution leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from saltflat.errorbars import variance_of_mean
+from saltflat.forms.base import Form, Layout, grouped, lengths, piece, square_sum
+from saltflat.scratch import array
+
+
+class Outer(Form):
+    """A sum over positions of outer products: what a matrix multiplication or a convolution leaves.
+
+    For group ``c`` the gradient is ``sum_t left[k, n, c, t, :] right[k, n, c, t, :]'``, reshaped to the parameter. One
+    of the two factors does not depend on the column and has size 1 there.
+
+    Args:
+        left: ``(columns or 1, examples, groups, positions, rows)``.
+        right: ``(columns or 1, examples, groups, positions, entries)``.
+        shape: of the parameter; ``groups * rows * entries`` elements.
+        order: how the groups, rows and the entries (in ``inner`` shape) are permuted into the parameter.
+    """
+
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        shape: torch.Size,
+        inner: tuple[int, ...] | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> None:
+        self.left, self.right, self.shape, self.inner, self.order = left, right, shape, inner, order
+        self.columns = max(left.shape[0], right.shape[0])
+        self.examples = left.shape[1]
+        self.groups, self.positions, self.rows, self.entries = *left.shape[2:], right.shape[4]
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    def arranged(self, core: Tensor, leading: int) -> Tensor:
+        """``(..., groups, rows, entries)`` to ``(..., *shape)``."""
+        head = core.shape[:leading]
+        if self.inner is not None and self.order is not None:
+            core = core.reshape(*head, self.groups, self.rows, *self.inner)
+            core = core.permute(*range(leading), *(leading + axis for axis in self.order))
+        return core.reshape(*head, *self.shape)
+
+    def dense(self) -> Tensor:
+        return self.arranged(self.left.mT @ self.right, 2)
+
+    def select(self, examples: slice) -> Outer:
+        return self._with(self.left[:, examples], self.right[:, examples])
+
+    def sizes(self) -> tuple[int, int]:
+        left, right = self._per_column(self.left), self._per_column(self.right)
+        # Which of the two changes with the column cannot be told from a single one.
+        return max(left, right), min(left, right) if self.columns == 1 else max(left, right)
+
+    def _with(self, left: Tensor, right: Tensor) -> Outer:
+        return Outer(left, right, self.shape, self.inner, self.order)
+
+    def joined(self, other: Form) -> Form:
+        # Two calls of one layer are one call with the positions of both.
+        if (
+            isinstance(other, Outer)
+            and (other.shape, other.inner, other.order) == (self.shape, self.inner, self.order)
+            and other.left.shape[0] == self.left.shape[0]
+            and other.right.shape[0] == self.right.shape[0]
+        ):
+            return self._with(torch.cat([self.left, other.left], 3), torch.cat([self.right, other.right], 3))
+        return super().joined(other)
+
+    def squares(self) -> Tensor:
+        if self.positions == 1:
+            # (g a')^2 = g^2 (a^2)': one product for all columns and examples.
+            left, right = square_sum(self.left), square_sum(self.right)
+            return self.arranged(torch.einsum("ncto,ncti->coi", left, right), 0)
+        return self.arranged(self._summed_products(), 0)
+
+    def spread(self, layout: Layout) -> Tensor:
+        if self.positions == 1:
+            varying, still = (self.left, self.right) if self.right.shape[0] == 1 else (self.right, self.left)
+            per_draw = torch.stack([varying[group].square().sum(0) for group in layout.groups()])
+            # An example's variance is itself an outer product.
+            factors = variance_of_mean(per_draw), still[0].square().square()
+            left, right = factors if self.right.shape[0] == 1 else factors[::-1]
+            moments = [
+                torch.einsum("ncto,ncti->coi", *pair) for pair in ((left, right), (left.square(), right.square()))
+            ]
+            return self.arranged(torch.stack(moments), 1)
+        return super().spread(layout)
+
+    def _summed_products(self) -> Tensor:
+        """``(groups, rows, entries)``: squared gradients, a few examples at a time through one buffer."""
+        left, right = self._stacked()
+        left, right = left.flatten(0, 1), right.flatten(0, 1)  # examples and groups
+        step = self.groups * piece(self.columns * self.groups * self.rows * self.entries, self.device)
+        step = min(step, len(left))
+        buffer = array("product", (step, left.shape[2], right.shape[2]), left)
+        total = array("squares", buffer.shape, left).zero_()
+        for start in range(0, len(left), step):
+            count = min(step, len(left) - start)
+            product = torch.bmm(left[start : start + count].mT, right[start : start + count], out=buffer[:count])
+            total[:count].addcmul_(product, product)
+        return self._without_columns(total.unflatten(0, (-1, self.groups)).sum(0))
+
+    def _stacked(self) -> tuple[Tensor, Tensor]:
+        """Columns laid beside the rows (or entries) they belong to: one large product per example and group."""
+
+        def beside(factor: Tensor, use: str) -> Tensor:
+            if factor.shape[0] == 1:
+                return factor[0]
+            # Copied in the order it lies in memory, and turned afterwards: the products take either.
+            turned = factor.stride(3) < factor.stride(4)
+            order = (1, 2, 0, 4, 3) if turned else (1, 2, 3, 0, 4)
+            moved = factor.permute(order)
+            copy = array(use, moved.shape, factor).copy_(moved)
+            return copy.flatten(2, 3).mT if turned else copy.flatten(3, 4)
+
+        return beside(self.left, "left"), beside(self.right, "right")
+
+    def _without_columns(self, product: Tensor) -> Tensor:
+        """Columns beside rows (or entries), summed."""
+        axis, size = (1, self.rows) if self.right.shape[0] == 1 else (2, self.entries)
+        parted: Tensor = product.unflatten(axis, (-1, size))
+        return parted.sum(axis)
+
+    def norms(self, groups: Sequence[slice]) -> Tensor:
+        if self.positions == 1:
+            return grouped((lengths(self.left, (3, 4)) * lengths(self.right, (3, 4))).sum(2), groups)
+        width = self.columns * self.rows if self.right.shape[0] == 1 else self.columns * self.entries
+        still = self.entries if self.right.shape[0] == 1 else self.rows
+        # |sum_t g_t a_t'|^2 = sum_tt' (g_t . g_t') (a_t . a_t'): cheaper when there are few positions.
+        if len(groups) == 1 and self.positions * (width + still) < width * still:
+            return self._norms_by_position(groups[0])
+        left, right = self._stacked()
+        step = min(self.examples, piece(self.columns * self.groups * self.rows * self.entries, self.device))
+        shape = (step * self.groups, left.shape[3], right.shape[3])
+        parts = []
+        for start in range(0, self.examples, step):
+            here = slice(start, start + step)
+            one, two = left[here].flatten(0, 1), right[here].flatten(0, 1)
+            product = torch.bmm(one.mT, two, out=array("product", (len(one), *shape[1:]), left))
+            if self.right.shape[0] == 1:
+                found = lengths(product.unflatten(1, (-1, self.rows)), (2, 3))
+            else:
+                found = lengths(product.unflatten(2, (-1, self.entries)), (1, 3))
+            parts.append(found.unflatten(0, (-1, self.groups)).sum(1))
+        return grouped(torch.cat(parts).T, groups)
+
+    def _norms_by_position(self, group: slice) -> Tensor:
+        whole = self._with(
+            self.left[group] if self.left.shape[0] > 1 else self.left,
+            self.right[group] if self.right.shape[0] > 1 else self.right,
+        )
+        left, right = whole._stacked()
+        step = piece(self.groups * self.positions * self.positions, self.device)
+        parts = []
+        for start in range(0, self.examples, step):
+            here = slice(start, start + step)
+            inner = (left[here] @ left[here].mT).mul_(right[here] @ right[here].mT)
+            parts.append(inner.sum((1, 2, 3)))
+        return torch.cat(parts).unsqueeze(0)
+
+    def project(self, direction: Tensor) -> Tensor:
+        core = direction
+        if self.inner is not None and self.order is not None:
+            core = core.reshape([(self.groups, self.rows, *self.inner)[axis] for axis in self.order])
+            core = core.permute([self.order.index(axis) for axis in range(len(self.order))])
+        core = core.reshape(self.groups, self.rows, self.entries)
+        return ((self.left @ core) * self.right).sum((2, 3, 4))
