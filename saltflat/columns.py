@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saltflat.curvature import Curvature, Diagonal, Softmax
 from saltflat.errors import OptionError, unknown
 from saltflat.forms import Layout
-from saltflat.losses import Curvature, Diagonal, Softmax
 
 TOP = 3
 DRAWS = 4

@@ -4,9 +4,9 @@ The loss of the data is what ``reduction="mean"`` would give if all of it were o
 ``total(outputs, targets)``, divided by the sum of ``share``. A loss below gives, for a batch, those two and the pieces
 of the second derivative that :mod:`saltflat.columns` turns into columns to propagate back:
 
-* :class:`Softmax`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
-* :class:`Diagonal`: a number per output;
-* :class:`Roots`: any symmetric matrix, as signed columns.
+* :class:`~saltflat.curvature.Softmax`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
+* :class:`~saltflat.curvature.Diagonal`: a number per output;
+* :class:`~saltflat.curvature.Roots`: any symmetric matrix, as signed columns.
 """
 
 from __future__ import annotations
@@ -20,59 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from saltflat.curvature import Curvature, Diagonal, Roots, Softmax
 from saltflat.errors import LabelError, OptionError, unknown
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """``mass * (diag(p) - p p')`` with ``p`` of shape ``(examples, positions, classes)``.
-
-    ``axis`` is that of the classes in the outputs.
-    """
-
-    p: Tensor
-    mass: Tensor
-    axis: int
-    shape: torch.Size
-
-    def along(self, direction: Tensor) -> Tensor:
-        """The sum of direction' B direction over the examples."""
-        u = direction.movedim(self.axis, -1).reshape_as(self.p)
-        mean = (self.p * u).sum(-1, keepdim=True)
-        return (self.mass * (self.p * (u - mean).square()).sum(-1)).sum()
-
-    def placed(self, columns: Tensor) -> Tensor:
-        """``(..., positions, classes)`` back to ``(..., *outputs)``."""
-        lead = columns.shape[:-2]
-        positions = [size for axis, size in enumerate(self.shape[1:], start=1) if axis != self.axis]
-        return columns.reshape(*lead, *positions, columns.shape[-1]).movedim(-1, len(lead) - 1 + self.axis)
-
-
-@dataclass(frozen=True)
-class Diagonal:
-    """One curvature per output, ``(examples, *outputs)``."""
-
-    values: Tensor
-
-    def along(self, direction: Tensor) -> Tensor:
-        return (self.values * direction.square()).sum()
-
-
-@dataclass(frozen=True)
-class Roots:
-    """``sum_k columns_k columns_k'`` minus the same of ``negative``; each ``(rank, examples, *outputs)``."""
-
-    columns: Tensor
-    negative: Tensor | None
-
-    def along(self, direction: Tensor) -> Tensor:
-        def part(columns: Tensor) -> Tensor:
-            return (columns * direction).reshape(*columns.shape[:2], -1).sum(2).square().sum()
-
-        return part(self.columns) - (part(self.negative) if self.negative is not None else 0)
-
-
-Curvature = Softmax | Diagonal | Roots
 
 
 def _shape(values: Tensor) -> str:

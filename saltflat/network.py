@@ -54,7 +54,6 @@ class Network:
         names = _selected(model, layers)
         self.constants = _constants(model, dtype)
         self.measured = {name: self.constants[name] for name in names}
-        self.dtype = dtype
         self.layers: dict[nn.Module, Layer] = {}
         self.modules = list(model.modules())
         self.names = by_id = {id(value): name for name, value in _members(model)}

@@ -133,7 +133,7 @@ class Totals:
         # Inputs of other shapes may go through the model in another way: each kind is looked at when it first appears.
         self.probes: dict[tuple[tuple[torch.Size, ...], bool], Probe] = {}
         self.column_counts: dict[tuple[torch.Size, ...], int] = {}
-        self.examples = self.draws = 0
+        self.examples = self.draws = self.emitted = 0
         self.loss = self.share = 0.0
         self.sums: dict[str, dict[str, Tensor]] = {each.name: {} for each in wanted}
         self.variances: dict[str, dict[str, Tensor]] = {
@@ -150,10 +150,12 @@ class Totals:
         start, size = 0, self._chunk_size(batch, found)
         while start < batch.examples:
             chunk = batch.cut(start, start + size)
+            counted = self.emitted
             try:
                 self._add(chunk, found)
             except passes.NotTogetherError:
-                # Raised before anything is counted.
+                if self.emitted != counted:  # running out of memory half-way, say: taking it again would count twice
+                    raise
                 for n in range(chunk.examples):
                     self._add(chunk.cut(n, n + 1), found, LOOPED)
             start += size
@@ -213,6 +215,7 @@ class Totals:
 
     def _collector(self, kind: str, layout: Layout, sign: int) -> passes.Emit:
         def emit(name: str, form: Form) -> None:
+            self.emitted += 1
             for each in self.wanted:
                 if each.of != kind:
                     continue
