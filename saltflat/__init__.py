@@ -1,8 +1,24 @@
 """How flat a trained network's minimum is, without being fooled by rescaling."""
 
+__version__ = "0.1.0"
+
+from saltflat.catalogue import catalogue
 from saltflat.certificate import Certificate, certify
 from saltflat.errors import SaltflatError
+from saltflat.measuring import measure
+from saltflat.report import Comparison, Reading, Report, compare
 from saltflat.sweep import Statistics, statistics_of
 
-__version__ = "0.1.0"
-__all__ = ["Certificate", "SaltflatError", "Statistics", "certify", "statistics_of"]
+__all__ = [
+    "Certificate",
+    "Comparison",
+    "Reading",
+    "Report",
+    "SaltflatError",
+    "Statistics",
+    "catalogue",
+    "certify",
+    "compare",
+    "measure",
+    "statistics_of",
+]

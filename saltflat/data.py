@@ -31,6 +31,11 @@ class Batch:
         args, kwargs = self.map(lambda t: t[start:stop])
         return Batch(args, kwargs, self.targets[start:stop], self.first + start, stop - start)
 
+    def take(self, which: Tensor, first: int) -> Batch:
+        """Some of the examples, numbered from ``first`` on."""
+        args, kwargs = self.map(lambda t: t[which.to(t.device)])
+        return Batch(args, kwargs, self.targets[which.to(self.targets.device)], first, len(which))
+
     def map(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs with ``change`` applied to every tensor that has the examples as its first axis."""
 

@@ -62,6 +62,10 @@ class OptionError(SaltflatError, ValueError):
     """An option with a value that means nothing."""
 
 
+class ReportError(SaltflatError, ValueError):
+    """A report that cannot be written, read or compared."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that does not exist, with the nearest that do."""
     names = sorted(known)

@@ -19,6 +19,7 @@ from saltflat.errors import (
 )
 from saltflat.losses import Loss, loss_from
 from saltflat.network import Network, check_precision
+from saltflat.progress import count
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class Problem:
             raise EmptyDataError(
                 "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
             )
+
+    @property
+    def expected(self) -> int | None:
+        """Number of examples, where it is known without reading them."""
+        return count(self.data)
 
     def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
         if outputs.dim() == 0 or outputs.shape[0] != batch.examples:

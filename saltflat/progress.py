@@ -21,14 +21,11 @@ Progress = Callable[[int, int | None], None]
 @contextmanager
 def shown(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int], None]]:
     """A function to call with the number of examples done."""
-    total = _count(data)
+    total = count(data)
     if callable(progress):
         yield lambda done: progress(done, total)
         return
-    if progress is not None and not isinstance(progress, bool):
-        raise OptionError(
-            f"Got progress={progress!r}. Want True, False, None or a function of (done, total). Do: leave it out."
-        )
+    _check(progress)
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield lambda done: None
         return
@@ -38,7 +35,41 @@ def shown(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int
         yield lambda done: bar.update(task, completed=done)
 
 
-def _count(data: Any) -> int | None:
+Tick = Callable[[str, int, int | None], None]
+
+
+@contextmanager
+def steps_shown(progress: bool | Tick | None) -> Iterator[Tick]:
+    """A function to call with the step at hand, how much of it is done, and how much there is."""
+    if callable(progress):
+        yield progress
+        return
+    _check(progress)
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        yield lambda step, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tick(step: str, done: int, total: int | None) -> None:
+            if step not in tasks:
+                for before in tasks.values():
+                    bar.update(before, visible=False)
+                tasks[step] = bar.add_task(step, total=total)
+            bar.update(tasks[step], completed=done, total=total)
+
+        yield tick
+
+
+def _check(progress: bool | None) -> None:
+    if progress is not None and not isinstance(progress, bool):
+        raise OptionError(
+            f"Got progress={progress!r}. Want True, False, None or a function. Do: leave it out."
+        )
+
+
+def count(data: Any) -> int | None:
     """Number of examples, where it is known without reading them."""
     if isinstance(data, DataLoader):
         data = data.dataset

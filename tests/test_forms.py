@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saltflat.errorbars import variance_of_mean
 from saltflat.forms import Dense, Form, Layout, Outer, Rows
+from saltflat.geometry import Geometry
 
 LAYOUT = Layout(fixed=2, draws=2, size=2)
 COLUMNS, EXAMPLES = LAYOUT.total, 5
@@ -56,12 +57,48 @@ FORMS: dict[str, Callable[[], Form]] = {
         lambda form: form.norms([slice(None)]),
         lambda form: form.norms([slice(0, 2), *LAYOUT.groups()]),
         lambda form: form.project(random(*form.shape)),
+        lambda form: form.expand(random(COLUMNS, EXAMPLES)),
+        lambda form: form.part(slice(1, 4)).squares(),
+        lambda form: form.part(slice(1, 2)).gram(form.part(slice(3, 4)).select(slice(1, 4))),
     ],
-    ids=["squares", "spread", "norms", "norms of groups", "project"],
+    ids=["squares", "spread", "norms", "norms of groups", "project", "expand", "part", "gram"],
 )
 def test_a_contraction_is_that_of_the_dense_gradients(name: str, contraction: Callable[[Form], Tensor]) -> None:
     form = FORMS[name]()
     torch.testing.assert_close(contraction(form), contraction(Dense(form.dense())), rtol=1e-12, atol=1e-12)
+
+
+MATRICES = [name for name in FORMS if len(FORMS[name]().shape) > 1]
+GEOMETRIES = {
+    "outputs first": lambda form, groups: Geometry(form.shape, groups),
+    "inputs first": lambda form, groups: Geometry(form.shape, groups, inputs_first=True),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("axis", ["column", "row"])
+def test_squares_by_unit_are_those_of_the_dense_gradients(name: str, geometry: str, axis: str) -> None:
+    form = FORMS[name]()
+    direction = random(*form.shape)
+    unit, units = GEOMETRIES[geometry](form, getattr(form, "groups", 1)).units(axis)
+    expected = [(form.dense() * direction * (unit == u)).flatten(2).sum(2).square().sum() for u in range(units)]
+    torch.testing.assert_close(form.unit_squares(direction, unit, units), torch.stack(expected))
+    torch.testing.assert_close(Dense(form.dense()).unit_squares(direction, unit, units), torch.stack(expected))
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_products_of_rows_are_those_of_the_dense_gradients(name: str, geometry: str, scaled: bool) -> None:
+    form = FORMS[name]()
+    layout = GEOMETRIES[geometry](form, getattr(form, "groups", 1))
+    unit, units = layout.units("column")
+    scale = (random(units).abs() + 1)[unit] if scaled else None
+    gradients = form.dense() if scale is None else form.dense() * scale
+    each = [layout.matrices(gradient) for gradient in gradients.flatten(0, 1)]
+    expected = sum(torch.einsum("gsip,gtip->gst", gradient, gradient) for gradient in each)
+    torch.testing.assert_close(form.row_products(layout, scale), expected)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ from saltflat.errorbars import variance_of_mean
 # cache (the difference is a factor of two for convolutions), on a GPU it only bounds memory.
 CPU_PIECE = 1 << 18
 GPU_PIECE = 1 << 26
+
+
+class Geometry(Protocol):
+    """How an array of the parameter's shape is ``(groups, out, in, positions)``; see :mod:`saltflat.geometry`."""
+
+    @property
+    def inputs_first(self) -> bool: ...
+
+    def matrices(self, values: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,10 @@ class Form(ABC):
     def select(self, examples: slice) -> Form:
         """The same for some of the examples."""
 
+    @abstractmethod
+    def part(self, columns: slice) -> Form:
+        """The same for some of the columns."""
+
     def joined(self, other: Form) -> Form:
         """The sum of two uses of one parameter, before anything is squared."""
         return Dense(self.dense() + other.dense())
@@ -80,6 +94,46 @@ class Form(ABC):
         """``(columns, examples)``: inner products of the gradients with one direction."""
         flat = direction.reshape(-1)
         return torch.cat([_flat(part.dense()) @ flat for part in self.pieces()], 1)
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        """``shape``: the sum over columns and examples of coefficient times gradient."""
+        parts, start = [], 0
+        for part in self.pieces():
+            weights = coefficients[:, start : start + part.examples]
+            parts.append(torch.tensordot(weights, part.dense(), 2))
+            start += part.examples
+        return reduce(torch.add, parts)
+
+    def unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
+        """``(units,)``: inner products with a direction, unit by unit, squared and summed over columns and examples.
+
+        ``unit`` has the parameter's shape and says which unit each entry belongs to.
+        """
+        weight, unit, total = direction.reshape(-1), unit.reshape(-1), direction.new_zeros(units)
+        for part in self.pieces():
+            products = (_flat(part.dense()) * weight).flatten(0, 1)
+            inner = products.new_zeros(len(products), units).index_add_(1, unit, products)
+            total += inner.square().sum(0)
+        return total
+
+    def row_products(self, geometry: Geometry, scale: Tensor | None) -> Tensor:
+        """``(groups, out, out)``: inner products between the gradients of output units, over columns and examples.
+
+        ``scale`` has the parameter's shape and multiplies the gradients first.
+        """
+        total = None
+        for part in self.pieces():
+            dense = part.dense().flatten(0, 1)
+            dense = dense if scale is None else dense * scale
+            rows = torch.stack([geometry.matrices(each).flatten(2) for each in dense])  # (b, groups, out, in)
+            wide = rows.permute(1, 2, 0, 3).flatten(2)
+            total = wide @ wide.mT if total is None else total.add_(wide @ wide.mT)
+        assert total is not None
+        return total
+
+    def gram(self, other: Form) -> Tensor:
+        """``(examples, examples of other)``: inner products between the gradients of two sets of examples, one column."""
+        return _flat(self.dense())[0] @ _flat(other.dense())[0].mT
 
     def pieces(self) -> Iterator[Form]:
         """The form in slices of examples whose dense gradients have a bounded size."""
@@ -139,6 +193,9 @@ class Dense(Form):
 
     def select(self, examples: slice) -> Dense:
         return Dense(self.values[:, examples])
+
+    def part(self, columns: slice) -> Dense:
+        return Dense(self.values[columns])
 
     def sizes(self) -> tuple[int, int]:
         return 0, self._per_column(self.values)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errorbars import variance_of_mean
-from saltflat.forms.base import Form, Layout, grouped, lengths, piece, square_sum
+from saltflat.forms.base import Form, Geometry, Layout, grouped, lengths, piece, square_sum
 from saltflat.scratch import array
 
 
@@ -55,6 +55,10 @@ class Outer(Form):
 
     def select(self, examples: slice) -> Outer:
         return self._with(self.left[:, examples], self.right[:, examples])
+
+    def part(self, columns: slice) -> Outer:
+        left, right = (factor[columns] if factor.shape[0] > 1 else factor for factor in (self.left, self.right))
+        return self._with(left, right)
 
     def sizes(self) -> tuple[int, int]:
         left, right = self._per_column(self.left), self._per_column(self.right)
@@ -167,10 +171,64 @@ class Outer(Form):
             parts.append(inner.sum((1, 2, 3)))
         return torch.cat(parts).unsqueeze(0)
 
-    def project(self, direction: Tensor) -> Tensor:
+    def core(self, direction: Tensor) -> Tensor:
+        """An array of the parameter's shape as ``(groups, rows, entries)``: the inverse of :meth:`arranged`."""
         core = direction
         if self.inner is not None and self.order is not None:
             core = core.reshape([(self.groups, self.rows, *self.inner)[axis] for axis in self.order])
             core = core.permute([self.order.index(axis) for axis in range(len(self.order))])
-        core = core.reshape(self.groups, self.rows, self.entries)
-        return ((self.left @ core) * self.right).sum((2, 3, 4))
+        return core.reshape(self.groups, self.rows, self.entries)
+
+    def project(self, direction: Tensor) -> Tensor:
+        core = self.core(direction)
+        # The factor without columns is multiplied: one product for all of them.
+        if self.right.shape[0] == 1:
+            return torch.einsum("knctr,nctr->kn", self.left, self.right[0] @ core.mT)
+        return torch.einsum("kncte,ncte->kn", self.right, self.left[0] @ core)
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        # So is the sum over columns: it is taken before the product.
+        if self.right.shape[0] == 1:
+            left, right = torch.einsum("kn,knctr->nctr", coefficients.to(self.left), self.left), self.right[0]
+        else:
+            left, right = self.left[0], torch.einsum("kn,kncte->ncte", coefficients.to(self.right), self.right)
+        rows, entries = left.permute(1, 3, 0, 2).flatten(2), right.permute(1, 0, 2, 3).flatten(1, 2)
+        return self.arranged(rows @ entries, 0)
+
+    def unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
+        core, number = self.core(direction), self.core(unit)
+        by_entry = bool((number == number[:, :1]).all())
+        if not by_entry and not bool((number == number[:, :, :1]).all()):
+            return super().unit_squares(direction, unit, units)
+        number = (number[:, 0] if by_entry else number[:, :, 0]).reshape(-1)
+        total = core.new_zeros(units)
+        width = self.groups * self.positions * (self.entries if by_entry else self.rows)
+        step = piece(self.columns * width, self.device)
+        for start in range(0, self.examples, step):
+            part = self.select(slice(start, start + step))
+            # What the other side sends to each entry (or row), times what was there.
+            if by_entry:
+                each = ((part.left @ core) * part.right).sum(3)
+            else:
+                each = ((part.right @ core.mT) * part.left).sum(3)
+            flat = each.flatten(0, 1).flatten(1)
+            total += flat.new_zeros(len(flat), units).index_add_(1, number, flat).square().sum(0)
+        return total
+
+    def row_products(self, geometry: Geometry, scale: Tensor | None) -> Tensor:
+        plain = self.positions == 1 and self.right.shape[0] == 1 and self.order is None and not geometry.inputs_first
+        factors = None if scale is None else self.core(scale)
+        if not plain or (factors is not None and not bool((factors == factors[:, :1]).all())):
+            return super().row_products(geometry, scale)
+        right = self.right[0] if factors is None else self.right[0] * factors[:, :1]
+        # (g a')(g a')' = |a|^2 g g'
+        left = (self.left * lengths(right, (2, 3))[None, :, :, None, None].sqrt()).permute(2, 4, 0, 1, 3).flatten(2)
+        return left @ left.mT
+
+    def gram(self, other: Form) -> Tensor:
+        if not isinstance(other, Outer) or self.positions * other.positions > 1:
+            return super().gram(other)
+        # <g a', h b'> = (g.h)(a.b)
+        left = torch.einsum("ncr,mcr->cnm", self.left[0, :, :, 0], other.left[0, :, :, 0])
+        right = torch.einsum("nce,mce->cnm", self.right[0, :, :, 0], other.right[0, :, :, 0])
+        return (left * right).sum(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errorbars import variance_of_mean
-from saltflat.forms.base import Form, Layout, grouped
+from saltflat.forms.base import Form, Geometry, Layout, grouped
 
 
 class Rows(Form):
@@ -34,6 +34,9 @@ class Rows(Form):
 
     def select(self, examples: slice) -> Rows:
         return Rows(self.index[examples], self.values[:, examples], self.shape)
+
+    def part(self, columns: slice) -> Rows:
+        return Rows(self.index, self.values[columns], self.shape)
 
     def sizes(self) -> tuple[int, int]:
         return self.index.numel() * 8 // self.examples, self._per_column(self.values)
@@ -72,3 +75,30 @@ class Rows(Form):
 
     def project(self, direction: Tensor) -> Tensor:
         return (self.values * direction[self.index]).sum((2, 3))
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        rows = torch.einsum("kn,kntw->ntw", coefficients, self.values)
+        return rows.new_zeros(self.shape).index_add_(0, self.index.reshape(-1), rows.flatten(0, 1))
+
+    def unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
+        if units != self.shape[0] or not bool((unit == unit[:, :1]).all()):
+            # Units that run along the rows: few numbers for each example.
+            return (self.values * direction[self.index]).sum(2).square().sum((0, 1))
+        pairs, merged = self._merged()
+        row = pairs % self.shape[0]
+        inner = (merged * direction[row]).sum(2).square().sum(0)
+        return inner.new_zeros(units).index_add_(0, row, inner)
+
+    def row_products(self, geometry: Geometry, scale: Tensor | None) -> Tensor:
+        if scale is not None or not geometry.inputs_first:
+            return super().row_products(geometry, scale)
+        _, merged = self._merged()
+        flat = merged.flatten(0, 1)
+        return (flat.mT @ flat).unsqueeze(0)
+
+    def gram(self, other: Form) -> Tensor:
+        if not isinstance(other, Rows):
+            return super().gram(other)
+        same = self.index.reshape(-1, 1) == other.index.reshape(1, -1)
+        inner = (self.values.flatten(0, 2) @ other.values.flatten(0, 2).mT) * same
+        return inner.reshape(*self.index.shape, *other.index.shape).sum((1, 3))

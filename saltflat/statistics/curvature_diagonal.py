@@ -8,7 +8,7 @@ curvature_diagonal = register(
     Statistic(
         "curvature_diagonal",
         of="curvature",
-        total=lambda form, layout: form.squares(),
+        total=lambda form, site: form.squares(),
         spread=lambda form, layout: form.spread(layout),
         meaning="How fast the mean loss bends along each single parameter.",
     )

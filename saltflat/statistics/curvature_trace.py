@@ -7,10 +7,10 @@ from torch import Tensor
 
 from saltflat.errorbars import variance_of_mean
 from saltflat.forms import Form, Layout
-from saltflat.statistics import Statistic, register
+from saltflat.statistics import Site, Statistic, register
 
 
-def _total(form: Form, layout: Layout) -> Tensor:
+def _total(form: Form, site: Site) -> Tensor:
     return form.norms([slice(None)]).double().sum()
 
 
@@ -26,6 +26,6 @@ curvature_trace = register(
         total=_total,
         spread=_spread,
         meaning="How fast the mean loss bends along all directions of a parameter, added up.",
-        scalar=True,
+        kind="scalar",
     )
 )

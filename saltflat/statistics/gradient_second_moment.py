@@ -8,7 +8,7 @@ gradient_second_moment = register(
     Statistic(
         "gradient_second_moment",
         of="gradient",
-        total=lambda form, layout: form.squares(),
+        total=lambda form, site: form.squares(),
         spread=None,
         meaning="How large the gradients of single examples are, in the mean square, for each parameter.",
     )

@@ -1,0 +1,5 @@
+"""python -m saltflat"""
+
+from saltflat.cli import main
+
+main()

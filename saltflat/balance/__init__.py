@@ -1,0 +1,18 @@
+r"""Matrix balancing: the smallest total that rescaling can reach.
+
+Given weights :math:`B_{pq} \ge 0` on the edges of a directed graph, find potentials :math:`z` that minimise
+
+.. math::
+    \sum_{pq} B_{pq} e^{z_p - z_q}.
+
+The problem is convex, and at its minimum as much flows out of every node as flows in. Normalized sharpness, its printed
+form and minimum sharpness are this problem on three kinds of graph: one function each.
+
+Everything is in float64 and on the device of what is given. A :class:`Balanced` says how far from balance it stopped.
+"""
+
+from saltflat.balance.balanced import Balanced
+from saltflat.balance.graph import balance_graph
+from saltflat.balance.matrix import balance_bipartite, balance_factored
+
+__all__ = ["Balanced", "balance_bipartite", "balance_factored", "balance_graph"]

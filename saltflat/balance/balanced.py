@@ -1,0 +1,65 @@
+"""What a balancing found, and what may be given to one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saltflat.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """The smallest total that rescaling can reach, and the scales that reach it.
+
+    Attributes:
+        value: the infimum, summed over groups.
+        values: the same by group, ``(groups,)``.
+        potentials: logarithms of the scales: of the rows, or of the nodes. Where edges had to be dropped (see
+            ``attained``) the parts that remain drift apart without end; inside each part the first row or node has
+            0. ``nan`` for what belongs to no part; 0 for what has no edges at all.
+        column_potentials: logarithms of the columns' scales, where columns have some.
+        residual: the largest ``|ln(out / in)|`` of any node, with what flows out of it and into it; 0 if nothing flows.
+        converged: whether ``residual`` is within the tolerance. If not, ``value`` is only an upper bound.
+        attained: whether some finite scales reach ``value``; if not, they only come as close to it as one likes.
+        sweeps: how often all potentials were updated.
+        notes: what a reader should know besides.
+    """
+
+    value: float
+    values: Tensor
+    potentials: Tensor
+    column_potentials: Tensor | None
+    residual: float
+    converged: bool
+    attained: bool
+    sweeps: int
+    notes: tuple[str, ...]
+
+
+def checked(values: Tensor, what: str) -> Tensor:
+    """In float64, if all are finite and at least 0."""
+    if values.is_complex() or not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+        raise OptionError(
+            f"Got {what} with entries that are negative, complex or not finite. Want finite numbers of at least 0. "
+            "Do: clamp what an estimate made negative, and look where the others come from."
+        )
+    return values.detach().to(torch.float64)
+
+
+def checked_effort(tolerance: float, limit: int) -> None:
+    if not tolerance > 0 or limit < 1:
+        raise OptionError(
+            f"Got tolerance={tolerance} and limit={limit}. Want both above 0. Do: leave them out; 1e-10 is usual."
+        )
+
+
+def unfinished(residual: float, tolerance: float, sweeps: int) -> tuple[str, ...]:
+    if residual <= tolerance:
+        return ()
+    return (
+        f"Balancing stopped after {sweeps} sweeps at a residual of {residual:.1e} (wanted: {tolerance:.0e}); "
+        "the value is an upper bound.",
+    )

@@ -1,0 +1,212 @@
+r"""Balancing two non-negative matrices against each other: rows and columns as nodes, or rows alone.
+
+For potentials :math:`x` of the rows, column j receives :math:`a_j = \sum_i F_{ij} e^{x_i}` and gives back
+:math:`b_j = \sum_i U_{ij} e^{-x_i}`. Both problems here minimise :math:`\sum_j (a_j b_j)^p / p`: with p = 1/2 each column has taken
+its own best scale, with p = 1 columns have none. Column j carries the flow :math:`w_j = (a_j b_j)^p`, of which row i gives the
+share :math:`P_{ij} = F_{ij} e^{x_i} / a_j` and takes :math:`Q_{ij} = U_{ij} e^{-x_i} / b_j`. So out = P w, in = Q w, and
+
+.. math::
+    W = (1 - p) (P w P^T + Q w Q^T) + p (P w Q^T + Q w P^T).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from saltflat.balance.balanced import Balanced, checked, checked_effort, unfinished
+from saltflat.balance.components import on_cycles
+from saltflat.balance.settle import Flow, Point, settle
+from saltflat.errors import OptionError
+
+# Logarithms of 0, kept finite so that differences of two are no nan; its exponential is 0.
+ZERO = -1e5
+# Flows that differ by more than this factor, as a logarithm, do not share one unit.
+WIDE = 500.0
+
+
+def balance_bipartite(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int = 10_000) -> Balanced:
+    r"""The smallest sum of two matrices when one is multiplied and the other divided by scales of rows and columns.
+
+    .. math::
+        \min_{s, t > 0} \sum_{ij} F_{ij} s_i t_j + \frac{U_{ij}}{s_i t_j}
+        = 2 \min_s \sum_j \Big(\sum_i F_{ij} s_i\Big)^{1/2} \Big(\sum_i U_{ij} / s_i\Big)^{1/2}
+
+    Args:
+        F: ``(rows, columns)`` or ``(groups, rows, columns)``, at least 0; every group is a problem of its own.
+        U: of the same shape.
+        tolerance: largest ``|ln(out / in)|`` that counts as balanced.
+        limit: sweeps after which to give up.
+
+    Example:
+        A single column needs no column scale: :math:`2 \sum_i \sqrt{F_i U_i}`, here 2 (sqrt(1 * 4) + sqrt(9 * 4)).
+
+        >>> found = balance_bipartite(torch.tensor([[1.0], [9.0]]), torch.tensor([[4.0], [4.0]]))
+        >>> round(found.value, 9), found.attained
+        (16.0, True)
+    """
+    # The two sides are alike; Newton's method works on the rows, so these should be few.
+    if F.shape == U.shape and F.dim() in (2, 3) and F.shape[-2] > F.shape[-1]:
+        return _balanced(F, U, 0.5, tolerance, limit, turned=True)
+    return _balanced(F, U, 0.5, tolerance, limit)
+
+
+def balance_factored(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int = 10_000) -> Balanced:
+    r"""The smallest sum of the entries of a product under scaling of its rows and inverse scaling of its columns.
+
+    .. math::
+        \min_g \sum_{ik} (F U^T)_{ik} e^{g_i - g_k}
+
+    The product is not built: only for at most about two thousand rows, and only if sweeps do not suffice, a matrix of
+    its size is. Its diagonal is a constant part of the value.
+
+    Args:
+        F: ``(rows, columns)`` or ``(groups, rows, columns)``, at least 0; every group is a problem of its own.
+        U: of the same shape.
+        tolerance: largest ``|ln(out / in)|`` that counts as balanced.
+        limit: sweeps after which to give up.
+
+    Example:
+        One column: :math:`(\sum_i \sqrt{F_i U_i})^2`, here (sqrt(1 * 4) + sqrt(9 * 4))^2.
+
+        >>> found = balance_factored(torch.tensor([[1.0], [9.0]]), torch.tensor([[4.0], [4.0]]))
+        >>> round(found.value, 9), found.column_potentials is None
+        (64.0, True)
+    """
+    return _balanced(F, U, 1.0, tolerance, limit)
+
+
+def _balanced(F: Tensor, U: Tensor, power: float, tolerance: float, limit: int, turned: bool = False) -> Balanced:
+    checked_effort(tolerance, limit)
+    if F.shape != U.shape or F.dim() not in (2, 3):
+        raise OptionError(
+            f"Got matrices of shapes {tuple(F.shape)} and {tuple(U.shape)}. Want (rows, columns) or "
+            "(groups, rows, columns), the same for both. Do: sum a convolution over its kernel positions first."
+        )
+    single = F.dim() == 2
+    F, U = (checked(matrix, name) for matrix, name in ((F, "F"), (U, "U")))
+    if turned:
+        F, U = F.mT.contiguous(), U.mT.contiguous()
+    if single:
+        F, U = F[None], U[None]
+    kept = on_cycles(F, U)
+    had = (F + U) > 0
+    if kept is not None:
+        F, U = torch.where(kept, F, 0.0), torch.where(kept, U, 0.0)
+    has = F > 0
+    flow = Columns(F.log(), U.log(), power)
+    x, residual, sweeps = settle(flow, flow.start(), tolerance, limit)
+    point = flow.at(x)
+    values = point.log_w.exp().sum(1) / power
+    rows = _marked(x, had.any(2), has.any(2))
+    columns = _marked((point.log_b - point.log_a) / 2, had.any(1), has.any(1))
+    if turned:
+        rows, columns = columns, rows
+    return Balanced(
+        value=float(values.sum()),
+        values=values,
+        potentials=rows[0] if single else rows,
+        column_potentials=None if power == 1 else columns[0] if single else columns,
+        residual=residual,
+        converged=residual <= tolerance,
+        attained=kept is None,
+        sweeps=sweeps,
+        notes=(*_dropped(rows, columns, kept), *unfinished(residual, tolerance, sweeps)),
+    )
+
+
+def _marked(potentials: Tensor, had: Tensor, has: Tensor) -> Tensor:
+    """nan for what lost all its edges, 0 for what never had any."""
+    return torch.where(has, potentials, torch.where(had, torch.nan, 0.0))
+
+
+def _dropped(rows: Tensor, columns: Tensor, kept: Tensor | None) -> tuple[str, ...]:
+    if kept is None:
+        return ()
+    dead = [
+        f"{int(side.isnan().sum())} of {side.numel()} {name}"
+        for side, name in ((rows, "rows"), (columns, "columns"))
+        if side.isnan().any()
+    ]
+    what = " and ".join(dead) if dead else "Entries between separate parts"
+    return (f"{what} can be scaled towards 0 without end and add nothing; no finite scales reach the value.",)
+
+
+class Columns(Flow):
+    """Rows as nodes; flow goes from row to row through columns."""
+
+    def __init__(self, log_F: Tensor, log_U: Tensor, power: float) -> None:
+        self.log_F, self.log_U, self.power = log_F, log_U, power
+        self.pace = 0.5 if power == 0.5 else 0.25
+
+    def start(self) -> Tensor:
+        """One sweep of rows and columns, from equal scales: right up to the shape of the matrices."""
+        y = (self.log_U.logsumexp(1) - self.log_F.logsumexp(1)).nan_to_num()[:, None, :] / 2
+        return ((self.log_U - y).logsumexp(2) - (self.log_F + y).logsumexp(2)).nan_to_num() / 2
+
+    def at(self, z: Tensor) -> ColumnsPoint:
+        return ColumnsPoint(self.log_F, self.log_U, self.power, z)
+
+
+class ColumnsPoint(Point):
+    """Shares are in [0, 1], and the rows' sums are taken in a unit they share, or each in its own where that is too coarse."""
+
+    def __init__(self, log_F: Tensor, log_U: Tensor, power: float, z: Tensor) -> None:
+        self.z, self.power = z, power
+        log_P, log_Q = log_F + z[:, :, None], log_U - z[:, :, None]
+        self.log_a, self.log_b = (part.logsumexp(1).clamp(min=ZERO) for part in (log_P, log_Q))
+        log_P -= self.log_a[:, None, :]
+        log_Q -= self.log_b[:, None, :]
+        self.log_P, self.log_Q = log_P, log_Q
+        self.P, self.Q = log_P.exp(), log_Q.exp()
+        self.log_w = power * (self.log_a + self.log_b)
+        top = self.log_w.amax(1, keepdim=True)
+        self.given, self.taken, self.w = self.P, self.Q, (self.log_w - top).exp()
+        self.log_out, self.log_in = _times(self.P, self.w).log() + top, _times(self.Q, self.w).log() + top
+        self.live = (self.P > 0).any(2)
+        lowest = torch.where(self.live, torch.minimum(self.log_out, self.log_in), top).amin(1, keepdim=True)
+        self.own_units = bool((lowest < top - WIDE).any())
+        if self.own_units:
+            flow_P, flow_Q = log_P + self.log_w[:, None, :], log_Q + self.log_w[:, None, :]
+            self.log_out, self.log_in = flow_P.logsumexp(2), flow_Q.logsumexp(2)
+            self.given = (flow_P - self.log_out.clamp(min=ZERO)[:, :, None]).exp()
+            self.taken = (flow_Q - self.log_in.clamp(min=ZERO)[:, :, None]).exp()
+            self.w = torch.ones_like(self.w)
+
+    def imbalance(self, shift: Tensor) -> Tensor:
+        up = shift.exp()
+        a, b = _times(self.P.mT, up), _times(self.Q.mT, 1 / up)
+        a, b = torch.where(a > 0, a, 1.0), torch.where(b > 0, b, 1.0)
+        w = self.w * (a * b) ** self.power
+        out, into = up * _times(self.given, w / a), _times(self.taken, w / b) / up
+        r = out.log() - into.log()
+        if self.own_units:
+            r = r + self.log_out - self.log_in
+        return torch.where(self.live, r, 0.0)
+
+    def log_flow(self) -> Tensor:
+        return torch.logaddexp(self.log_out, self.log_in).clamp(min=ZERO)
+
+    @cached_property
+    def _roots(self) -> tuple[Tensor, Tensor]:
+        """P and Q times sqrt(w / d)."""
+        scale = (self.log_w[:, None, :] - self.log_flow()[:, :, None]) / 2
+        return (self.log_P + scale).exp(), (self.log_Q + scale).exp()
+
+    def coupled(self, v: Tensor) -> Tensor:
+        P, Q = self._roots
+        p, up, down = self.power, _times(P.mT, v), _times(Q.mT, v)
+        return _times(P, (1 - p) * up + p * down) + _times(Q, p * up + (1 - p) * down)
+
+    def coupling(self) -> Tensor:
+        P, Q = self._roots
+        if self.power == 0.5:
+            return (P + Q) @ (P + Q).mT / 2
+        N = P @ Q.mT
+        return N + N.mT
+
+
+def _times(matrix: Tensor, v: Tensor) -> Tensor:
+    return (matrix @ v[:, :, None])[:, :, 0]

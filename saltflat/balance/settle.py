@@ -1,0 +1,154 @@
+r"""Bringing a flow into balance: closed-form sweeps, and Newton's method where they crawl.
+
+A node's *imbalance* is :math:`r_p = \ln(\mathrm{out}_p / \mathrm{in}_p)`. Lowering one potential by :math:`r_p / 2` balances
+its node exactly (Osborne, 1960). Doing so again and again never increases the distance to the solution, however badly the
+weights are scaled, but takes long where groups of nodes hang together by thin threads. There Newton's method
+moves each group as one: the second derivative is the Laplacian of the graph,
+:math:`\mathrm{diag}(d) - W` with :math:`d = \mathrm{out} + \mathrm{in}`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import log
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+# Shifts beyond this are taken into the point they start from, so that no exponential comes near overflow.
+FAR = 20.0
+# Sweeps between two looks at how fast they are, and how many more are worth waiting for.
+ROUND = 20
+PATIENCE = 100
+# Laplacians up to this many entries are factorised; for larger ones conjugate gradients use products only.
+DENSE = 2**22
+
+
+class Point(ABC):
+    """The flow at some potentials ``z``, ``(groups, nodes)``."""
+
+    z: Tensor
+
+    @abstractmethod
+    def imbalance(self, shift: Tensor) -> Tensor:
+        """``(groups, nodes)``: ln(out / in) at ``z + shift``; 0 where nothing flows."""
+
+    @abstractmethod
+    def log_flow(self) -> Tensor:
+        """``(groups, nodes)``: ln(out + in)."""
+
+    @abstractmethod
+    def coupled(self, v: Tensor) -> Tensor:
+        """``(groups, nodes)``: N v with ``N[p, q] = W[p, q] / sqrt(d[p] d[q])``."""
+
+    @abstractmethod
+    def coupling(self) -> Tensor:
+        """``(groups, nodes, nodes)``: N itself."""
+
+
+class Flow(ABC):
+    """Something to balance."""
+
+    # How much of its imbalance a node gives up per sweep: 1/2 if nodes do not disturb each other, else 1/4.
+    pace: float
+
+    @abstractmethod
+    def at(self, z: Tensor) -> Point: ...
+
+
+def settle(flow: Flow, z: Tensor, tolerance: float, limit: int) -> tuple[Tensor, float, int]:
+    """The best potentials found, the largest imbalance at them, and the number of sweeps; a Newton step counts as one."""
+    point = flow.at(z)
+    residual = _worst(point.imbalance(torch.zeros_like(z)))
+    best = point.z, residual
+    sweeps = 0
+    while residual > tolerance and sweeps < limit:
+        before = residual
+        point, residual, done = _swept(flow, point, tolerance, min(ROUND, limit - sweeps))
+        sweeps += done
+        best = min(best, (point.z, residual), key=itemgetter(1))
+        crawling = residual > tolerance and log(before / residual) / done * PATIENCE < log(residual / tolerance)
+        while crawling and residual > tolerance and sweeps < limit:
+            moved = _newton(flow, point, residual)
+            sweeps += 1
+            if moved is None:
+                break
+            point, residual = moved
+            best = min(best, (point.z, residual), key=itemgetter(1))
+    return *best, sweeps
+
+
+def _worst(imbalance: Tensor) -> float:
+    return float(imbalance.abs().max()) if imbalance.numel() else 0.0
+
+
+def _swept(flow: Flow, point: Point, tolerance: float, count: int) -> tuple[Point, float, int]:
+    """After up to so many sweeps, with the imbalance that is left and the number of sweeps made."""
+    shift = torch.zeros_like(point.z)
+    r = point.imbalance(shift)
+    done = 0
+    while done < count and _worst(r) > tolerance:
+        shift = shift - flow.pace * r
+        if _worst(shift) > FAR:
+            point = flow.at(point.z + shift)
+            shift = torch.zeros_like(shift)
+        r = point.imbalance(shift)
+        done += 1
+    point = flow.at(point.z + shift)
+    return point, _worst(point.imbalance(torch.zeros_like(shift))), done
+
+
+def _newton(flow: Flow, point: Point, residual: float) -> tuple[Point, float] | None:
+    """One step, as long as it helps; None if it does not."""
+    step = _newton_step(point)
+    for _ in range(6):
+        there, worst, _ = _swept(flow, flow.at(point.z + step.clamp(-FAR, FAR)), 0.0, 2)
+        if worst < max(residual, 0.1):
+            return there, worst
+        step = step / 4
+    return None
+
+
+def _newton_step(point: Point) -> Tensor:
+    r = point.imbalance(torch.zeros_like(point.z))
+    flow = point.log_flow()
+    root = ((flow - flow.amax(1, keepdim=True)) / 2).exp()
+    root = torch.where(root > 0, root, 1.0)
+    # out - in = (out + in) tanh(r / 2)
+    want = -root * (r / 2).tanh()
+    groups, nodes = want.shape
+    step = _factorised(point, root, want) if groups * nodes * nodes <= DENSE else _conjugate_gradients(point, want)
+    return step / root
+
+
+def _factorised(point: Point, root: Tensor, want: Tensor) -> Tensor:
+    N = point.coupling()
+    N.diagonal(dim1=1, dim2=2).zero_()
+    # The diagonal of a Laplacian is the sum of the rest of its row: so taken it is right to the last digit, however thin
+    # the threads.
+    thickness = (N @ root[:, :, None])[:, :, 0] / root
+    ridge = 1e-14
+    while True:
+        factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(thickness + ridge) - N)
+        if not bool(failed.any()):
+            return torch.cholesky_solve(want[:, :, None], factor)[:, :, 0]
+        ridge *= 10
+
+
+def _conjugate_gradients(point: Point, want: Tensor, iterations: int = 500) -> Tensor:
+    x = torch.zeros_like(want)
+    rest = direction = want
+    power = (rest * rest).sum(1, keepdim=True)
+    enough = 1e-6 * power
+    for _ in range(iterations):
+        if bool((power <= enough).all()):
+            break
+        image = direction - point.coupled(direction)
+        stiffness = (direction * image).sum(1, keepdim=True)
+        length = torch.where(stiffness > 0, power / stiffness, 0.0)
+        x = x + length * direction
+        rest = rest - length * image
+        power, last = (rest * rest).sum(1, keepdim=True), power
+        direction = rest + torch.where(last > 0, power / last, 0.0) * direction
+    return x

@@ -1,0 +1,67 @@
+"""How far the inputs of every layer vary over the data, channel by channel, from one forward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.geometry import Convolution, Transposed
+from saltflat.setting import Setting
+
+
+def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Standard deviation over examples and positions of each input channel, by weight; and notes about odd ones.
+
+    A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
+    not zero cannot be normalised and gets 1.
+    """
+    found: dict[str, _Moments] = {}
+
+    def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        axis = _channels(module, x)
+        name = setting.problem.network.layers[module].names.get("weight")
+        if axis is not None and name is not None:
+            found.setdefault(name, _Moments()).add(x.detach().movedim(axis, -1).flatten(0, -2).double())
+        return y
+
+    with torch.no_grad():
+        for batch in setting.chunks(0):
+            setting.problem.network(batch, tap)
+    deviations, notes = {}, []
+    for name, moments in found.items():
+        deviation = moments.deviation()
+        empty, flat = moments.largest == 0, (deviation <= 1e-12 * moments.largest) & (moments.largest > 0)
+        deviations[name] = deviation.masked_fill(empty, torch.inf).masked_fill(flat, 1.0)
+        if bool(flat.any()):
+            notes.append(f"{int(flat.sum())} inputs of {name} are constant over the data and were left as they are")
+    return deviations, tuple(notes)
+
+
+def _channels(module: nn.Module, x: Tensor) -> int | None:
+    if isinstance(module, nn.Linear):
+        return x.dim() - 1
+    if isinstance(module, Convolution | Transposed):
+        return x.dim() - 1 - len(module.kernel_size)
+    return None
+
+
+class _Moments:
+    """Count, mean and sum of squared deviations, put together from parts without cancellation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.squares = self.largest = torch.zeros(())
+
+    def add(self, rows: Tensor) -> None:
+        count, mean = len(rows), rows.mean(0)
+        squares, largest = (rows - mean).square().sum(0), rows.abs().amax(0)
+        if not self.count:
+            self.count, self.mean, self.squares, self.largest = count, mean, squares, largest
+            return
+        total, step = self.count + count, mean - self.mean
+        self.squares = self.squares + squares + step.square() * (self.count * count / total)
+        self.mean, self.count = self.mean + step * (count / total), total
+        self.largest = torch.maximum(self.largest, largest)
+
+    def deviation(self) -> Tensor:
+        return (self.squares / self.count).sqrt()

@@ -1,0 +1,224 @@
+"""Normalized sharpness (Tsuzuku, Sato, Sugiyama, 2020), as the theory has it, as printed, and parameter by parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saltflat.balance import Balanced, balance_bipartite, balance_factored
+from saltflat.errors import OptionError
+from saltflat.measures import Part, measure
+
+BOTH = ("layer_scale", "unit_scale")
+
+
+@measure(
+    on="weights",
+    invariant_to=BOTH,
+    reference="tsuzuku2020normalized",
+    formula="sum over columns of sqrt(curvature of the column * squared weights of the column), smallest over row scales",
+)
+def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
+    r"""Curvature times size of the weights, at the scales of rows and columns that make it smallest.
+
+    .. math::
+        \min_\gamma \sum_j \sqrt{ (F^T e^{\gamma})_j \, (U^T e^{-\gamma})_j }, \quad U = W \circ W
+
+    with F the curvature diagonal in the shape of W. Multiplying a row or a column of W by a multiplies its entries of U
+    by :math:`a^2` and divides those of F by it, which another :math:`\gamma` undoes. This is what the PAC-Bayes
+    argument supports; the published equation has one root over everything (``normalized_sharpness_printed``). Kernel
+    positions of a convolution share the scales of their channels.
+
+    Args:
+        weight: ``(groups, out, in, positions)``, or ``(out, in)``.
+        curvature_diagonal: of the same shape.
+
+    Example:
+        >>> round(float(normalized_sharpness(torch.ones(1, 4), torch.ones(1, 4)).value), 9)
+        4.0
+    """
+    found = _sides(weight, curvature_diagonal)
+    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda value: value / 2)
+
+
+@measure(
+    on="weights",
+    invariant_to=BOTH,
+    reference="tsuzuku2020normalized",
+    formula="sum over all entries of curvature times row and column scales plus squared weight divided by them, smallest",
+)
+def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Part:
+    r"""The same before the columns' scales are eliminated, as the first version of the paper has it: twice as large.
+
+    .. math::
+        \min_{s, t > 0} \sum_{ij} F_{ij} s_i t_j + U_{ij} / (s_i t_j)
+
+    Example:
+        >>> round(float(normalized_sharpness_arxiv(torch.ones(1, 4), torch.ones(1, 4)).value), 9)
+        8.0
+    """
+    found = _sides(weight, curvature_diagonal)
+    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda value: value)
+
+
+@measure(
+    on="weights",
+    invariant_to=BOTH,
+    reference="tsuzuku2020normalized",
+    formula="sqrt(sum over columns of curvature of the column * squared weights of the column), smallest over row scales",
+)
+def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, side: str = "rows") -> Part:
+    r"""Normalized sharpness as its published equation reads, with one root over the whole sum.
+
+    .. math::
+        \min_\gamma \sqrt{ e^{\gamma T} F U^T e^{-\gamma} }
+
+    No bound follows from it: it can lie below what any choice of scales allows. ``side="columns"`` scales the columns
+    instead, :math:`F^T U`; the two differ.
+
+    Example:
+        >>> round(float(normalized_sharpness_printed(torch.ones(1, 4), torch.ones(1, 4)).value), 9)
+        2.0
+    """
+    if side not in ("rows", "columns"):
+        raise OptionError(f"Got side={side!r}. Want 'rows' or 'columns'. Do: leave it out for rows.")
+    found = _sides(weight, curvature_diagonal)
+    if isinstance(found, Part):
+        return found
+    F, U = found if side == "rows" else (each.mT for each in found)
+    return _balanced(balance_factored(F, U), lambda value: value**0.5)
+
+
+@measure(
+    on="parameters",
+    invariant_to=BOTH,
+    reference="tsuzuku2020normalized",
+    formula="sum over parameters of |parameter| * sqrt(curvature)",
+)
+def parameterwise_normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part | Tensor:
+    r"""Curvature times size, with a scale of its own for every parameter: a lower bound of normalized sharpness.
+
+    .. math::
+        \sum_i \sqrt{H_{ii}} \, |\theta_i|
+
+    Example:
+        >>> float(parameterwise_normalized_sharpness(torch.tensor([3.0, -1.0]), torch.tensor([4.0, 9.0])))
+        9.0
+    """
+    bad = _bad(curvature_diagonal)
+    return bad or (weight.double().abs() * curvature_diagonal.double().sqrt()).sum()
+
+
+@measure(
+    on="parameters",
+    reference="tsuzuku2020normalized",
+    formula="sum over parameters of the smallest curvature * e^2s + squared parameter * e^-2s + (s - b)^2 / strength, "
+    "over s and over b in the grid",
+)
+def regularized_normalized_sharpness(
+    weight: Tensor,
+    curvature_diagonal: Tensor,
+    *,
+    grid: tuple[float, ...] = (-2.0, -1.0, 0.0, 1.0, 2.0),
+    strength: float = 1.0,
+) -> Part | Tensor:
+    r"""The parameter-wise term of the bound before its limit: scales may leave the grid, at a price.
+
+    .. math::
+        \sum_i \min_{\sigma, \beta \in B} H_{ii} e^{2\sigma} + \theta_i^2 e^{-2\sigma} + (\sigma - \beta)^2 / \lambda'
+
+    For large :math:`\lambda'` it is twice ``parameterwise_normalized_sharpness``; a finite grid knows the scale of the
+    weights, so rescaling changes it.
+
+    Args:
+        weight: any shape.
+        curvature_diagonal: of the same shape.
+        grid: the set B.
+        strength: :math:`\lambda'`.
+
+    Example:
+        >>> found = regularized_normalized_sharpness(torch.tensor([2.0]), torch.tensor([4.0]), grid=(0.0,))
+        >>> round(float(found), 9)  # both terms are 4 at s = 0
+        8.0
+    """
+    if not isinstance(grid, tuple | list) or not grid or not all(isinstance(b, int | float) for b in grid):
+        raise OptionError(f"Got grid={grid!r}. Want numbers, at least one. Do: for instance grid=(-2, -1, 0, 1, 2).")
+    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 < strength < float("inf"):
+        raise OptionError(f"Got strength={strength!r}. Want a positive number. Do: leave it out for 1.")
+    bad = _bad(curvature_diagonal)
+    if bad:
+        return bad
+    H, squares = curvature_diagonal.double().reshape(-1), weight.double().square().reshape(-1)
+    best = torch.stack([_regularized(H, squares, float(b), float(strength)) for b in grid]).amin(0)
+    return best.sum()
+
+
+@measure(
+    on="parameters",
+    invariant_to=BOTH,
+    reference="tsuzuku2020normalized",
+    formula="sum over parameters of curvature * squared parameter",
+)
+def fisher_rao_diagonal(weight: Tensor, curvature_diagonal: Tensor) -> Tensor:
+    r"""How fast the loss bends under independent relative changes of the parameters.
+
+    .. math::
+        \sum_i H_{ii} \theta_i^2
+
+    Only the diagonal: ``fisher_rao_norm`` has the whole matrix.
+
+    Example:
+        >>> float(fisher_rao_diagonal(torch.tensor([3.0, -1.0]), torch.tensor([4.0, 9.0])))
+        45.0
+    """
+    return (weight.double().square() * curvature_diagonal.double()).sum()
+
+
+def _sides(weight: Tensor, curvature_diagonal: Tensor) -> tuple[Tensor, Tensor] | Part:
+    """F and U with kernel positions summed; or why there is no number."""
+    F, U = curvature_diagonal.double(), weight.double().square()
+    if F.dim() == 4:
+        F, U = F.sum(-1), U.sum(-1)
+    return _bad(F) or (F, U)
+
+
+def _bad(F: Tensor) -> Part | None:
+    if bool((F < 0).any()):
+        count = int((F < 0).sum())
+        return Part(torch.nan, notes=(f"{count} of {F.numel()} curvatures are negative: there is no minimum over scales",))
+    return None
+
+
+def _balanced(found: Balanced, of_value: object) -> Part:
+    assert callable(of_value)
+    return Part(
+        of_value(found.value),
+        residual=found.residual,
+        converged=found.converged,
+        notes=found.notes,
+        details={"attained": found.attained, "sweeps": found.sweeps},
+    )
+
+
+def _regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> Tensor:
+    """The smallest value over s of H e^2s + q e^-2s + (s - b)^2 / strength, for every entry."""
+
+    def slope(s: Tensor) -> Tensor:
+        return H * (2 * s).exp() - squares * (-2 * s).exp() + (s - b) / strength
+
+    # The minimum lies between b and the minimum of the first two terms, and no farther than their slope at b pushes.
+    grows, falls = H * torch.tensor(2 * b).exp(), squares * torch.tensor(-2 * b).exp()
+    free = 0.25 * (squares.log() - H.log())
+    low = torch.maximum(b - strength * grows, torch.minimum(free.nan_to_num(b, b, -torch.inf), torch.full_like(H, b)))
+    high = torch.minimum(b + strength * falls, torch.maximum(free.nan_to_num(b, torch.inf, b), torch.full_like(H, b)))
+    s = torch.full_like(H, b)
+    for _ in range(200):
+        here = slope(s)
+        low, high = torch.where(here < 0, s, low), torch.where(here > 0, s, high)
+        newton = s - here / (2 * H * (2 * s).exp() + 2 * squares * (-2 * s).exp() + 1 / strength)
+        inside = (newton > low) & (newton < high)
+        following = torch.where(inside, newton, (low + high) / 2)
+        if bool(((following - s).abs() <= 1e-14 * (1 + s.abs())).all()):
+            break
+        s = following
+    return H * (2 * s).exp() + squares * (-2 * s).exp() + (s - b).square() / strength

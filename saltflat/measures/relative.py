@@ -1,0 +1,177 @@
+"""Curvature times squared weights, by layer and by unit (Petzka et al., 2019 and 2021).
+
+The eleven quantities of the 2019 paper's table: kappa^l is ``report["kappa"].layers``, its sum ``report["kappa"].value``
+and its maximum ``report["kappa_max"].value``; with the trace instead of the largest eigenvalue the same of ``kappa_trace``
+and ``kappa_trace_max``; rho^l(j) is ``report["rho"].units``, its maximum over a layer's units
+``report["rho_max"].layers``, its sum ``report["rho"].layers``, and over the network ``report["rho_max"].value`` and
+``report["rho"].value``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saltflat.measures import Part, measure
+
+LAYER = ("layer_scale",)
+BOTH = ("layer_scale", "unit_scale")
+
+
+def _kappa(weight: Tensor, top_eigenvalue: Tensor, tolerance: float) -> Part:
+    value, residual, steps = top_eigenvalue.tolist()
+    notes = () if residual <= tolerance else (f"the largest eigenvalue has a relative residual of {residual:.1e}",)
+    return Part(
+        float(weight.double().square().sum()) * value,
+        residual=residual,
+        converged=residual <= tolerance,
+        notes=notes,
+        details={"largest_eigenvalue": value, "steps": int(steps)},
+    )
+
+
+@measure(
+    on="weights",
+    invariant_to=LAYER,
+    reference="petzka2019reparameterization",
+    formula="squared norm of the weight * largest eigenvalue of its curvature block, summed over layers",
+)
+def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-7) -> Part:
+    r"""How fast the loss bends at most under changes relative to a layer's size.
+
+    .. math::
+        \kappa^l = \|w_l\|_F^2 \, \lambda_{\max}(H_l), \quad \kappa = \sum_l \kappa^l
+
+    Doubling a layer divides :math:`H_l` by four. Scales that differ from unit to unit do change it.
+
+    Args:
+        weight: the layer's weight.
+        top_eigenvalue: ``(3,)``, the eigenvalue, its relative residual, and the steps it took.
+        tolerance: of that residual.
+
+    Example:
+        >>> kappa(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.0, 5.0])).value
+        50.0
+    """
+    return _kappa(weight, top_eigenvalue, tolerance)
+
+
+@measure(
+    on="weights",
+    total="max",
+    invariant_to=LAYER,
+    reference="petzka2019reparameterization",
+    formula="squared norm of the weight * largest eigenvalue of its curvature block, the largest over layers",
+)
+def kappa_max(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-7) -> Part:
+    """``kappa`` of the layer where it is largest."""
+    return _kappa(weight, top_eigenvalue, tolerance)
+
+
+@measure(
+    on="weights",
+    invariant_to=LAYER,
+    reference="petzka2019reparameterization",
+    formula="squared norm of the weight * trace of its curvature block, summed over layers",
+)
+def kappa_trace(weight: Tensor, curvature_trace: Tensor) -> Tensor:
+    r"""How fast the loss bends in sum under changes relative to a layer's size.
+
+    .. math::
+        \kappa_\tau^l = \|w_l\|_F^2 \, \mathrm{tr}\, H_l, \quad \kappa_\tau = \sum_l \kappa_\tau^l
+
+    Example:
+        >>> float(kappa_trace(torch.tensor([[3.0, 4.0]]), torch.tensor(2.0)))
+        50.0
+    """
+    return weight.double().square().sum() * curvature_trace
+
+
+@measure(
+    on="weights",
+    total="max",
+    invariant_to=LAYER,
+    reference="petzka2019reparameterization",
+    formula="squared norm of the weight * trace of its curvature block, the largest over layers",
+)
+def kappa_trace_max(weight: Tensor, curvature_trace: Tensor) -> Tensor:
+    """``kappa_trace`` of the layer where it is largest."""
+    return weight.double().square().sum() * curvature_trace
+
+
+@measure(
+    on="weights",
+    invariant_to=BOTH,
+    reference="petzka2019reparameterization",
+    formula="w(j)' H w(j) with the curvature block of unit j's own weights, summed over units and layers",
+)
+def rho(unit_forms: Tensor) -> Part:
+    r"""How fast the loss bends when a unit's weights all grow by the same factor, summed over units.
+
+    .. math::
+        \rho^l(j) = w_l(j)^T H_{l,j} w_l(j), \quad \rho = \sum_l \sum_j \rho^l(j)
+
+    with w(j) the weights *out of* the j-th unit that feeds the layer, a column of W (an input channel of a
+    convolution), or with ``axis="row"`` those into a unit, a row. Multiplying weights by factors divides the curvature
+    by the same factors twice: unchanged under any positive rescaling.
+
+    Args:
+        unit_forms: ``(units,)``, the forms.
+
+    Example:
+        >>> rho(torch.tensor([1.0, 3.0])).value.item(), rho(torch.tensor([1.0, 3.0])).units
+        (4.0, (1.0, 3.0))
+    """
+    return Part(unit_forms.sum(), units=tuple(unit_forms.tolist()))
+
+
+@measure(
+    on="weights",
+    total="max",
+    invariant_to=BOTH,
+    reference="petzka2019reparameterization",
+    formula="w(j)' H w(j) with the curvature block of unit j's own weights, the largest over units and layers",
+)
+def rho_max(unit_forms: Tensor) -> Part:
+    """``rho`` of the unit where it is largest."""
+    return Part(unit_forms.max(), units=tuple(unit_forms.tolist()))
+
+
+@measure(
+    on="weights",
+    invariant_to=BOTH,
+    reference="petzka2021relative",
+    formula="sum over pairs of output units of <w_s, w_t> * trace of the curvature between them, features at unit deviation",
+)
+def relative_flatness(
+    weight: Tensor, unit_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
+) -> Part | Tensor:
+    r"""How fast the loss bends under changes that are linear maps of a layer's weights.
+
+    .. math::
+        \kappa = \sum_{s,t} \langle w_s, w_t \rangle \, \mathrm{tr}\, H_{st}
+
+    with :math:`w_s` the weights into output unit s and :math:`H_{st}` the curvature between those of s and t. The inputs
+    of the layer are first brought to unit standard deviation, which their weights take over; without that
+    (``normalize=False``) only factors common to a whole layer leave it as it is.
+
+    Args:
+        weight: ``(groups, out, in, positions)``, or ``(out, in)``.
+        unit_trace: ``(groups, out, out)``, or ``(out, out)``, of the normalised layer.
+        feature_deviation: ``(groups * in,)``, infinite for inputs that are always zero; None where it is not known.
+        normalize: whether the features are normalised.
+
+    Example:
+        >>> relative_flatness(2 * torch.eye(2), torch.eye(2), None, normalize=False)
+        tensor(8., dtype=torch.float64)
+    """
+    if normalize and feature_deviation is None:
+        return Part(torch.nan, notes=("the deviation of this layer's inputs is not known; normalize=False does without",))
+    W, traces = weight.double(), unit_trace.double()
+    W = W.reshape(1, *W.shape, 1) if W.dim() == 2 else W
+    traces = traces.unsqueeze(0) if traces.dim() == 2 else traces
+    if normalize and feature_deviation is not None:
+        # A feature that is always zero has no deviation: its weights drop out.
+        deviation = feature_deviation.double().masked_fill(feature_deviation.isinf(), 0.0)
+        W = W * deviation.reshape(W.shape[0], 1, W.shape[2], 1)
+    return torch.einsum("gsip,gtip,gst->", W, W, traces)

@@ -1,0 +1,170 @@
+"""Data by name, from files, or from a function of the user's; one file per data set.
+
+A named data set says where torchvision puts it and how its numbers are scaled:
+
+    register(Reader("mnist", "...", read=..., top=255, mean=(0.1307,), std=(0.3081,)))
+
+``read(folder, split)`` gives what the files hold: integer inputs of 0 to ``top``, and class numbers. Everything else
+(which examples, which scale) is done here, once for all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from saltflat.errors import DataError, EmptyDataError, OptionError, unknown
+from saltflat.readers.arrays import FORMATS
+from saltflat.readers.factory import made
+
+SPLITS = ("train", "test")
+SCALES = ("none", "half", "standard")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A data set that has a name.
+
+    Attributes:
+        name: how it is asked for.
+        meaning: what it holds.
+        read: ``read(folder, split)`` gives inputs as stored, examples first, and labels (int64).
+        top: the largest value an input can have; inputs are divided by it.
+        mean: of each channel over the training inputs, after that division.
+        std: their standard deviation.
+    """
+
+    name: str
+    meaning: str
+    read: Callable[[Path, str], tuple[Tensor, Tensor]]
+    top: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+READERS: dict[str, Reader] = {}
+
+
+def register(each: Reader) -> Reader:
+    READERS[each.name] = each
+    return each
+
+
+def reader(name: str) -> Reader:
+    """The reader of this name."""
+    if name not in READERS:
+        raise unknown("data set", name, READERS)
+    return READERS[name]
+
+
+def read(
+    source: str,
+    folder: str | Path = "data",
+    split: str | None = None,
+    skip: int = 0,
+    limit: int | None = None,
+    normalize: str = "none",
+) -> Any:
+    """Data to measure on.
+
+    Args:
+        source: the name of a data set (``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``); a file
+            ``.npz`` or ``.safetensors`` with the arrays ``inputs`` (or ``x``) and ``targets`` (or ``y``); or
+            ``package.module:factory``, a callable that returns any data :func:`saltflat.measure` takes.
+        folder: where named data sets are, laid out as torchvision does (its ``root``).
+        split: ``"train"`` (if None) or ``"test"``, of a named data set.
+        skip: leave out so many examples at the beginning.
+        limit: then take at most so many; all if None.
+        normalize: what is done with the inputs of a named data set, which are in [0, 1]: ``"none"``; ``"half"``,
+            (x - 0.5) / 0.5, so that they are in [-1, 1]; or ``"standard"``, less the mean of their channel over the
+            training set and divided by its standard deviation, both as the data set's file here states them.
+
+    Returns:
+        ``(inputs, targets)``, float32 and int64 for a named data set; or what the factory gave.
+    """
+    _check(skip, limit, normalize)
+    if Path(source).suffix in FORMATS or _is_factory(source):
+        _check_unnamed(source, split, normalize)
+        found = FORMATS[Path(source).suffix](Path(source)) if Path(source).suffix in FORMATS else made(source, "data")
+        return _cut(found, source, skip, limit)
+    if Path(source).is_file():
+        raise DataError(
+            f"Got the file {source!r}. Want one that ends in {' or '.join(FORMATS)}, or the name of a data set. "
+            "Do: save the arrays 'inputs' and 'targets' with numpy.savez."
+        )
+    named = reader(source)
+    if split is not None and split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    inputs, labels = _cut(named.read(Path(folder), split or "train"), source, skip, limit)
+    return _scaled(inputs, named, normalize), labels
+
+
+def _is_factory(source: str) -> bool:
+    return re.fullmatch(r"[\w.]+:[\w.]+", source) is not None
+
+
+def _check(skip: int, limit: int | None, normalize: str) -> None:
+    if skip < 0 or (limit is not None and limit < 1):
+        raise OptionError(
+            f"Got skip={skip} and limit={limit}. Want to skip none or more examples, and to take at least one. "
+            "Do: leave both out to take all."
+        )
+    if normalize not in SCALES:
+        raise unknown("normalization", normalize, SCALES)
+
+
+def _check_unnamed(source: str, split: str | None, normalize: str) -> None:
+    if split is not None or normalize != "none":
+        option = f"split={split!r}" if split is not None else f"normalize={normalize!r}"
+        raise OptionError(
+            f"Got {option} for {source!r}, whose splits and scales are not known. Want it for a named data set only. "
+            "Do: leave it out, and split and scale where the data is made."
+        )
+
+
+def _cut(data: Any, source: str, skip: int, limit: int | None) -> Any:
+    """The examples after ``skip``, at most ``limit``."""
+    if skip == 0 and limit is None:
+        return data
+    stop = None if limit is None else skip + limit
+    if isinstance(data, tuple) and all(isinstance(part, Tensor) and part.dim() > 0 for part in data):
+        count = min(len(part) for part in data)
+        cut: Any = tuple(part[skip:stop] for part in data)
+    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        count = len(data)  # type: ignore[arg-type]
+        cut = Subset(data, range(count)[skip:stop])
+    else:
+        raise OptionError(
+            f"Got skip={skip} and limit={limit} for a {type(data).__name__} from {source!r}. "
+            "Want a pair of tensors or a dataset to take examples from. Do: take them inside of the factory."
+        )
+    if skip >= count:
+        raise EmptyDataError(
+            f"Got skip={skip} for {source!r}, which has {count} examples. Want some to be left. Do: skip fewer."
+        )
+    return cut
+
+
+def _scaled(inputs: Tensor, named: Reader, normalize: str) -> Tensor:
+    """Inputs as float32 in [0, 1], or moved and stretched from there."""
+    # A division rounds correctly, a product with 1/255 does not; in place, since all of CIFAR is 600 MB of float32.
+    scaled = inputs.to(torch.float32).div_(named.top)
+    if normalize == "half":
+        return scaled.sub_(0.5).div_(0.5)
+    if normalize == "standard":
+        shape = (1, -1, *[1] * (inputs.dim() - 2))
+        return scaled.sub_(torch.tensor(named.mean).view(shape)).div_(torch.tensor(named.std).view(shape))
+    return scaled
+
+
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")

@@ -1,0 +1,86 @@
+"""Data in one file of arrays: inputs (or x) and targets (or y), as .npz or .safetensors."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from saltflat.errors import DataError
+
+NAMES = {"inputs": ("inputs", "x"), "targets": ("targets", "y")}
+
+
+def read_npz(path: Path) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that ``numpy.savez`` wrote; pickled objects in it are refused."""
+    try:
+        found = np.load(path, allow_pickle=False)
+        if not isinstance(found, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        with found as file:
+            one, two = (_tensor(file[name], name) for name in _chosen(file.files, path))
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise _unreadable(path, error) from error
+    return _pair(one, two)
+
+
+def read_safetensors(path: Path) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that safetensors wrote."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            one, two = (file.get_tensor(name) for name in _chosen(file.keys(), path))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    return _pair(one, two)
+
+
+FORMATS: dict[str, Callable[[Path], tuple[Tensor, Tensor]]] = {".npz": read_npz, ".safetensors": read_safetensors}
+
+
+def _tensor(array: np.ndarray[Any, Any], name: str) -> Tensor:
+    # Torch has no place for other byte orders.
+    array = array.astype(array.dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise ValueError(f"{name!r} holds {array.dtype}, which are not numbers") from error
+
+
+def _chosen(names: Collection[str], path: Path) -> list[str]:
+    found = [[name for name in known if name in names] for known in NAMES.values()]
+    if any(len(each) != 1 for each in found):
+        raise DataError(
+            f"Got the arrays {', '.join(sorted(names)) or '(none)'} in {str(path)!r}. "
+            "Want 'inputs' or 'x', and 'targets' or 'y', one of each. Do: save them under these names."
+        )
+    return [each[0] for each in found]
+
+
+def _pair(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes are pixels and come out in [0, 1]; other integers are tokens or classes, int64; real numbers stay."""
+    if inputs.dtype == torch.uint8:
+        inputs = inputs.to(torch.float32).div_(255)
+    return _widened(inputs), _widened(targets)
+
+
+def _widened(values: Tensor) -> Tensor:
+    if values.dtype in (torch.float16, torch.bfloat16):
+        return values.float()
+    return values if values.is_floating_point() or values.is_complex() else values.to(torch.int64)
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    if isinstance(error, DataError):
+        return error
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return DataError(
+        f"Got {str(path)!r}, which cannot be read ({why}). Want a whole {path.suffix} file of plain arrays. "
+        "Do: check the path, or write the file again."
+    )

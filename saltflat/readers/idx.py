@@ -1,0 +1,78 @@
+"""IDX, the format of MNIST: two bytes of zero, the type, how many axes, their lengths (big-endian), the numbers."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltflat.errors import DataError
+from saltflat.readers.checksum import missing, verified
+
+UNSIGNED_BYTE = 0x08
+STEMS = {"train": "train", "test": "t10k"}
+
+
+def read_idx(folder: Path, split: str, dataset: str, checksums: Mapping[str, str]) -> tuple[Tensor, Tensor]:
+    """Images ``(N, 1, rows, columns)`` and labels of one split, from torchvision's folder ``dataset/raw``.
+
+    Args:
+        checksums: md5 by file name. Of a file and its ``.gz`` the one that comes first here is taken; a file that is
+            not listed only if the listed one is not there, and then only its form is checked.
+    """
+    stem, raw = STEMS[split], folder / dataset / "raw"
+    images = _array(raw, f"{stem}-images-idx3-ubyte", dataset, checksums)
+    labels = _array(raw, f"{stem}-labels-idx1-ubyte", dataset, checksums)
+    if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+        raise DataError(
+            f"Got images of shape {tuple(images.shape)} and labels of shape {tuple(labels.shape)} in {str(raw)!r}. "
+            "Want as many labels as images. Do: delete the files and download them again."
+        )
+    return images.unsqueeze(1), labels.to(torch.int64)
+
+
+def _array(raw: Path, name: str, dataset: str, checksums: Mapping[str, str]) -> Tensor:
+    listed = [file for file in checksums if file in (name, f"{name}.gz")]
+    for file in [*listed, name]:
+        path = raw / file
+        if path.is_file():
+            content = verified(path, checksums[file]) if file in checksums else path.read_bytes()
+            return parsed(_unzipped(content, path) if path.suffix == ".gz" else content, path)
+    raise missing(raw / name, dataset)
+
+
+def _unzipped(content: bytes, path: Path) -> bytes:
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _broken(path, f"no whole gzip file ({error})") from error
+
+
+def parsed(content: bytes, path: Path) -> Tensor:
+    """The array in an IDX file of unsigned bytes.
+
+    Example:
+        >>> parsed(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), Path("labels"))
+        tensor([7, 8, 9], dtype=torch.uint8)
+    """
+    if len(content) < 4 or content[:3] != bytes([0, 0, UNSIGNED_BYTE]):
+        raise _broken(path, f"a file that begins with {content[:4].hex(' ') or 'nothing'}")
+    start = 4 + 4 * content[3]
+    if len(content) < start:
+        raise _broken(path, "a file that ends within its sizes")
+    shape = struct.unpack(f">{content[3]}I", content[4:start])
+    if len(content) - start != math.prod(shape):
+        raise _broken(path, f"{len(content) - start:,} numbers for the shape {shape}")
+    # A copy: the bytes cannot be written to, a tensor can.
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())
+
+
+def _broken(path: Path, got: str) -> DataError:
+    return DataError(f"Got {got} in {str(path)!r}. Want an IDX file of bytes. Do: delete it and download it again.")

@@ -1,0 +1,210 @@
+"""Reports side by side: what differs by more than its errors, and which network is the flatter one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from saltflat.errors import ReportError, unknown
+from saltflat.report.doubts import doubts_about
+from saltflat.report.frame import TOTAL, frame_of, rows_of
+from saltflat.report.plain import coded
+from saltflat.report.plot import figure_of
+from saltflat.report.reading import Reading
+from saltflat.report.report import Report, absent
+from saltflat.report.side_by_side import SideBySide, page_of
+from saltflat.report.table import rendered
+from saltflat.report.verdict import difference, flattest, judged, ratio
+
+Source = Report | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One measure in all the reports that have it.
+
+    Attributes:
+        name: of the measure.
+        readings: by the label of the report.
+        differences: how much each exceeds the first.
+        ratios: how many times the first each is; nan where the first is zero.
+        verdicts: ``different``, ``same`` (both exact), ``within errors``, ``not judged`` (an error is not known) or
+            ``undefined``, each against the first.
+        flattest: the label of the flattest by this measure; None where none stands out or the measure does not tell.
+        sure: whether the errors say so too; False where some are not known.
+    """
+
+    name: str
+    readings: Mapping[str, Reading]
+    differences: Mapping[str, float]
+    ratios: Mapping[str, float]
+    verdicts: Mapping[str, str]
+    flattest: str | None
+    sure: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Mapping[str, Contrast]):
+    """Contrasts by the name of the measure, and what stands against comparing.
+
+    Attributes:
+        reports: by label; differences are from the first.
+        contrasts: what the mapping shows.
+        doubts: sentences, the weightiest first; empty where nothing is known against it.
+    """
+
+    reports: Mapping[str, Report]
+    contrasts: Mapping[str, Contrast]
+    doubts: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Contrast:
+        if name not in self.contrasts:
+            raise unknown("measure", name, self.contrasts)
+        return self.contrasts[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.contrasts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.contrasts)
+
+    def __len__(self) -> int:
+        return len(self.contrasts)
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {', '.join(self.reports)}: {len(self)} measures; print() shows it>"
+
+    def __str__(self) -> str:
+        return rendered(SideBySide(self))
+
+    def __rich__(self) -> SideBySide:
+        return SideBySide(self)
+
+    def _repr_html_(self) -> str:
+        return page_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
+        contrasts = {
+            name: {
+                "values": {label: reading.value for label, reading in each.readings.items()},
+                "stderr": {label: reading.stderr for label, reading in each.readings.items()},
+                "differences": each.differences,
+                "ratios": each.ratios,
+                "verdicts": each.verdicts,
+                "flattest": each.flattest,
+                "sure": each.sure,
+            }
+            for name, each in self.items()
+        }
+        plain: dict[str, Any] = coded(
+            {
+                "schema": "saltflat.comparison/1",
+                "models": {label: report.model for label, report in self.reports.items()},
+                "contrasts": contrasts,
+                "doubts": self.doubts,
+            }
+        )
+        return plain
+
+    def to_frame(self) -> Any:
+        """A ``pandas.DataFrame`` with a row per measure, layer and report; a whole network is the layer ``""``.
+
+        Differences, ratios and verdicts are against the same row of the first report that has the measure.
+        """
+        columns = ["measure", "layer", "report", "value", "stderr", "difference", "ratio", "verdict"]
+        return frame_of(self._rows(), columns)
+
+    def plot(self, names: str | Sequence[str] | None = None) -> Any:
+        """A ``matplotlib`` Figure, one panel per measure with a bar per layer and report; nothing is shown or kept."""
+        wanted = list(self) if names is None else [names] if isinstance(names, str) else list(names)
+        return figure_of({name: self[name].readings for name in wanted}, " / ".join(self.reports))
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for name, contrast in self.items():
+            first = next(iter(contrast.readings.values()))
+            for label, reading in contrast.readings.items():
+                for row in rows_of([reading]):
+                    ours, theirs = _part(reading, row["layer"]), _part(first, row["layer"])
+                    yield {
+                        **{key: row[key] for key in ("layer", "value", "stderr")},
+                        "measure": name,
+                        "report": label,
+                        "difference": difference(theirs, ours),
+                        "ratio": ratio(theirs, ours),
+                        "verdict": "" if reading is first else judged(theirs, ours),
+                    }
+
+
+def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] | None = None) -> Comparison:
+    """Two or more reports side by side; differences are from the first.
+
+    Args:
+        reports: reports, paths of saved ones, or a single mapping of either by the labels to show.
+        names: the measures to compare; all that any of the reports has if left out.
+
+    Numbers with standard errors differ when they are more than 1.96 standard errors of their difference apart, numbers
+    without when they are not the same up to rounding. Estimates whose error is not known, and numbers whose solver
+    stopped early, are not judged.
+    """
+    found = _labelled(reports)
+    if len(found) < 2:
+        raise ReportError(f"Got {len(found)} report{'s' * (len(found) != 1)}. Want two or more. Do: give another.")
+    known = list(dict.fromkeys(name for report in found.values() for name in report))
+    wanted = known if names is None else [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in known:
+            raise absent(name, {k: v for report in found.values() for k, v in report.left_out.items()}, known)
+    contrasts = {name: _contrast(name, found) for name in wanted}
+    return Comparison(found, contrasts, tuple(doubts_about(found, contrasts)))
+
+
+def _contrast(name: str, reports: Mapping[str, Report]) -> Contrast:
+    readings = {label: report[name] for label, report in reports.items() if name in report}
+    (_, first), *others = readings.items()
+    legend: Mapping[str, Any] = next((r.legend[name] for r in reports.values() if name in r.legend), {})
+    best, sure = flattest(readings, legend.get("smaller"))
+    return Contrast(
+        name,
+        readings,
+        {label: difference(first, other) for label, other in others},
+        {label: ratio(first, other) for label, other in others},
+        {label: judged(first, other) for label, other in others},
+        best,
+        sure,
+    )
+
+
+def _part(reading: Reading, layer: str) -> Reading:
+    """The reading of one layer, as uncertain as the whole; undefined where the layer has none."""
+    if layer == TOTAL:
+        return reading
+    value, stderr = reading.layers.get(layer, float("nan")), reading.layer_stderr.get(layer)
+    return replace(reading, value=value, stderr=stderr, layers={}, units={}, layer_stderr={})
+
+
+def _labelled(given: Sequence[Source | Mapping[str, Source]]) -> dict[str, Report]:
+    """Reports by label: the mapping's own, else the name of the file, else the place in the list."""
+    if len(given) == 1 and isinstance(given[0], Mapping) and not isinstance(given[0], Report):
+        return {str(label): _report(source) for label, source in given[0].items()}
+    found: dict[str, Report] = {}
+    for place, source in enumerate(given, 1):
+        label = Path(source).stem if isinstance(source, str | os.PathLike) else str(place)
+        while label in found:
+            label += f" ({place})"
+        found[label] = _report(source)
+    return found
+
+
+def _report(source: object) -> Report:
+    if isinstance(source, Report):
+        return source
+    if isinstance(source, str | os.PathLike):
+        return Report.load(source)
+    raise ReportError(
+        f"Got a {type(source).__name__} to compare. Want reports, paths of saved ones, or one mapping of these. "
+        "Do: give what saltflat.measure or Report.save gave."
+    )

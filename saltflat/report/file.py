@@ -1,0 +1,78 @@
+"""Reports on disk: strict JSON that names its schema, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from saltflat.errors import ReportError
+
+SCHEMA = "saltflat.report/1"
+
+
+def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write beside the place and rename: whoever reads sees the old file or the new one, never half of it."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ReportError(
+            f"Got the path {os.fspath(path)!r}, whose folder does not exist. Want a folder that does. "
+            f"Do: make it first, Path({str(target.parent)!r}).mkdir(parents=True)."
+        )
+    if target.is_dir():
+        raise ReportError(f"Got the path {os.fspath(path)!r}, which is a folder. Want a file. Do: add a file name.")
+    text = json.dumps(content, allow_nan=False, indent=1)
+    part = target.with_name(f".{uuid.uuid4().hex}.part")
+    try:
+        try:
+            with part.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as problem:
+        raise ReportError(
+            f"Got the path {os.fspath(path)!r}, which cannot be written ({problem.strerror}). "
+            "Want a place that can. Do: choose another, or free this one."
+        ) from problem
+    return Path(path)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was written, once it is known to be whole and of the schema understood here."""
+    shown = os.fspath(path)
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
+    except OSError as problem:
+        raise ReportError(
+            f"Got the path {shown!r}, which cannot be read ({problem.strerror}). Want a report written by Report.save. "
+            "Do: check the path."
+        ) from problem
+    except (ValueError, RecursionError) as problem:
+        raise ReportError(
+            f"Got the file {shown!r}, which is broken or cut short ({problem}). Want a report written by Report.save. "
+            "Do: measure again, or take the file from a backup."
+        ) from problem
+    check_schema(content, f"the file {shown!r}")
+    return dict(content)
+
+
+def check_schema(content: Any, source: str) -> None:
+    """Refuse what was not written as a report, or was written in a form that is not known here."""
+    schema = content.get("schema") if isinstance(content, Mapping) else None
+    if schema == SCHEMA:
+        return
+    if isinstance(schema, str) and schema.startswith("saltflat.report/"):
+        raise ReportError(
+            f"Got {source} with the schema {schema!r}. Want {SCHEMA!r}. Do: read it with the saltflat that wrote it."
+        )
+    raise ReportError(f"Got {source}, which is not a report. Want the schema {SCHEMA!r}. Do: check which file it is.")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,71 @@
+"""A report as a piece of HTML: tables only, nothing fetched, every name and note escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from saltflat.report.text import number, printable, quantity
+from saltflat.report.view import below, facts, layers_of, marks, notes_of
+
+if TYPE_CHECKING:
+    from saltflat.report.report import Report
+
+# Colours are the page's own, so that it can be read on light and on dark.
+STYLE = """
+.saltflat { overflow-x: auto; font-variant-numeric: tabular-nums; }
+.saltflat table { border-collapse: collapse; margin: 0.6em 0; }
+.saltflat th, .saltflat td { padding: 0.2em 0.7em; text-align: right; vertical-align: top; background: none; }
+.saltflat td { white-space: nowrap; }
+.saltflat thead th { border-bottom: 1px solid currentColor; vertical-align: bottom; }
+.saltflat th:first-child, .saltflat td:first-child { text-align: left; }
+.saltflat td:first-child { font-family: monospace; }
+.saltflat p { margin: 0.2em 0; max-width: 60em; text-align: left; }
+"""
+
+
+def page_of(report: Report) -> str:
+    """Title, facts, one table with all layers, and what stands below it."""
+    notes, layers = notes_of(report), layers_of(report.values())
+    rows = [
+        [
+            name,
+            marks(reading, notes),
+            quantity(reading.value, reading.stderr),
+            *(number(reading.layers[layer]) if layer in reading.layers else "" for layer in layers),
+        ]
+        for name, reading in report.items()
+    ]
+    hints = [str(report.legend.get(name, {}).get("meaning", "")) for name in report]
+    parts = [
+        f"<p><b>{safe(report.model)}</b></p>",
+        paragraph(" | ".join(facts(report))),
+        table(["measure", "", "value", *layers], rows, hints) if rows else paragraph("Nothing was measured."),
+        *map(paragraph, below(report)),
+    ]
+    return framed(parts)
+
+
+def framed(parts: Iterable[str]) -> str:
+    """The pieces with their style around them."""
+    return f'<div class="saltflat"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], hints: Sequence[str]) -> str:
+    """A table; the hints show when one points at the first cell of a row."""
+    head = "".join(f"<th>{safe(each)}</th>" for each in header)
+    body = "\n".join(
+        f'<tr title="{safe(hint)}">' + "".join(f"<td>{safe(each)}</td>" for each in row) + "</tr>"
+        for row, hint in zip(rows, hints, strict=True)
+    )
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{safe(text)}</p>"
+
+
+def safe(text: str) -> str:
+    """Text that a browser shows as it is."""
+    return escape(printable(text), quote=True)

@@ -1,0 +1,125 @@
+"""Readings as bars: one panel per measure, layers from top to bottom as the network has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from saltflat.report.optional import package
+from saltflat.report.reading import Reading
+from saltflat.report.table import largest
+from saltflat.report.text import printable, quantity
+from saltflat.report.view import layers_of
+
+ACROSS = 3
+MOST_LAYERS = 30
+LONGEST_NAME = 26
+NETWORK = "network"
+
+
+def figure_of(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Any:
+    """A Figure of panels by measure, each with a reading by label; the only label is left unsaid.
+
+    Made without pyplot: there is no window, no current figure, and nothing to close.
+    """
+    figures = package("matplotlib.figure", "plot()")
+    # Measures with layers need tall panels, those of the network alone flat ones: rows are of one kind.
+    tall = [name for name, series in panels.items() if layers_of(series.values())]
+    flat = [name for name in panels if name not in tall]
+    rows = [names[i : i + ACROSS] for names in (tall, flat) for i in range(0, len(names), ACROSS)]
+    heights = [max(_height(panels[name]) for name in row) for row in rows]
+    across = max((len(row) for row in rows), default=1)
+    figure = figures.Figure(figsize=(max(4.6 * across, 6), sum(heights) + 0.6), layout="constrained")
+    figure.suptitle(_short(printable(title), 100), parse_math=False)
+    if not rows:
+        figure.text(0.5, 0.4, "Nothing was measured.", ha="center")
+        return figure
+    # A report has one colour in all panels, also in those where others are missing.
+    labels = dict.fromkeys(label for series in panels.values() for label in series)
+    colours = {label: f"C{index}" for index, label in enumerate(labels)}
+    grid = figure.add_gridspec(len(rows), across, height_ratios=heights)
+    axes = [figure.add_subplot(grid[i, j]) for i, row in enumerate(rows) for j in range(len(row))]
+    for axis, name in zip(axes, [name for row in rows for name in row], strict=True):
+        _draw(axis, name, panels[name], colours)
+    if len(labels) > 1:
+        patch = package("matplotlib.patches", "plot()").Patch
+        handles = [patch(color=colour, label=_short(printable(label))) for label, colour in colours.items()]
+        for text in figure.legend(handles=handles, loc="outside lower center", ncols=min(len(labels), 6)).get_texts():
+            text.set_parse_math(False)
+    return figure
+
+
+def _bars(series: Mapping[str, Reading]) -> list[str]:
+    readings = list(series.values())
+    return largest(readings, layers_of(readings), MOST_LAYERS) or [NETWORK]
+
+
+def _height(series: Mapping[str, Reading]) -> float:
+    return 0.7 + 0.15 * len(series) + 0.2 * len(_bars(series)) * (1 + 0.5 * (len(series) - 1))
+
+
+def _draw(axis: Any, name: str, series: Mapping[str, Reading], colours: Mapping[str, str]) -> None:
+    bars = _bars(series)
+    thick = 0.8 / len(series)
+    drawn: list[tuple[float, float]] = []
+    for index, (label, reading) in enumerate(series.items()):
+        values, errors = _values(reading, bars)
+        places = [place + (index + 0.5) * thick - 0.4 for place in range(len(bars))]
+        seen = [value if math.isfinite(value) else 0.0 for value in values]
+        axis.barh(places, seen, thick * 0.95, color=colours[label])
+        spread = [(p, v, e) for p, v, e in zip(places, seen, errors, strict=True) if e > 0]
+        if spread:
+            heights, centres, widths = zip(*spread, strict=True)
+            axis.errorbar(centres, heights, xerr=widths, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        for place, value in zip(places, values, strict=True):
+            if not math.isfinite(value):
+                word = "undefined" if math.isnan(value) else "infinite"
+                axis.annotate(word, (0.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=7)
+        drawn += [(value, error) for value, error in zip(seen, errors, strict=True) if value]
+    _scale(axis, drawn)
+    axis.set_yticks(range(len(bars)), [_short(printable(each)) for each in bars], fontsize=8, parse_math=False)
+    axis.set_ylim(len(bars) - 0.5, -0.5)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.margins(y=0.02)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(_heading(name, series, len(bars)), fontsize=9, loc="left", parse_math=False)
+
+
+def _scale(axis: Any, drawn: Sequence[tuple[float, float]]) -> None:
+    """Logarithmic where values are positive and span more than two decades; zeros have no bar there."""
+    values = [value for value, _ in drawn]
+    if not values:
+        axis.set_xticks([])
+    elif min(values) > 0 and math.log10(max(values)) - math.log10(min(values)) > 2:
+        axis.set_xscale("log", nonpositive="clip")
+        axis.set_xlim(min(values) / 3, max(value + error for value, error in drawn) * 1.5)
+
+
+def _values(reading: Reading, bars: Sequence[str]) -> tuple[list[float], list[float]]:
+    if reading.layers:
+        values = [reading.layers.get(layer, 0.0) for layer in bars]
+        errors = [reading.layer_stderr.get(layer, 0.0) for layer in bars]
+    else:
+        values = [reading.value if bar == NETWORK else 0.0 for bar in bars]
+        errors = [(reading.stderr or 0.0) if bar == NETWORK else 0.0 for bar in bars]
+    kept = [
+        error if math.isfinite(error) and math.isfinite(value) else 0.0
+        for value, error in zip(values, errors, strict=True)
+    ]
+    return values, [1.96 * error for error in kept]
+
+
+def _heading(name: str, series: Mapping[str, Reading], bars: int) -> str:
+    lines = [printable(name)]
+    for label, reading in series.items():
+        lines.append(f"{_short(printable(label), 20)} {quantity(reading.value, reading.stderr)}".strip())
+    layers = len(layers_of(series.values()))
+    if layers > bars:
+        lines.append(f"the {bars} largest of {layers} layers")
+    return "\n".join(lines)
+
+
+def _short(name: str, longest: int = LONGEST_NAME) -> str:
+    """The end of a long name, which tells layers apart."""
+    return name if len(name) <= longest else "..." + name[3 - longest :]

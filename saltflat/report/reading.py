@@ -1,0 +1,84 @@
+"""One number about a network, and all that is needed to judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from saltflat.errors import ReportError
+from saltflat.report.plain import coded, decoded, plain
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One measure of one network.
+
+    Two readings are equal when everything in them is; an undefined value (nan) equals an undefined value.
+
+    Attributes:
+        name: the key in the report, ``"rho"`` or, with options, ``"rho(axis='row')"``.
+        value: the measure of the whole network; nan where it is undefined, with the reason in the notes.
+        layers: what each parameter contributes, by parameter name; empty where the measure has no parts.
+        units: the same per unit of a layer, where that is defined.
+        stderr: value +- 1.96 stderr is a 95 % interval; None where nothing is random.
+        layer_stderr: the same for each layer.
+        exact: False for an estimate, a bound or the result of a search.
+        converged: False where a solver stopped before it was done.
+        residual: how far that solver was from its end, where there is one.
+        notes: what a reader should know besides.
+        details: further results, such as minimising scales; numbers, texts, lists and mappings.
+
+    Example:
+        >>> Reading("trace", 3.0, layers={"0.weight": 1.0, "2.weight": 2.0}).layers["2.weight"]
+        2.0
+    """
+
+    name: str
+    value: float
+    layers: Mapping[str, float] = field(default_factory=dict)
+    units: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    stderr: float | None = None
+    layer_stderr: Mapping[str, float] = field(default_factory=dict)
+    exact: bool = True
+    converged: bool = True
+    residual: float | None = None
+    notes: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Tensors and numpy numbers become Python's, so that a reading holds no memory of a device and can be written.
+        tidy: dict[str, Any] = {
+            "value": float(self.value),
+            "layers": {str(name): float(value) for name, value in self.layers.items()},
+            "units": {str(name): tuple(float(value) for value in values) for name, values in self.units.items()},
+            "stderr": None if self.stderr is None else float(self.stderr),
+            "layer_stderr": {str(name): float(value) for name, value in self.layer_stderr.items()},
+            "exact": bool(self.exact),
+            "converged": bool(self.converged),
+            "residual": None if self.residual is None else float(self.residual),
+            "notes": (self.notes,) if isinstance(self.notes, str) else tuple(str(note) for note in self.notes),
+            "details": plain(self.details, f"the details of {self.name!r}"),
+        }
+        for key, value in tidy.items():
+            object.__setattr__(self, key, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Reading) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
+        return {each.name: coded(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Reading:
+        """The reading that ``to_dict`` was called on."""
+        try:
+            return cls(**{key: decoded(value) for key, value in given.items()})
+        except (TypeError, ValueError, AttributeError) as problem:
+            raise ReportError(
+                f"Got a reading that cannot be understood ({problem}). Want what Reading.to_dict gives. "
+                "Do: measure again, or take the file from a backup."
+            ) from problem

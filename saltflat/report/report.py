@@ -1,0 +1,168 @@
+"""All that was measured of one network, and how."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from saltflat.errors import ReportError, UnknownNameError, unknown
+from saltflat.report.file import SCHEMA, check_schema, read, write
+from saltflat.report.frame import frame_of, rows_of
+from saltflat.report.page import page_of
+from saltflat.report.plain import coded, decoded, plain
+from saltflat.report.plot import figure_of
+from saltflat.report.reading import Reading
+from saltflat.report.table import Printed, rendered
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Report(Mapping[str, Reading]):
+    """Readings by the name of the measure, with everything needed to judge, repeat and compare them.
+
+    Two reports are equal when everything in them is; an undefined value (nan) equals an undefined value.
+
+    Attributes:
+        readings: what the mapping shows.
+        left_out: measures that could not be taken, and why.
+        legend: for each measure its meaning, formula, what it is invariant to, reference, and what smaller means.
+        model: class name and number of parameters.
+        examples: how many examples were seen.
+        loss: the mean loss over them.
+        settings: how it was measured.
+        versions: of saltflat, torch, numpy, scipy and python.
+        device: where it was measured.
+        seconds: how long it took.
+        seconds_by_step: the same, by what was being done.
+        certificate: whether the Gauss-Newton blocks are the Hessian's; None where that was not asked.
+        notes: what a reader should know besides.
+        created: when, ISO time in UTC.
+    """
+
+    readings: Mapping[str, Reading]
+    left_out: Mapping[str, str]
+    legend: Mapping[str, Mapping[str, Any]]
+    model: str
+    examples: int
+    loss: float
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    device: str
+    seconds: float
+    seconds_by_step: Mapping[str, float]
+    certificate: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+    created: str
+
+    def __post_init__(self) -> None:
+        tidy: dict[str, Any] = {
+            "readings": dict(self.readings),
+            "left_out": {str(name): str(reason) for name, reason in self.left_out.items()},
+            "legend": plain(self.legend, "the legend"),
+            "model": str(self.model),
+            "examples": int(self.examples),
+            "loss": float(self.loss),
+            "settings": plain(self.settings, "the settings"),
+            "versions": {str(name): str(version) for name, version in self.versions.items()},
+            "device": str(self.device),
+            "seconds": float(self.seconds),
+            "seconds_by_step": {str(step): float(value) for step, value in self.seconds_by_step.items()},
+            "certificate": plain(self.certificate, "the certificate"),
+            "notes": (self.notes,) if isinstance(self.notes, str) else tuple(str(note) for note in self.notes),
+            "created": str(self.created),
+        }
+        for key, value in tidy.items():
+            object.__setattr__(self, key, value)
+
+    def __getitem__(self, name: str) -> Reading:
+        if name in self.readings:
+            return self.readings[name]
+        raise absent(name, self.left_out, self.readings)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.readings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readings)
+
+    def __len__(self) -> int:
+        return len(self.readings)
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Report) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.model}: {len(self)} measures on {self.examples} examples; print() shows it>"
+
+    def __str__(self) -> str:
+        return rendered(Printed(self))
+
+    def __rich__(self) -> Printed:
+        return Printed(self)
+
+    def _repr_html_(self) -> str:
+        return page_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
+        parts = {each.name: coded(getattr(self, each.name)) for each in fields(self) if each.name != "readings"}
+        readings = {name: reading.to_dict() for name, reading in self.items()}
+        return {"schema": SCHEMA, "readings": coded(readings), **parts}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Report:
+        """The report that ``to_dict`` was called on."""
+        check_schema(given, "a mapping")
+        try:
+            parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "readings")}
+            names = {name.removeprefix("$"): reading for name, reading in given["readings"].items()}
+            report = cls({name: Reading.from_dict(reading) for name, reading in names.items()}, **parts)
+        except (TypeError, ValueError, KeyError, AttributeError) as problem:
+            raise _broken(f"{type(problem).__name__}: {problem}") from problem
+        # Reading is lenient (bool("no") is True): what does not come out again as it went in was not written by us.
+        if report.to_dict() != given:
+            raise _broken("a field has a value of another kind")
+        return report
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as JSON and give the path back; a file that was there is replaced, whole or not at all."""
+        return write(self.to_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """The report that was saved there."""
+        return cls.from_dict(read(path))
+
+    def to_frame(self) -> Any:
+        """A ``pandas.DataFrame`` with one row per measure and layer; the whole network is the layer ``""``."""
+        columns = ["measure", "layer", "value", "stderr", "exact", "converged"]
+        return frame_of(rows_of(self.values()), columns)
+
+    def plot(self, names: str | Sequence[str] | None = None) -> Any:
+        """A ``matplotlib`` Figure, one panel per measure with a bar per layer; nothing is shown or kept.
+
+        Bars are on a logarithmic axis where their values are positive and span more than two decades.
+        """
+        wanted = list(self) if names is None else [names] if isinstance(names, str) else list(names)
+        return figure_of({name: {"": self[name]} for name in wanted}, self.model)
+
+
+def absent(name: str, left_out: Mapping[str, str], taken: Iterable[str]) -> UnknownNameError:
+    """The error for a measure that has no reading: why it was left out, or the nearest name that has one."""
+    if name not in left_out:
+        return unknown("measure", name, taken)
+    return UnknownNameError(
+        f"Got the measure {name!r}, which was left out: {left_out[name]} "
+        f"Want one that was taken ({', '.join(taken) or 'there is none'}). Do: remove the reason and measure again."
+    )
+
+
+def _broken(why: str) -> ReportError:
+    return ReportError(
+        f"Got a report that cannot be understood ({why}). Want what Report.to_dict gives. "
+        "Do: measure again, or take the file from a backup."
+    )

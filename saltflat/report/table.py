@@ -1,0 +1,148 @@
+"""A report as tables of text, for the width there is."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.box import Box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from saltflat.report.text import folded, number, printable, quantity
+from saltflat.report.view import below, facts, layers_of, marks, notes_of
+
+if TYPE_CHECKING:
+    from saltflat.report.reading import Reading
+    from saltflat.report.report import Report
+
+# A line under the header and nothing else, in characters that every terminal and every log file can hold.
+RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+# More rows than this are not read but scrolled past.
+MOST_LAYERS = 20
+HEADER = 14
+
+
+class Printed:
+    """The report as rich renders it: the layers beside the measures where they fit, else in tables of their own."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report = self.report
+        yield Text(printable(report.model), style="bold")
+        yield Text(" | ".join(facts(report)) + "\n")
+        layers = layers_of(report.values())
+        wide = totals(report, layers)
+        if not report:
+            yield Text("Nothing was measured.")
+        elif len(layers) <= MOST_LAYERS and fits(wide, console, options):
+            yield wide
+        else:
+            yield totals(report, [])
+            yield from by_layer(list(report.values()), layers, console, options)
+        yield Text("")
+        for line in below(report):
+            yield Text(line)
+
+
+def rendered(content: RenderableType, width: int | None = None) -> str:
+    """As text, for the terminal's width; 100 where there is no terminal."""
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    console = Console(
+        file=io.StringIO(), width=width, color_system=None, force_terminal=False, force_jupyter=False, highlight=False
+    )
+    with console.capture() as capture:
+        console.print(content)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def ruled(label: str) -> Table:
+    """An empty table whose first column has names."""
+    table = Table(box=RULED, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold")
+    table.add_column(label, overflow="fold")
+    return table
+
+
+def add_numbers(table: Table, header: str) -> None:
+    """A column of numbers."""
+    table.add_column(Text(header), justify="right", overflow="fold")
+
+
+def fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
+    """Whether nothing in it must be folded."""
+    return Measurement.get(console, options.update(max_width=100_000), table).maximum <= options.max_width
+
+
+def totals(report: Report, layers: Sequence[str]) -> Table:
+    """Measures down, the network's value and the layers' across."""
+    notes = notes_of(report)
+    signs = {name: marks(reading, notes) for name, reading in report.items()}
+    table = ruled("measure")
+    if any(signs.values()):
+        table.add_column("", overflow="fold")
+    add_numbers(table, "value")
+    for layer in layers:
+        add_numbers(table, folded(layer, HEADER))
+    for name, reading in report.items():
+        cells = [printable(name), *([signs[name]] if any(signs.values()) else [])]
+        cells.append(quantity(reading.value, reading.stderr))
+        cells += [_part(reading, layer) for layer in layers]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def by_layer(
+    readings: Sequence[Reading], layers: Sequence[str], console: Console, options: ConsoleOptions
+) -> RenderResult:
+    """Layers down, measures across: as many tables as the width asks for."""
+    rest = [reading for reading in readings if reading.layers]
+    while rest:
+        count = len(rest)
+        while count > 1 and not fits(_layer_table(rest[:count], layers), console, options):
+            count -= 1
+        shown, rest = rest[:count], rest[count:]
+        yield Text("")
+        yield _layer_table(shown, layers)
+        left = len(layers_of(shown)) - MOST_LAYERS
+        if left > 0:
+            yield Text(f"... and {left} more layers with less: report.to_frame() has all.")
+
+
+def _layer_table(readings: Sequence[Reading], layers: Sequence[str]) -> Table:
+    table = ruled("layer")
+    for reading in readings:
+        add_numbers(table, folded(reading.name, HEADER))
+    for layer in largest(readings, layers, MOST_LAYERS):
+        table.add_row(Text(printable(layer)), *(Text(_part(reading, layer)) for reading in readings))
+    return table
+
+
+def largest(readings: Sequence[Reading], layers: Sequence[str], count: int) -> list[str]:
+    """The layers that matter most to some of the readings, in the order of the network."""
+
+    def weight(layer: str) -> float:
+        return max(_share(reading, layer) for reading in readings)
+
+    with_value = [layer for layer in layers if any(layer in reading.layers for reading in readings)]
+    chosen = set(sorted(with_value, key=weight, reverse=True)[:count])
+    return [layer for layer in with_value if layer in chosen]
+
+
+def _share(reading: Reading, layer: str) -> float:
+    sizes = [abs(value) for value in reading.layers.values() if math.isfinite(value)]
+    size = abs(reading.layers.get(layer, 0.0))
+    if not math.isfinite(size):
+        return 2.0  # undefined or infinite: a reader wants to see where
+    return size / max(sizes) if size else 0.0
+
+
+def _part(reading: Reading, layer: str) -> str:
+    return number(reading.layers[layer]) if layer in reading.layers else ""

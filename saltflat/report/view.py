@@ -1,0 +1,73 @@
+"""What a report says in words: the same on paper, in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from saltflat.report.text import listed, number, printable
+
+if TYPE_CHECKING:
+    from saltflat.report.reading import Reading
+    from saltflat.report.report import Report
+
+SIGNS = {
+    "~": "an estimate, a bound or the result of a search",
+    "!": "the solver stopped before it was done",
+}
+
+
+def facts(report: Report) -> list[str]:
+    """What was measured, and how, in a line."""
+    settings = report.settings
+    kind = f" ({settings['loss']})" if "loss" in settings else ""
+    said = [f"{report.examples} example{'s' * (report.examples != 1)}", f"loss {number(report.loss)}{kind}"]
+    if "columns" in settings:
+        said.append(f"columns {settings['columns']}")
+    if "dtype" in settings:
+        said.append(str(settings["dtype"]))
+    said += [report.device, f"{number(report.seconds, 3)} s"]
+    return [printable(each) for each in said]
+
+
+def layers_of(readings: Iterable[Reading]) -> list[str]:
+    """Every layer that has a value, in the order of the network as far as the readings tell it."""
+    return list(dict.fromkeys(layer for reading in readings for layer in reading.layers))
+
+
+def notes_of(report: Report) -> list[str]:
+    """The notes of all readings, each once: note 1 is the first."""
+    return list(dict.fromkeys(note for reading in report.values() for note in reading.notes))
+
+
+def marks(reading: Reading, notes: list[str]) -> str:
+    """Signs for what is not exact or not converged, and the numbers of its notes."""
+    signs = "~" * (not reading.exact) + "!" * (not reading.converged)
+    return signs + "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(reading.notes))
+
+
+def below(report: Report) -> list[str]:
+    """What stands below the numbers: signs, notes, what was left out and the certificate."""
+    used = {"~": not all(r.exact for r in report.values()), "!": not all(r.converged for r in report.values())}
+    lines = [f"{sign} {meaning}" for sign, meaning in SIGNS.items() if used[sign]]
+    lines += [f"[{count}] {note}" for count, note in enumerate(notes_of(report), 1)]
+    lines += [f"Note: {note}" for note in report.notes]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in report.left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    lines += [f"Left out: {listed(names)}: {reason}" for reason, names in by_reason.items()]
+    return [printable(line) for line in [*lines, certified(report.certificate)]]
+
+
+def certified(certificate: Mapping[str, object] | None) -> str:
+    """Whether curvature by Gauss-Newton is the Hessian's here, in a sentence."""
+    if certificate is None:
+        return "Certificate: not asked for."
+    seen = certificate.get("examples", "?")
+    gap = certificate.get("gap", math.nan)
+    verdict = "are" if certificate.get("holds") else "are NOT"
+    shown = f"{gap:.1e}" if isinstance(gap, float) else str(gap)
+    return (
+        f"Certificate: the layers' Gauss-Newton blocks {verdict} the Hessian's (largest gap {shown}, {seen} examples)."
+    )

@@ -1,0 +1,42 @@
+"""How much the loss rises on average when every parameter is changed by random few percent of itself."""
+
+from __future__ import annotations
+
+from saltflat.amounts import check_count, check_positive
+from saltflat.errors import OptionError
+from saltflat.noise import mean_and_error, normals
+from saltflat.setting import Found, Setting
+from saltflat.statistic import statistic
+from saltflat.whole import check_loss, loss_at, moved
+
+
+@statistic(per="network", meaning="Mean rise of the loss under random relative changes of all parameters.")
+def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> Found:
+    r"""E L(w + d) - L(w) with :math:`d_i = \rho w_i \xi_i` and standard normal :math:`\xi`.
+
+    Draws come in pairs :math:`\pm\xi`, so that the slope of the loss cancels; their scatter gives the error.
+
+    Args:
+        setting: what is measured.
+        radius: :math:`\rho`, the relative size of the changes.
+        draws: how many; an even number.
+
+    Returns:
+        ``value``, ``stderr`` and the rises of all ``pairs``.
+    """
+    check_positive(radius=radius)
+    check_count(4, draws=draws)
+    if draws % 2:
+        raise OptionError(f"Got draws={draws}. Want an even number: they come in pairs. Do: take {draws + 1}.")
+    here = check_loss(loss_at(setting))
+    pairs = []
+    for draw in range(draws // 2):
+        # Relative to the weights from the start, so that rescaled networks are disturbed in the same way.
+        noise = normals(setting, draw)
+        step = {name: radius * each * noise[name] for name, each in setting.problem.network.measured.items()}
+        there = loss_at(setting, moved(setting, step))
+        back = loss_at(setting, moved(setting, {name: -each for name, each in step.items()}))
+        pairs.append((there + back) / 2 - here)
+        setting.tick("average_rise", 2 * (draw + 1), draws)
+    value, stderr = mean_and_error(pairs)
+    return Found({"value": value, "stderr": stderr, "pairs": pairs}, exact=False)

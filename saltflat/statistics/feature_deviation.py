@@ -1,0 +1,14 @@
+"""Standard deviations over the data of the channels that feed each weight."""
+
+from __future__ import annotations
+
+from saltflat.features import input_deviations
+from saltflat.setting import Found, Setting
+from saltflat.statistics import statistic
+
+
+@statistic(per="layer", meaning="How far each input channel of a layer varies over the data.")
+def feature_deviation(setting: Setting) -> Found:
+    """``(channels,)`` for each weight of a Linear layer or a convolution."""
+    deviations, notes = input_deviations(setting)
+    return Found(deviations, notes=notes)

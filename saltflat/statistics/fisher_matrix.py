@@ -1,0 +1,24 @@
+"""The observed Fisher matrix of all parameters, written out: for tiny models."""
+
+from __future__ import annotations
+
+import torch
+
+from saltflat.gram import gradient_rows
+from saltflat.setting import Found, NotDefinedError, Setting
+from saltflat.statistics import statistic
+
+LARGEST = 2000
+
+
+@statistic(per="network", meaning="Mean over examples of gradient times gradient', over all parameters at once.")
+def fisher_matrix(setting: Setting) -> Found:
+    """``(W, W)`` in float64 for W parameters."""
+    size = sum(value.numel() for value in setting.problem.network.measured.values())
+    if size > LARGEST:
+        raise NotDefinedError(f"is for models of at most {LARGEST} parameters, and this one has {size}")
+    total, examples = torch.zeros(size, size, dtype=torch.float64), 0
+    for rows in gradient_rows(setting):
+        total += rows.mT @ rows
+        examples += len(rows)
+    return Found(total / examples)

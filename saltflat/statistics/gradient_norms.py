@@ -1,0 +1,16 @@
+"""Every example's squared gradient length, by parameter."""
+
+from __future__ import annotations
+
+from saltflat.statistics import Statistic, register
+
+gradient_norms = register(
+    Statistic(
+        "gradient_norms",
+        of="gradient",
+        total=lambda form, site: form.norms([slice(None)])[0],
+        spread=None,
+        meaning="How large each single example's gradient is, squared.",
+        kind="example",
+    )
+)

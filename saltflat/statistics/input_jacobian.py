@@ -1,0 +1,61 @@
+"""How strongly the predicted probabilities react to the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from saltflat.data import Batch
+from saltflat.losses import CrossEntropy
+from saltflat.setting import Found, NotDefinedError, Setting
+from saltflat.statistic import statistic
+
+
+@statistic(per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.")
+def input_jacobian(setting: Setting) -> Found:
+    """The mean over the examples of the largest squared singular value of d softmax(f(x)) / dx, as a number."""
+    loss = setting.problem.loss
+    if not isinstance(loss, CrossEntropy):
+        raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
+    total, done = 0.0, 0
+    for batch in setting.chunks(0):
+        for part in _cut(setting, batch):
+            total += float(_squared_norms(setting, loss, part).sum())
+            done += part.examples
+            setting.tick("input_jacobian", done, None)
+    return Found(total / done)
+
+
+def _cut(setting: Setting, batch: Batch) -> Iterator[Batch]:
+    """Parts of a chunk whose Jacobians fit in memory."""
+    with torch.no_grad():
+        outputs = setting.problem.network(batch.cut(0, 1))
+    # The rows as they are found, stacked, and in float64.
+    size = 24 * outputs.numel() * _input(batch)[0].numel()
+    step = max(1, setting.limit // size)
+    for start in range(0, batch.examples, step):
+        yield batch.cut(start, start + step)
+
+
+def _input(batch: Batch) -> Tensor:
+    """The only input, which must be a tensor of real numbers."""
+    tensors = batch.tensors()
+    if len(tensors) != 1 or not tensors[0].is_floating_point():
+        got = ", ".join(str(each.dtype) for each in tensors)
+        raise NotDefinedError(f"needs one input of real numbers to differentiate by; the inputs are {got}")
+    return tensors[0]
+
+
+def _squared_norms(setting: Setting, loss: CrossEntropy, batch: Batch) -> Tensor:
+    free = _input(batch).detach().requires_grad_()
+    args, kwargs = batch.map(lambda tensor: free)
+    outputs = setting.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
+    axis = loss._axis(outputs, batch.targets)
+    probabilities = outputs.softmax(axis).reshape(batch.examples, -1).sum(0)
+    rows = [torch.autograd.grad(each, free, retain_graph=True)[0].reshape(batch.examples, -1) for each in probabilities]
+    jacobian = torch.stack(rows, 1).double()
+    small = jacobian if jacobian.shape[1] <= jacobian.shape[2] else jacobian.mT
+    values: Tensor = torch.linalg.eigvalsh(small @ small.mT)
+    return values[:, -1]

@@ -1,0 +1,34 @@
+"""The largest eigenvalue of every weight's block of the curvature."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saltflat.geometry import geometries
+from saltflat.setting import Found, Setting
+from saltflat.spectrum import block_products, curvature_along, start_vectors, top_eigenvalues
+from saltflat.statistics import statistic
+
+
+@statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.")
+def top_eigenvalue(setting: Setting, *, tolerance: float = 1e-7, steps: int = 500) -> Found:
+    """``(3,)`` for each weight: the eigenvalue, its residual and the number of steps."""
+    names = geometries(setting.problem.network)
+    starts = start_vectors(setting, names)
+    tops = top_eigenvalues(
+        block_products(setting),
+        starts,
+        tolerance,
+        steps,
+        lambda done, total: setting.tick("Largest eigenvalues of the layers", done, total),
+    )
+
+    def row(value: float | Tensor, name: str) -> Tensor:
+        return torch.tensor([float(value), tops[name].residual, tops[name].steps], dtype=torch.float64)
+
+    replicates = None
+    if setting.plan.random:
+        found = curvature_along(setting, {name: top.vector for name, top in tops.items()})
+        replicates = tuple({name: row(each[name], name) for name in names} for each in found or ()) or None
+    return Found({name: row(top.value, name) for name, top in tops.items()}, replicates)
