@@ -59,8 +59,8 @@ def say(text: str, style: str = "dim") -> None:
 
 
 def show_on_screen(thing: Any) -> None:
-    """A result as a table, coloured where that can be seen."""
-    if hasattr(thing, "__rich__"):
+    """A result as a table: in colours and of the screen's width, or as it prints itself into files and pipes."""
+    if sys.stdout.isatty():
         Console().print(thing)
     else:
         typer.echo(str(thing))
@@ -116,8 +116,12 @@ def measure(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     memory: Annotated[str, typer.Option(help="Working memory beyond the model and the results.")] = "1GiB",
     seed: Annotated[int, typer.Option(help="Of random columns, and of weights that the model's function draws.")] = 0,
-    logits: Annotated[str, typer.Option(help="What is done with the outputs first.")] = "none",
-    diagonal: Annotated[str, typer.Option(help="Which curvature diagonal is used.")] = "exact",
+    logits: Annotated[
+        str, typer.Option(help="none; std or l2 to bring each example's outputs to one scale first.")
+    ] = "none",
+    diagonal: Annotated[
+        str, typer.Option(help="exact, finite_difference, finite_difference_printed or hutchinson.")
+    ] = "exact",
     initial: Annotated[Path | None, typer.Option(help="Weights before training, for distances from them.")] = None,
     certificate: Annotated[bool, typer.Option(help="Check whether the curvature is the Hessian's own.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,

@@ -15,18 +15,24 @@ def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ..
     A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
     not zero cannot be normalised and gets 1.
     """
+    network = setting.problem.network
+    # A tied weight has the channels that the module sees which owns its name.
+    owned = {
+        module: layer.names["weight"]
+        for module, layer in network.layers.items()
+        if "weight" in layer.names and network.model.get_submodule(layer.names["weight"].rpartition(".")[0]) is module
+    }
     found: dict[str, _Moments] = {}
 
     def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         axis = _channels(module, x)
-        name = setting.problem.network.layers[module].names.get("weight")
-        if axis is not None and name is not None:
-            found.setdefault(name, _Moments()).add(x.detach().movedim(axis, -1).flatten(0, -2).double())
+        if axis is not None and module in owned:
+            found.setdefault(owned[module], _Moments()).add(x.detach().movedim(axis, -1).flatten(0, -2).double())
         return y
 
     with torch.no_grad():
         for batch in setting.chunks(0):
-            setting.problem.network(batch, tap)
+            network(batch, tap)
     deviations, notes = {}, []
     for name, moments in found.items():
         deviation = moments.deviation()

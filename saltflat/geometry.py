@@ -52,20 +52,18 @@ class Geometry:
 
 
 def geometries(network: Network) -> Mapping[str, Geometry]:
-    """The measured parameters that are matrices: all of two or more axes."""
-    found = {name: Geometry(value.shape) for name, value in network.measured.items() if value.dim() > 1}
-    for module in network.model.modules():
-        for value in module._parameters.values():
-            name = network.names.get(id(value), "")
-            if value is None or name not in found:
-                continue
-            if isinstance(module, Transposed):
-                found[name] = Geometry(value.shape, module.groups, inputs_first=True)
-            elif isinstance(module, Convolution):
-                found[name] = Geometry(value.shape, module.groups)
-            elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                # Reading row i is multiplying with the i-th unit vector from the left. A table that is also used as a
-                # Linear layer's weight keeps the Linear's reading.
-                tied = any(m.weight is value for m in network.model.modules() if isinstance(m, nn.Linear))
-                found[name] = Geometry(value.shape, inputs_first=not tied)
-    return found
+    """The measured parameters that are matrices: all of two or more axes, as the module sees them that owns their name."""
+    return {
+        name: _of(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
+        for name, value in network.measured.items()
+        if value.dim() > 1
+    }
+
+
+def _of(owner: nn.Module, shape: torch.Size) -> Geometry:
+    if isinstance(owner, Transposed):
+        return Geometry(shape, owner.groups, inputs_first=True)
+    if isinstance(owner, Convolution):
+        return Geometry(shape, owner.groups)
+    # Reading row i of a table is multiplying it with the i-th unit vector from the left.
+    return Geometry(shape, inputs_first=isinstance(owner, nn.Embedding | nn.EmbeddingBag))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saltflat.data import Batch
 from saltflat.errors import EmptyDataError, NonFiniteError
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy
+from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Normalized
 from saltflat.problem import real
 from saltflat.setting import NotDefinedError, Setting
 
@@ -140,6 +140,8 @@ def _outputs(setting: Setting, batch: Batch, leaves: Weights) -> tuple[Tensor, T
 def _hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Which targets are met, and which count."""
     loss = setting.problem.loss
+    if isinstance(loss, Normalized):  # the largest logit stays the largest
+        loss = loss.inner
     if isinstance(loss, BinaryCrossEntropy):
         return (outputs > 0) == (targets > 0.5), torch.ones_like(targets, dtype=torch.bool)
     if not isinstance(loss, CrossEntropy):

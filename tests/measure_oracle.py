@@ -22,6 +22,7 @@ from scipy.linalg import null_space
 from scipy.optimize import brentq, linprog, minimize
 from scipy.special import logsumexp, softmax
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Array = NDArray[np.float64]
 # A function's value, gradient and Hessian at a point.
@@ -81,14 +82,14 @@ def normalized_sharpness_arxiv(case: Case) -> Oracle:
 
 
 def parameterwise_normalized_sharpness(case: Case) -> Oracle:
-    """NS1 = sum_i sqrt(H_ii theta_i^2), over the weights."""
+    """NS1 = sum_i sqrt(H_ii theta_i^2), over all trainable parameters."""
     return summed(
-        {name: float(np.sqrt(diagonal(case, name)) @ np.abs(flat(w))) for name, w in weights(case).items()},
+        {name: float(np.sqrt(diagonal(case, name)) @ np.abs(flat(w))) for name, w in trainable(case.model).items()},
     )
 
 
 def regularized_normalized_sharpness(case: Case, grid: Sequence[float], strength: float) -> Oracle:
-    """NS0 = sum_i min_{s, b in grid} H_ii e^2s + theta_i^2 e^-2s + (s - b)^2 / strength, over the weights."""
+    """NS0 = sum_i min_{s, b in grid} H_ii e^2s + theta_i^2 e^-2s + (s - b)^2 / strength, over all parameters."""
 
     def best(h: float, square: float, b: float) -> float:
         def slope(s: float) -> float:
@@ -107,14 +108,14 @@ def regularized_normalized_sharpness(case: Case, grid: Sequence[float], strength
                 min(best(h, square, b) for b in grid)
                 for h, square in zip(diagonal(case, name).tolist(), (flat(weight) ** 2).tolist(), strict=True)
             )
-            for name, weight in weights(case).items()
+            for name, weight in trainable(case.model).items()
         }
     )
 
 
 def fisher_rao_diagonal(case: Case) -> Oracle:
-    """FR = sum_i H_ii theta_i^2, over the weights."""
-    return summed({name: float(diagonal(case, name) @ flat(w) ** 2) for name, w in weights(case).items()})
+    """FR = sum_i H_ii theta_i^2, over all trainable parameters."""
+    return summed({name: float(diagonal(case, name) @ flat(w) ** 2) for name, w in trainable(case.model).items()})
 
 
 # Reparameterization-invariant flatness (Petzka et al., 2019) and relative flatness (2021).
@@ -234,10 +235,15 @@ def fisher_logdet(case: Case, subsets: Sequence[Sequence[int]]) -> Oracle:
 
 
 def fisher_determinant(case: Case, jitter: float = 0.0) -> Oracle:
-    """ln det of the observed Fisher information I = (1/N) sum_n g_n g_n', plus ``jitter`` on its diagonal."""
+    """ln det of the observed Fisher information I = (1/N) sum_n g_n g_n', plus ``jitter`` on its diagonal.
+
+    Minus infinity for more parameters than examples, unless there is jitter.
+    """
     J = gradients(case)
-    sign, value = np.linalg.slogdet(J.T @ J / len(J) + jitter * np.eye(J.shape[1]))
-    return Oracle(float(value) if sign > 0 else -np.inf)
+    eigenvalues = np.zeros(J.shape[1])
+    eigenvalues[: min(J.shape)] = np.linalg.svd(J, compute_uv=False) ** 2 / len(J)
+    with np.errstate(divide="ignore"):
+        return Oracle(float(np.log(eigenvalues + jitter).sum()))
 
 
 def fisher_trace(case: Case) -> Oracle:
@@ -370,12 +376,14 @@ def spreads(case: Case, name: str) -> list[float]:
     seen: list[Array] = []
 
     def see(module: nn.Module, args: Any) -> None:
-        seen.append(args[0].detach().movedim(features_at, -1).flatten(0, -2).numpy().copy())
+        seen.append(args[0].detach().movedim(features_at, -1).numpy().copy())
 
     layer.register_forward_pre_hook(see)
     for example in examples_of(case.batches):
         output_of(model, {}, example)
-    features = np.concatenate(seen)
+    if not seen:
+        raise TypeError(f"the layer of {name} was given no inputs")
+    features = np.concatenate([inputs.reshape(-1, inputs.shape[-1]) for inputs in seen])
     return [float(f.std()) if f.max() > f.min() else float(f.any()) for f in features.T]
 
 
@@ -416,7 +424,9 @@ def network_hessian(case: Case) -> Array:
         moved = {name: value.view_as(parameters[name]) for name, value in zip(names, values, strict=True)}
         return loss_at(case, outputs_of(case, model, parameters | moved))
 
-    H = array(hessian(loss, torch.from_numpy(point(case))))
+    # The fused attention kernels cannot be differentiated twice.
+    with sdpa_kernel(SDPBackend.MATH):
+        H = array(hessian(loss, torch.from_numpy(point(case))))
     return (H + H.T) / 2
 
 

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+import saltflat
 from saltflat.columns import plan_from
 from saltflat.errors import EmptyDataError, OptionError, UnknownNameError
 from saltflat.loan import loan
+from saltflat.losses import loss_from, normalized
 from saltflat.noise import normals
 from saltflat.problem import Problem
 from saltflat.setting import NotDefinedError, Setting
@@ -195,7 +197,7 @@ def test_error_bars_of_the_average_rise_cover_the_truth_as_often_as_they_say() -
     case = CASES["biased_mlp"]()
     covered = 0
     with setting_of(case, [joined(case.batches)], seed=10**6) as setting:
-        truth = average_rise(setting, draws=3000).value
+        truth = average_rise(setting, draws=2000).value
         for seed in range(200):
             setting.seed = seed
             found = average_rise(setting, draws=8).value
@@ -514,6 +516,15 @@ def test_a_case_is_one_of_the_two_rises() -> None:
             adaptive_rise(setting, case="mean")
 
 
+def test_a_loss_that_overflows_is_no_number_on_average_and_no_maximum() -> None:
+    with setting_of(CASES["biased_mlp"]()) as setting:
+        found = average_rise(setting, radius=1e200)
+        worst = worst_rise(setting, radius=1e200).value["value"]
+    assert isnan(found.value["value"])
+    assert "overflows" in found.notes[0]
+    assert 0 <= worst < float("inf")
+
+
 def test_options_that_mean_nothing_are_refused() -> None:
     with setting_of(CASES["biased_mlp"]()) as setting:
         for wrong in ({"radius": 0.0}, {"radius": float("nan")}, {"draws": 7}, {"draws": 2}, {"draws": 4.0}):
@@ -561,3 +572,38 @@ def _outputs(case: Case) -> Tensor:
     with torch.no_grad():
         outputs: Tensor = case.model(joined(case.batches)[0])
     return outputs
+
+
+def test_measures_ask_for_the_search_that_they_are_about() -> None:
+    case = certain()
+    names = ["adaptive_sharpness(radius=0.1)", "adaptive_sharpness(case='worst')", "sharpness", "pac_bayes_flatness"]
+    report = saltflat.measure(case.model, case.batches, case.loss, names, seed=3, certificate=False)
+    with setting_of(case, seed=3) as setting:
+        average = average_rise(setting, radius=0.1).value
+        relative, absolute = (worst_rise(setting, adaptive=adaptive).value for adaptive in (True, False))
+        tolerance = noise_tolerance(setting).value
+    assert report[names[0]].value == pytest.approx(average["value"], rel=1e-12)
+    assert report[names[0]].stderr == pytest.approx(average["stderr"], rel=1e-12)
+    assert report[names[1]].value == pytest.approx(relative["value"], rel=1e-12)
+    assert report["sharpness"].value == pytest.approx(absolute["value"], rel=1e-12)
+    assert report["pac_bayes_flatness"].value == pytest.approx(tolerance["sigma"] ** -2, rel=1e-12)
+    assert not any(report[name].exact for name in names)
+    assert "lower bound" in report["sharpness"].notes[0]
+    assert relative["value"] != pytest.approx(absolute["value"], rel=0.01)
+
+
+def test_the_distance_from_the_start_is_the_length_of_the_difference() -> None:
+    case = CASES["biased_mlp"]()
+    start = {name: value + 0.5 for name, value in case.model.state_dict().items()}
+    report = saltflat.measure(case.model, case.batches, measures="distance_from_init", initial=start, certificate=False)
+    found = report["distance_from_init"]
+    assert found.value == pytest.approx(0.5 * len(weights_of(case)) ** 0.5, rel=1e-12)
+    assert found.layers["0.weight"] == pytest.approx(0.5 * 24**0.5, rel=1e-12)
+
+
+def test_normalised_logits_leave_the_accuracy_alone() -> None:
+    case = CASES["biased_mlp"]()
+    with loan(case.model, "eval", case.batches):
+        scaled = Problem.of(case.model, case.batches, normalized(loss_from("cross_entropy"), "std"))
+        found = accuracy_at(Setting(scaled, plan_from("exact"), 0, 1 << 30))
+    assert found == pytest.approx(accuracy(case, case.model), rel=1e-12)

@@ -154,26 +154,26 @@ class ColumnsPoint(Point):
     """Shares are in [0, 1], and the rows' sums are taken in a unit they share, or each in its own where that is too coarse."""
 
     def __init__(self, log_F: Tensor, log_U: Tensor, power: float, z: Tensor) -> None:
-        self.z, self.power = z, power
-        log_P, log_Q = log_F + z[:, :, None], log_U - z[:, :, None]
-        self.log_a, self.log_b = (part.logsumexp(1).clamp(min=ZERO) for part in (log_P, log_Q))
-        log_P -= self.log_a[:, None, :]
-        log_Q -= self.log_b[:, None, :]
-        self.log_P, self.log_Q = log_P, log_Q
-        self.P, self.Q = log_P.exp(), log_Q.exp()
+        self.log_F, self.log_U, self.power, self.z = log_F, log_U, power, z
+        self.P, self.log_a = _shares(log_F + z[:, :, None], 1)
+        self.Q, self.log_b = _shares(log_U - z[:, :, None], 1)
         self.log_w = power * (self.log_a + self.log_b)
         top = self.log_w.amax(1, keepdim=True)
         self.given, self.taken, self.w = self.P, self.Q, (self.log_w - top).exp()
-        self.log_out, self.log_in = _times(self.P, self.w).log() + top, _times(self.Q, self.w).log() + top
-        self.live = (self.P > 0).any(2)
+        self.log_out, self.log_in = (_times(part, self.w).log().clamp(min=ZERO) + top for part in (self.P, self.Q))
+        self.live = self.P.amax(2) > 0
         lowest = torch.where(self.live, torch.minimum(self.log_out, self.log_in), top).amin(1, keepdim=True)
         self.own_units = bool((lowest < top - WIDE).any())
         if self.own_units:
-            flow_P, flow_Q = log_P + self.log_w[:, None, :], log_Q + self.log_w[:, None, :]
-            self.log_out, self.log_in = flow_P.logsumexp(2), flow_Q.logsumexp(2)
-            self.given = (flow_P - self.log_out.clamp(min=ZERO)[:, :, None]).exp()
-            self.taken = (flow_Q - self.log_in.clamp(min=ZERO)[:, :, None]).exp()
+            self.given, self.log_out = _shares(self._log_P() + self.log_w[:, None, :], 2)
+            self.taken, self.log_in = _shares(self._log_Q() + self.log_w[:, None, :], 2)
             self.w = torch.ones_like(self.w)
+
+    def _log_P(self) -> Tensor:
+        return self.log_F + self.z[:, :, None] - self.log_a[:, None, :]
+
+    def _log_Q(self) -> Tensor:
+        return self.log_U - self.z[:, :, None] - self.log_b[:, None, :]
 
     def imbalance(self, shift: Tensor) -> Tensor:
         up = shift.exp()
@@ -193,7 +193,7 @@ class ColumnsPoint(Point):
     def _roots(self) -> tuple[Tensor, Tensor]:
         """P and Q times sqrt(w / d)."""
         scale = (self.log_w[:, None, :] - self.log_flow()[:, :, None]) / 2
-        return (self.log_P + scale).exp(), (self.log_Q + scale).exp()
+        return (self._log_P() + scale).exp(), (self._log_Q() + scale).exp()
 
     def coupled(self, v: Tensor) -> Tensor:
         P, Q = self._roots
@@ -206,6 +206,15 @@ class ColumnsPoint(Point):
             return (P + Q) @ (P + Q).mT / 2
         N = P @ Q.mT
         return N + N.mT
+
+
+def _shares(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Shares in the sum over a dimension, and its logarithm. Uses up what it is given."""
+    top = logs.amax(dim, keepdim=True).clamp(min=ZERO)
+    shares = logs.sub_(top).exp_()
+    total = shares.sum(dim, keepdim=True)
+    shares.div_(torch.where(total > 0, total, 1.0))
+    return shares, (total.log() + top).clamp(min=ZERO).squeeze(dim)
 
 
 def _times(matrix: Tensor, v: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def settle(flow: Flow, z: Tensor, tolerance: float, limit: int) -> tuple[Tensor,
         best = min(best, (point.z, residual), key=itemgetter(1))
         crawling = residual > tolerance and log(before / residual) / done * PATIENCE < log(residual / tolerance)
         while crawling and residual > tolerance and sweeps < limit:
-            moved = _newton(flow, point, residual)
+            moved = _newton(flow, point, residual, tolerance / 1000)
             sweeps += 1
             if moved is None:
                 break
@@ -99,9 +99,9 @@ def _swept(flow: Flow, point: Point, tolerance: float, count: int) -> tuple[Poin
     return point, _worst(point.imbalance(torch.zeros_like(shift))), done
 
 
-def _newton(flow: Flow, point: Point, residual: float) -> tuple[Point, float] | None:
-    """One step, as long as it helps; None if it does not."""
-    step = _newton_step(point)
+def _newton(flow: Flow, point: Point, residual: float, noise: float) -> tuple[Point, float] | None:
+    """One step, shortened until it helps; None if it does not."""
+    step = _newton_step(point, noise)
     for _ in range(6):
         there, worst, _ = _swept(flow, flow.at(point.z + step.clamp(-FAR, FAR)), 0.0, 2)
         if worst < max(residual, 0.1):
@@ -110,8 +110,10 @@ def _newton(flow: Flow, point: Point, residual: float) -> tuple[Point, float] | 
     return None
 
 
-def _newton_step(point: Point) -> Tensor:
+def _newton_step(point: Point, noise: float) -> Tensor:
     r = point.imbalance(torch.zeros_like(point.z))
+    # What hangs together by the thinnest threads must not be pushed about by rounding errors.
+    r = torch.where(r.abs() > noise, r, 0.0)
     flow = point.log_flow()
     root = ((flow - flow.amax(1, keepdim=True)) / 2).exp()
     root = torch.where(root > 0, root, 1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
         4.0
     """
     found = _sides(weight, curvature_diagonal)
-    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda value: value / 2)
+    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda values: values.sum() / 2)
 
 
 @measure(
@@ -58,7 +60,7 @@ def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Pa
         8.0
     """
     found = _sides(weight, curvature_diagonal)
-    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda value: value)
+    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda values: values.sum())
 
 
 @measure(
@@ -74,7 +76,7 @@ def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, 
         \min_\gamma \sqrt{ e^{\gamma T} F U^T e^{-\gamma} }
 
     No bound follows from it: it can lie below what any choice of scales allows. ``side="columns"`` scales the columns
-    instead, :math:`F^T U`; the two differ.
+    instead, :math:`F^T U`; the two differ. Groups of a convolution are matrices of their own.
 
     Example:
         >>> round(float(normalized_sharpness_printed(torch.ones(1, 4), torch.ones(1, 4)).value), 9)
@@ -86,7 +88,7 @@ def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, 
     if isinstance(found, Part):
         return found
     F, U = found if side == "rows" else (each.mT for each in found)
-    return _balanced(balance_factored(F, U), lambda value: value**0.5)
+    return _balanced(balance_factored(F, U), lambda values: values.sqrt().sum())
 
 
 @measure(
@@ -189,10 +191,9 @@ def _bad(F: Tensor) -> Part | None:
     return None
 
 
-def _balanced(found: Balanced, of_value: object) -> Part:
-    assert callable(of_value)
+def _balanced(found: Balanced, of_groups: Callable[[Tensor], Tensor]) -> Part:
     return Part(
-        of_value(found.value),
+        of_groups(found.values),
         residual=found.residual,
         converged=found.converged,
         notes=found.notes,

@@ -21,11 +21,11 @@ NAMES = {"inputs": ("inputs", "x"), "targets": ("targets", "y")}
 def read_npz(path: Path) -> tuple[Tensor, Tensor]:
     """Inputs and targets that ``numpy.savez`` wrote; pickled objects in it are refused."""
     try:
-        found = np.load(path, allow_pickle=False)
-        if not isinstance(found, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array without a name")
-        with found as file:
-            one, two = (_tensor(file[name], name) for name in _chosen(file.files, path))
+        with path.open("rb") as stream:  # numpy does not close what it fails to read
+            found = np.load(stream, allow_pickle=False)
+            if not isinstance(found, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array without a name")
+            one, two = (_tensor(found[name], name) for name in _chosen(found.files, path))
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise _unreadable(path, error) from error
     return _pair(one, two)

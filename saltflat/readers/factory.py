@@ -58,12 +58,14 @@ def made(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> An
             )
         return found
     try:
-        inspect.signature(found).bind(**given)
+        signature = inspect.signature(found)
+    except ValueError:  # written in C, without a signature: the call will tell
+        return found(**given)
+    try:
+        signature.bind(**given)
     except TypeError as error:
         raise OptionError(
-            f"Got the arguments {given} for {spec!r}: {error}. Want those of {spec}{inspect.signature(found)}. "
+            f"Got the arguments {given} for {spec!r}: {error}. Want {', '.join(signature.parameters) or 'none'}. "
             "Do: give others, or defaults to the function."
         ) from error
-    except ValueError:  # written in C, without a signature: the call will tell
-        pass
     return found(**given)

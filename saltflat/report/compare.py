@@ -65,6 +65,9 @@ class Comparison(Mapping[str, Contrast]):
             raise unknown("measure", name, self.contrasts)
         return self.contrasts[name]
 
+    def get(self, name: str, default: Any = None, /) -> Any:
+        return self.contrasts.get(name, default)
+
     def __contains__(self, name: object) -> bool:
         return name in self.contrasts
 

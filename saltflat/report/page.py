@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STYLE = """
 .saltflat { overflow-x: auto; font-variant-numeric: tabular-nums; }
 .saltflat table { border-collapse: collapse; margin: 0.6em 0; }
-.saltflat th, .saltflat td { padding: 0.2em 0.7em; text-align: right; vertical-align: top; background: none; }
+.saltflat th, .saltflat td { padding: 0.2em 0.7em; text-align: right; vertical-align: baseline; background: none; }
 .saltflat td { white-space: nowrap; }
 .saltflat thead th { border-bottom: 1px solid currentColor; vertical-align: bottom; }
 .saltflat th:first-child, .saltflat td:first-child { text-align: left; }

@@ -51,10 +51,14 @@ def coded(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {NUMBER: repr(value)}
     if isinstance(value, Mapping):
-        return {("$" + key if key.startswith("$") else key): coded(each) for key, each in value.items()}
+        return {coded_key(key): coded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [coded(each) for each in value]
     return value
+
+
+def coded_key(key: str) -> str:
+    return "$" + key if key.startswith("$") else key
 
 
 def decoded(value: Any) -> Any:

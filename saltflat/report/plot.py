@@ -8,7 +8,7 @@ from typing import Any
 
 from saltflat.report.optional import package
 from saltflat.report.reading import Reading
-from saltflat.report.table import largest
+from saltflat.report.table import foremost
 from saltflat.report.text import printable, quantity
 from saltflat.report.view import layers_of
 
@@ -52,7 +52,7 @@ def figure_of(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Any:
 
 def _bars(series: Mapping[str, Reading]) -> list[str]:
     readings = list(series.values())
-    return largest(readings, layers_of(readings), MOST_LAYERS) or [NETWORK]
+    return foremost(readings, layers_of(readings), MOST_LAYERS) or [NETWORK]
 
 
 def _height(series: Mapping[str, Reading]) -> float:

@@ -12,7 +12,7 @@ from saltflat.errors import ReportError, UnknownNameError, unknown
 from saltflat.report.file import SCHEMA, check_schema, read, write
 from saltflat.report.frame import frame_of, rows_of
 from saltflat.report.page import page_of
-from saltflat.report.plain import coded, decoded, plain
+from saltflat.report.plain import coded, coded_key, decoded, plain
 from saltflat.report.plot import figure_of
 from saltflat.report.reading import Reading
 from saltflat.report.table import Printed, rendered
@@ -81,6 +81,9 @@ class Report(Mapping[str, Reading]):
             return self.readings[name]
         raise absent(name, self.left_out, self.readings)
 
+    def get(self, name: str, default: Any = None, /) -> Any:
+        return self.readings.get(name, default)
+
     def __contains__(self, name: object) -> bool:
         return name in self.readings
 
@@ -110,8 +113,8 @@ class Report(Mapping[str, Reading]):
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
         parts = {each.name: coded(getattr(self, each.name)) for each in fields(self) if each.name != "readings"}
-        readings = {name: reading.to_dict() for name, reading in self.items()}
-        return {"schema": SCHEMA, "readings": coded(readings), **parts}
+        readings = {coded_key(name): reading.to_dict() for name, reading in self.items()}
+        return {"schema": SCHEMA, "readings": readings, **parts}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Report:

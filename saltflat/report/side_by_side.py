@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from saltflat.report.page import framed, paragraph, safe
+from saltflat.report.page import framed, paragraph
 from saltflat.report.page import table as html_table
 from saltflat.report.table import add_numbers, fits, ruled
 from saltflat.report.text import number, printable, quantity
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from saltflat.report.compare import Comparison, Contrast
+
+
+EMPTY = "Nothing to compare: the reports have no readings."
 
 
 class SideBySide:
@@ -31,7 +34,7 @@ class SideBySide:
         for line in [*_tops(comparison), ""]:
             yield Text(line)
         if not comparison:
-            yield Text("Nothing to compare: the reports have no readings.")
+            yield Text(EMPTY)
         else:
             tables = [_wide(comparison)] if len(comparison.reports) == 2 else []
             fitting = [table for table in [*tables, _tall(comparison)] if fits(table, console, options)]
@@ -45,8 +48,8 @@ def page_of(comparison: Comparison) -> str:
     header = ["measure", "report", "value", "difference", "ratio", "verdict", "flatter"]
     rows = [row for contrast in comparison.values() for row in _rows(contrast)]
     parts = [
-        *(f"<p>{safe(line)}</p>" for line in _tops(comparison)),
-        html_table(header, rows, [""] * len(rows)),
+        *map(paragraph, _tops(comparison)),
+        html_table(header, rows, [""] * len(rows)) if rows else paragraph(EMPTY),
         *map(paragraph, _below(comparison)),
     ]
     return framed(parts)

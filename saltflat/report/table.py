@@ -105,9 +105,9 @@ def by_layer(
     """Layers down, measures across: as many tables as the width asks for."""
     rest = [reading for reading in readings if reading.layers]
     while rest:
-        count = len(rest)
-        while count > 1 and not fits(_layer_table(rest[:count], layers), console, options):
-            count -= 1
+        count = 1
+        while count < len(rest) and fits(_layer_table(rest[: count + 1], layers), console, options):
+            count += 1
         shown, rest = rest[:count], rest[count:]
         yield Text("")
         yield _layer_table(shown, layers)
@@ -120,28 +120,23 @@ def _layer_table(readings: Sequence[Reading], layers: Sequence[str]) -> Table:
     table = ruled("layer")
     for reading in readings:
         add_numbers(table, folded(reading.name, HEADER))
-    for layer in largest(readings, layers, MOST_LAYERS):
+    for layer in foremost(readings, layers, MOST_LAYERS):
         table.add_row(Text(printable(layer)), *(Text(_part(reading, layer)) for reading in readings))
     return table
 
 
-def largest(readings: Sequence[Reading], layers: Sequence[str], count: int) -> list[str]:
+def foremost(readings: Sequence[Reading], layers: Sequence[str], count: int) -> list[str]:
     """The layers that matter most to some of the readings, in the order of the network."""
-
-    def weight(layer: str) -> float:
-        return max(_share(reading, layer) for reading in readings)
-
-    with_value = [layer for layer in layers if any(layer in reading.layers for reading in readings)]
-    chosen = set(sorted(with_value, key=weight, reverse=True)[:count])
-    return [layer for layer in with_value if layer in chosen]
-
-
-def _share(reading: Reading, layer: str) -> float:
-    sizes = [abs(value) for value in reading.layers.values() if math.isfinite(value)]
-    size = abs(reading.layers.get(layer, 0.0))
-    if not math.isfinite(size):
-        return 2.0  # undefined or infinite: a reader wants to see where
-    return size / max(sizes) if size else 0.0
+    weights: dict[str, float] = {}
+    for reading in readings:
+        sizes = {layer: abs(value) for layer, value in reading.layers.items()}
+        largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+        for layer, size in sizes.items():
+            # Undefined or infinite: a reader wants to see where.
+            share = 2.0 if not math.isfinite(size) else size / largest if largest else 0.0
+            weights[layer] = max(share, weights.get(layer, 0.0))
+    chosen = set(sorted(weights, key=lambda layer: weights[layer], reverse=True)[:count])
+    return [layer for layer in layers if layer in chosen]
 
 
 def _part(reading: Reading, layer: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saltflat.errors import unknown
 from saltflat.setting import Found, Setting
-from saltflat.statistic import statistic
+from saltflat.statistics import statistic
 from saltflat.statistics.average_rise import average_rise
 from saltflat.statistics.worst_rise import worst_rise
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import isfinite, nan
+
 from saltflat.amounts import check_count, check_positive
 from saltflat.errors import OptionError
 from saltflat.noise import mean_and_error, normals
 from saltflat.setting import Found, Setting
-from saltflat.statistic import statistic
+from saltflat.statistics import statistic
 from saltflat.whole import check_loss, loss_at, moved
 
 
@@ -38,5 +40,8 @@ def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> 
         back = loss_at(setting, moved(setting, {name: -each for name, each in step.items()}))
         pairs.append((there + back) / 2 - here)
         setting.tick("average_rise", 2 * (draw + 1), draws)
+    if not all(map(isfinite, pairs)):
+        note = "The loss overflows at some of the changed weights."
+        return Found({"value": nan, "stderr": nan, "pairs": pairs}, exact=False, notes=(note,))
     value, stderr = mean_and_error(pairs)
     return Found({"value": value, "stderr": stderr, "pairs": pairs}, exact=False)

@@ -9,7 +9,7 @@ from saltflat.amounts import check_count, check_positive
 from saltflat.errors import OptionError, unknown
 from saltflat.noise import signs
 from saltflat.setting import Found, Setting
-from saltflat.statistic import statistic
+from saltflat.statistics import statistic
 from saltflat.whole import Weights, check_symmetric, gradient_at, hessian_product, moved, norm_of, scales_of
 
 KINDS = ("corrected", "printed", "hutchinson")

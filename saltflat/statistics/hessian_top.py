@@ -14,7 +14,7 @@ from saltflat.amounts import check_positive
 from saltflat.errors import unknown
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
-from saltflat.statistic import statistic
+from saltflat.statistics import statistic
 from saltflat.whole import check_symmetric, hessian_product
 
 Vector = NDArray[np.float64]

@@ -10,7 +10,7 @@ from torch import Tensor
 from saltflat.data import Batch
 from saltflat.losses import CrossEntropy
 from saltflat.setting import Found, NotDefinedError, Setting
-from saltflat.statistic import statistic
+from saltflat.statistics import statistic
 
 
 @statistic(per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.")

@@ -9,7 +9,7 @@ from torch import Tensor
 from saltflat.amounts import check_count, check_positive
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
-from saltflat.statistic import statistic
+from saltflat.statistics import statistic
 from saltflat.whole import accuracy_at, moved, norm_of
 
 DOUBLINGS = 10

@@ -31,4 +31,4 @@ def top_eigenvalue(setting: Setting, *, tolerance: float = 1e-7, steps: int = 50
     if setting.plan.random:
         found = curvature_along(setting, {name: top.vector for name, top in tops.items()})
         replicates = tuple({name: row(each[name], name) for name in names} for each in found or ()) or None
-    return Found({name: row(top.value, name) for name, top in tops.items()}, replicates)
+    return Found({name: row(top.value, name) for name, top in tops.items()}, replicates, exact=not setting.plan.random)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
 from saltflat.amounts import check_count, check_positive
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
-from saltflat.statistic import statistic
+from saltflat.statistics import statistic
 from saltflat.whole import Weights, check_loss, gradient_at, moved, norm_of, scales_of
 
 
@@ -56,7 +58,7 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
         loss, there = at(tried)
         if number == 0:
             first = loss - here
-        if loss > best:
+        if best < loss < inf:
             u, best, uphill, step = tried, loss, there, 2 * step
         else:
             step /= 4

@@ -1,0 +1,228 @@
+"""Weights from files: what is accepted, what is refused, and that refusing does nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import mlp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from saltflat.weights import WeightsError, fitted, load_weights, plain_names, put_weights
+
+
+def refused(call: Callable[[], Any], *words: str) -> None:
+    with pytest.raises(WeightsError) as caught:
+        call()
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert all(part in message for part in ("Got ", "Want ", "Do: ")), message
+    assert "\n" not in message
+
+
+def save_torch(tensors: Any, path: Path) -> None:
+    torch.save(tensors, path)
+
+
+def save_old(tensors: Any, path: Path) -> None:
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
+FORMATS = [("w.pt", save_torch), ("w.pth", save_old), ("w.bin", save_torch), ("w.safetensors", save_file)]
+
+
+@pytest.mark.parametrize(("name", "save"), FORMATS)
+def test_weights_come_back_as_they_were_saved(name: str, save: Callable[..., None], tmp_path: Path) -> None:
+    model = mlp()
+    save(model.state_dict(), tmp_path / name)
+    found = load_weights(tmp_path / name)
+    assert found.notes == ()
+    assert_close(dict(found), dict(model.state_dict()), rtol=0, atol=0)
+    other = mlp()
+    assert not torch.equal(other[1].weight, model[1].weight)  # type: ignore[index]
+    put_weights(other, found)
+    assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("nest", ["state_dict", "model_state_dict", "model"])
+def test_nested_weights_are_found_and_said(nest: str, tmp_path: Path) -> None:
+    model = mlp()
+    torch.save({nest: model.state_dict(), "epoch": 3, "optimizer": {"lr": 0.1}}, tmp_path / "checkpoint.pt")
+    found = load_weights(tmp_path / "checkpoint.pt")
+    assert_close(dict(found), dict(model.state_dict()), rtol=0, atol=0)
+    assert found.notes == (f"Weights are those under {nest!r} in checkpoint.pt, beside epoch, optimizer.",)
+
+
+def test_a_layer_called_model_is_no_nest(tmp_path: Path) -> None:
+    torch.save({"model": torch.ones(2)}, tmp_path / "w.pt")
+    assert list(load_weights(tmp_path / "w.pt")) == ["model"]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module."]
+)
+def test_prefixes_of_wrappers_are_taken_away_and_said(prefix: str, tmp_path: Path) -> None:
+    model = mlp()
+    torch.save({prefix + name: value for name, value in model.state_dict().items()}, tmp_path / "w.pt")
+    found = load_weights(tmp_path / "w.pt")
+    assert_close(dict(found), dict(model.state_dict()), rtol=0, atol=0)
+    (note,) = found.notes
+    assert "prefixes" in note
+
+
+def test_a_layer_called_module_keeps_its_name() -> None:
+    names = ["module.weight", "head.weight"]
+    assert plain_names(names) == {name: name for name in names}
+    # Without the prefix the two would be one.
+    clash = ["module.a", "module._orig_mod.a"]
+    assert plain_names(clash) == {name: name for name in clash}
+
+
+@pytest.mark.parametrize("wrapped", ["model", "file", "both"])
+def test_wrapped_models_and_files_fit_each_other(wrapped: str, tmp_path: Path) -> None:
+    model = mlp()
+    inside = nn.ModuleDict({"module": mlp()})
+    given = {("module." if wrapped != "model" else "") + name: value for name, value in model.state_dict().items()}
+    target = mlp() if wrapped == "file" else inside
+    torch.save(given, tmp_path / "w.pt")
+    put_weights(target, load_weights(tmp_path / "w.pt"))
+    for one, two in zip(target.parameters(), model.parameters(), strict=True):
+        assert_close(one, two, rtol=0, atol=0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+@pytest.mark.parametrize("kept", ["embedding.weight", "head.weight"])
+def test_a_tied_weight_may_be_there_once(kept: str) -> None:
+    model = Tied()
+    put_weights(model, {kept: torch.full((5, 3), 2.0)})
+    assert_close(model.embedding.weight.detach(), torch.full((5, 3), 2.0), rtol=0, atol=0)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_lazy_layers_take_the_shape_of_the_file() -> None:
+    model = nn.LazyLinear(3)
+    put_weights(model, {"weight": torch.ones(3, 7), "bias": torch.zeros(3)})
+    assert model.weight.shape == (3, 7)
+
+
+def test_weights_that_do_not_fit_are_listed_and_leave_the_model_alone() -> None:
+    model = mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {name: torch.zeros_like(value) for name, value in before.items()}
+    given["1.wieght"] = given.pop("1.weight")
+    given["3.weight"] = torch.zeros(7, 3)
+    refused(
+        lambda: put_weights(model, given),
+        "1 missing: '1.weight' (nearest there: '1.wieght')",
+        "1 unexpected: '1.wieght'",
+        "1 of another shape: '3.weight' is (7, 3) there and (3, 3) in the model",
+    )
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_long_lists_are_cut() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    refused(lambda: fitted(model, {}), "20 missing", "'0.weight'", "and 15 more")
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def pickled(found: Any, path: Path) -> None:
+    path.write_bytes(pickle.dumps(found, protocol=2))
+
+
+def pickled_newly(found: Any, path: Path) -> None:
+    path.write_bytes(pickle.dumps(found))
+
+
+@pytest.mark.parametrize("save", [save_torch, save_old, pickled, pickled_newly])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_hostile_file_does_nothing(save: Callable[..., None], nested: bool, tmp_path: Path) -> None:
+    path, victim = tmp_path / "w.pt", tmp_path / "victim"
+    found = {"weight": torch.ones(2), "more": Hostile(victim)} if save in (save_torch, save_old) else Hostile(victim)
+    save({"state_dict": found} if nested else found, path)
+    refused(lambda: load_weights(path), "w.pt")
+    assert not victim.exists()
+    # And the file is a real one.
+    if save in (save_torch, save_old):
+        torch.load(path, weights_only=False)
+    else:
+        pickle.loads(path.read_bytes())
+    assert victim.exists()
+
+
+@pytest.mark.parametrize("save", [save_torch, save_old])
+def test_a_refusal_says_what_the_file_asked_for(save: Callable[..., None], tmp_path: Path) -> None:
+    save(Hostile(tmp_path / "victim"), tmp_path / "w.pt")
+    refused(lambda: load_weights(tmp_path / "w.pt"), "mkdir", "nothing of it was run")
+    save(mlp(), tmp_path / "w.pt")
+    refused(lambda: load_weights(tmp_path / "w.pt"), "Sequential", "state_dict()")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch is about to give scripts up
+def test_scripts_are_refused(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "w.pt")
+    refused(lambda: load_weights(tmp_path / "w.pt"), "TorchScript", "state_dict()")
+
+
+@pytest.mark.parametrize(("name", "save"), FORMATS)
+def test_a_file_cut_short_is_refused(name: str, save: Callable[..., None], tmp_path: Path) -> None:
+    path = tmp_path / name
+    save(mlp().state_dict(), path)
+    whole = path.read_bytes()
+    for length in (1, 10, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(lambda: load_weights(path), name, "save the weights again")
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_what_is_no_file_of_weights_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    refused(lambda: load_weights(path), "does not exist")
+    path.write_bytes(b"")
+    refused(lambda: load_weights(path), "it is empty")
+    path.write_text("hello, world, this is not a file of weights")
+    refused(lambda: load_weights(path), name)
+    path.unlink()
+    path.mkdir()
+    refused(lambda: load_weights(path), "a folder")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (torch.ones(2), ("a Tensor",)),
+        ([torch.ones(2)], ("a list",)),
+        ({}, ("no tensors",)),
+        ({"state_dict": {}}, ("no tensors",)),
+        ({"weight": torch.ones(2), "epoch": 3}, ("other things than tensors: epoch",)),
+        ({3: torch.ones(2)}, ("other things than tensors: 3",)),
+    ],
+)
+def test_files_of_other_things_are_named(found: Any, words: tuple[str, ...], tmp_path: Path) -> None:
+    torch.save(found, tmp_path / "w.pt")
+    refused(lambda: load_weights(tmp_path / "w.pt"), *words)
