@@ -37,7 +37,8 @@ def reading_of(request: Request, found: Mapping[str, Found], setting: Setting) -
     stderr, layer_stderr = only.stderr if len(whole) == 1 else None, {}
     if draws:
         replicas = [
-            _parts(request, {name: _replica(each, d) for name, each in needed.items()}, shapes) for d in range(min(draws))
+            _parts(request, {name: _replica(each, d) for name, each in needed.items()}, shapes)
+            for d in range(min(draws))
         ]
         stderr = _jackknife([_total(request, parts) for parts in replicas])
         layer_stderr = {
@@ -68,7 +69,10 @@ def _parts(request: Request, values: Values, shapes: Mapping[str, Geometry]) -> 
     return {
         name: _part(
             of.function(
-                **{key: _of_layer(key, value, name, shapes if of.on == "weights" else {}) for key, value in values.items()},
+                **{
+                    key: _of_layer(key, value, name, shapes if of.on == "weights" else {})
+                    for key, value in values.items()
+                },
                 **request.options,
             )
         )

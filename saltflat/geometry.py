@@ -52,7 +52,7 @@ class Geometry:
 
 
 def geometries(network: Network) -> Mapping[str, Geometry]:
-    """The measured parameters that are matrices: all of two or more axes, as the module sees them that owns their name."""
+    """The measured parameters of two or more axes, as the module sees them that owns their name."""
     return {
         name: _of(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
         for name, value in network.measured.items()

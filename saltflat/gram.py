@@ -16,7 +16,9 @@ from saltflat.statistic import Statistic
 from saltflat.sweep import Totals
 
 Forms = Mapping[str, Form]
-_GRADIENT = Statistic("gradient", of="gradient", total=lambda form, site: form.dense(), spread=None, meaning="gradients")
+_GRADIENT = Statistic(
+    "gradient", of="gradient", total=lambda form, site: form.dense(), spread=None, meaning="gradients"
+)
 
 
 def gram(setting: Setting, chosen: Tensor) -> Tensor:
@@ -26,8 +28,8 @@ def gram(setting: Setting, chosen: Tensor) -> Tensor:
         setting: what is measured.
         chosen: sorted numbers of examples.
 
-    Gradients of as many examples as fit in memory are kept at a time, and those of the others pass by them: for what fits
-    this is one sweep over the chosen examples.
+    Gradients of as many examples as fit in memory are kept at a time, and those of the others pass by them: one sweep
+    over the chosen examples if all fit.
     """
     result, start = torch.zeros(len(chosen), len(chosen), dtype=torch.float64), 0
     with scratch():

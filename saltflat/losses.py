@@ -310,8 +310,8 @@ def normalized(loss: Loss, logits: str) -> Loss:
 
     Args:
         loss: of the outputs as they are.
-        logits: ``"none"``; ``"std"``: centred over the outputs and divided by their standard deviation; ``"l2"``: centred
-            and divided by their length.
+        logits: ``"none"``; ``"std"``: centred over the outputs and divided by their standard deviation; ``"l2"``:
+            centred and divided by their length.
     """
     if logits == "none":
         return loss
@@ -319,8 +319,8 @@ def normalized(loss: Loss, logits: str) -> Loss:
         raise unknown("normalisation of the logits", logits, ("none", "std", "l2"))
     if not isinstance(loss, CrossEntropy) or loss.weight is not None:
         raise OptionError(
-            f"Got logits={logits!r} with {type(loss).__name__}. Want cross_entropy without class weights: only the scale of "
-            "logits means nothing to predictions. Do: leave logits out."
+            f"Got logits={logits!r} with {type(loss).__name__}. Want cross_entropy without class weights: only of its "
+            "outputs does the scale not matter to predictions. Do: leave logits out."
         )
     return Normalized(loss, logits)
 
@@ -347,7 +347,7 @@ class Normalized(Custom):
         self.inner.check(outputs, targets)
         if outputs.dim() != 2:
             raise LabelError(
-                f"Got outputs of shape {_shape(outputs)}. Want (N, classes) for normalised logits. Do: leave logits out."
+                f"Got outputs of shape {_shape(outputs)}. Want (N, classes) to normalise. Do: leave logits out."
             )
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:

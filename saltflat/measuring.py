@@ -66,7 +66,8 @@ def measure(
             module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
         measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; if None, all that this
             model allows, and the report says which were left out and why. :func:`saltflat.catalogue` lists them.
-        columns: ``"exact"``, ``"top"`` or ``"sampled"``: how the loss's curvature is taken; see :mod:`saltflat.columns`.
+        columns: ``"exact"``, ``"top"`` or ``"sampled"``: how the loss's curvature is taken; see
+            :mod:`saltflat.columns`.
         layers: names of modules or parameters to measure; all parameters that require a gradient if None.
         memory: working memory beyond the model and the results, such as ``"512MiB"``.
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
@@ -74,8 +75,8 @@ def measure(
         progress: True or False for a progress bar (shown on a terminal if None), or a function of
             ``(step, done, total)``.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
-        logits: ``"none"``, or ``"std"`` or ``"l2"`` to bring each example's outputs to unit deviation or length before the
-            loss, so that their scale plays no part.
+        logits: ``"none"``, or ``"std"`` or ``"l2"`` to bring each example's outputs to unit deviation or length before
+            the loss, so that their scale plays no part.
         diagonal: where measures take the curvature diagonal from: ``"exact"``, or the estimates
             ``"finite_difference"``, ``"finite_difference_printed"`` and ``"hutchinson"`` of the true Hessian's.
         initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
@@ -149,15 +150,19 @@ class _Search:
     def gather(self, asked: Sequence[Request], strict: bool) -> None:
         """Everything that the measures ask for: one shared sweep, then what has passes of its own."""
         needs = {need.key: need for request in asked for need in request.needs.values()}
-        if self.diagonal is not None and needs.pop("curvature_diagonal", None):
+        if self.diagonal is not None and "curvature_diagonal" in needs:
+            del needs["curvature_diagonal"]
             needs[self.diagonal.key] = self.diagonal
         self._given()
         swept = [
-            STATISTICS[need.name].bound(key, dict(need.options)) for key, need in needs.items() if need.name in STATISTICS
+            STATISTICS[need.name].bound(key, dict(need.options))
+            for key, need in needs.items()
+            if need.name in STATISTICS
         ]
         # The shared sweep may use what is known of the features.
         computed = sorted(
-            (need for need in needs.values() if need.name in COMPUTED), key=lambda need: need.name != "feature_deviation"
+            (need for need in needs.values() if need.name in COMPUTED),
+            key=lambda need: need.name != "feature_deviation",
         )
         for need in computed[:1] if computed and computed[0].name == "feature_deviation" else []:
             self._compute(need, strict)
@@ -170,7 +175,9 @@ class _Search:
                 values = totals.values()
             exact = not self.setting.plan.random
             for each in swept:
-                self.found[each.name] = Found(values[each.name], totals.replicates(each), exact or each.of == "gradient")
+                self.found[each.name] = Found(
+                    values[each.name], totals.replicates(each), exact or each.of == "gradient"
+                )
         for need in computed:
             if need.key not in self.found and need.key not in self.reasons:
                 self._compute(need, strict)
@@ -244,7 +251,10 @@ def _clamped(found: Found) -> Found:
 
     negative = sum(int((value < 0).sum()) for value in found.value.values())
     count = sum(value.numel() for value in found.value.values())
-    notes = (*found.notes, f"the curvature diagonal is an estimate; {negative} of {count} entries were negative and taken as 0")
+    notes = (
+        *found.notes,
+        f"the curvature diagonal is an estimate; {negative} of {count} entries were negative and taken as 0",
+    )
     replicates = None if found.replicates is None else tuple(map(clamp, found.replicates))
     return Found(clamp(found.value), replicates, exact=False, notes=notes)
 
@@ -255,7 +265,8 @@ def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -
     values = given.state_dict() if isinstance(given, nn.Module) else given
     if not isinstance(values, Mapping):
         raise OptionError(
-            f"Got initial of type {type(given).__name__}. Want a model or its state_dict. Do: copy.deepcopy(model) before training."
+            f"Got initial of type {type(given).__name__}. Want a model or its state_dict. "
+            "Do: keep a copy.deepcopy(model) from before training."
         )
     found = {}
     for name, value in problem.network.measured.items():
@@ -276,7 +287,13 @@ def _certified(
     try:
         found = certify(model, data, loss, layers, seed=seed, mode=mode)
     except RuntimeError as error:  # the same models that have no second derivatives
-        return {"holds": None, "gap": torch.nan, "examples": 0, "gaps": {}, "failed": str(error).strip().splitlines()[0]}
+        return {
+            "holds": None,
+            "gap": torch.nan,
+            "examples": 0,
+            "gaps": {},
+            "failed": str(error).strip().splitlines()[0],
+        }
     gaps = {name: each.gap for name, each in found.items()}
     return {"holds": found.holds, "gap": found.gap, "examples": found.examples, "gaps": gaps}
 

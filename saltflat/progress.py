@@ -64,9 +64,7 @@ def steps_shown(progress: bool | Tick | None) -> Iterator[Tick]:
 
 def _check(progress: bool | None) -> None:
     if progress is not None and not isinstance(progress, bool):
-        raise OptionError(
-            f"Got progress={progress!r}. Want True, False, None or a function. Do: leave it out."
-        )
+        raise OptionError(f"Got progress={progress!r}. Want True, False, None or a function. Do: leave it out.")
 
 
 def count(data: Any) -> int | None:

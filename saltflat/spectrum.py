@@ -34,15 +34,18 @@ class Top:
     Attributes:
         value: the eigenvalue.
         vector: of unit length, in the parameter's shape.
-        residual: |G v - value v|, relative to the largest eigenvalue seen (in absolute value). The block has an eigenvalue
-            within that distance of ``value``.
+        residual: |G v - value v|, relative to the largest eigenvalue seen (in absolute value). The block has an
+            eigenvalue within that distance of ``value``.
+        bound: how far the largest eigenvalue may lie above ``value``, relative: the residual, or its square over the
+            distance to the next eigenvalue seen, whichever is smaller.
         steps: how many products it took.
-        converged: whether the residual is within the tolerance.
+        converged: whether the bound is within the tolerance.
     """
 
     value: float
     vector: Tensor
     residual: float
+    bound: float
     steps: int
     converged: bool
 
@@ -57,7 +60,7 @@ class _Lanczos:
         self.basis = flat.new_empty(min(BASIS, len(flat)), len(flat))
         self.small = flat.new_zeros(len(self.basis), len(self.basis))
         self.size = self.steps = 0
-        self.value = self.residual = torch.inf
+        self.value = self.residual = self.bound = torch.inf
         self.vector = self.next
         self.done = False
 
@@ -81,8 +84,10 @@ class _Lanczos:
         absolute = length * abs(float(top[-1]))
         scale = float(values.abs().max())
         self.residual = absolute / scale if scale else 0.0
+        gap = float(values[-1] - values[-2]) / scale if self.size > 1 and scale else 0.0
+        self.bound = min(self.residual, self.residual**2 / gap) if gap else self.residual
         self.vector = top @ known
-        if self.residual <= self.tolerance or length <= 1e-14 * scale or self.size == known.shape[1]:
+        if self.bound <= self.tolerance or length <= 1e-14 * scale or self.size == known.shape[1]:
             self.done = True
             return
         self.next = rest / length
@@ -97,13 +102,14 @@ class _Lanczos:
         self.size = kept
 
     def result(self) -> Top:
-        return Top(self.value, self.vector.reshape(self.shape), self.residual, self.steps, self.residual <= self.tolerance)
+        vector, converged = self.vector.reshape(self.shape), self.bound <= self.tolerance
+        return Top(self.value, vector, self.residual, self.bound, self.steps, converged)
 
 
 def top_eigenvalues(
     product: Product,
     starts: Vectors,
-    tolerance: float = 1e-7,
+    tolerance: float = 1e-9,
     steps: int = 500,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Top]:
@@ -112,7 +118,7 @@ def top_eigenvalues(
     Args:
         product: multiplies the blocks of the parameters it is given with their vectors.
         starts: a vector for each block.
-        tolerance: of the relative residual.
+        tolerance: of the relative bound on the eigenvalue's error.
         steps: how many products at most.
         tick: called with the number of blocks done and of all blocks.
 

@@ -43,8 +43,8 @@ class Statistic:
         total: from the gradients of some examples to their part of the sum.
         spread: the scatter of ``total`` due to random columns.
         meaning: for the reader.
-        kind: ``"entries"`` (the parameter's shape), ``"scalar"``, ``"matrix"`` (for parameters with a geometry only; any
-            shape) or ``"example"`` (one number per example, kept instead of summed).
+        kind: ``"entries"`` (the parameter's shape), ``"scalar"``, ``"matrix"`` (for parameters with a geometry only;
+            any shape) or ``"example"`` (one number per example, kept instead of summed).
         degree: how the value scales with the gradients: 2 for squares.
         features: whether it needs the standard deviations of the layer's inputs.
         options: keyword arguments of ``total``, with defaults.
@@ -86,9 +86,7 @@ def register(statistic: Statistic) -> Statistic:
     return statistic
 
 
-def statistic(
-    per: Literal["layer", "network"], meaning: str
-) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+def statistic(per: Literal["layer", "network"], meaning: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
     """Register a statistic that is a function of a setting; its keyword-only arguments are its options."""
 
     def enter(function: Callable[..., Found]) -> Callable[..., Found]:

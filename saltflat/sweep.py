@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat import passes
-from saltflat.columns import Columns, Dice, Plan, columns_of, plan_from, stored
+from saltflat.columns import Columns, Dice, columns_of, plan_from, stored
 from saltflat.data import Batch
 from saltflat.errorbars import standard_error
 from saltflat.errors import EmptyDataError, NonFiniteError, OptionError

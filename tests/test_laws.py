@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def test_every_symmetry_is_tried() -> None:
 
 
 def readings(case: Case, initial: nn.Module) -> dict[str, float]:
-    report = saltflat.measure(case.model, case.batches, case.loss, list(ASKED.values()), initial=initial, certificate=False)
+    report = saltflat.measure(
+        case.model, case.batches, case.loss, list(ASKED.values()), initial=initial, certificate=False
+    )
     # Names in a report are in the order they were asked for.
     return {name: reading.value for name, reading in zip(ASKED, report.values(), strict=True)}
 
@@ -122,7 +125,7 @@ DEGREES: dict[str, float] = {
     "fisher_rao_norm": 2,
     "fisher_logdet": 2 * 3,  # ln c^2 for each example of a subset
 }
-# The first two are about classes, which a loss function of the user's does not show; the others have a scale of their own.
+# Two are about classes, which a loss function of the user's does not show; the others have a scale of their own.
 NO_DEGREE = {"pac_bayes_flatness", "input_robustness", "regularized_normalized_sharpness", "fisher_determinant"}
 
 
@@ -150,7 +153,7 @@ def permuted(case: Case) -> Case:
     model = deepcopy(case.model)
     layers = [layer for _, layer in layers_of(model)]
     with torch.no_grad():
-        for one, two in zip(layers, layers[1:], strict=False):
+        for one, two in pairwise(layers):
             assert isinstance(one, nn.Linear)
             order = torch.randperm(one.out_features, generator=torch.Generator().manual_seed(3))
             for value in (one.weight, one.bias):
@@ -222,5 +225,3 @@ def test_random_columns_say_how_far_off_they_are(columns: str) -> None:
             errors.append(reading.stderr / exact[name].value)
     assert 0.85 <= sum(hits) / len(hits) <= 1.0
     assert 0 < sorted(errors)[len(errors) // 2] < 1
-
-

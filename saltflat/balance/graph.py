@@ -52,7 +52,7 @@ def balance_graph(
     z, residual, sweeps = settle(flow, weights.new_zeros(1, nodes), tolerance, limit)
     value = (flow.log_weights + z[0, tails] - z[0, heads]).exp().sum() + constant
     z = torch.where(live, _from_first(z[0], parts), torch.where(had, torch.nan, 0.0))
-    notes = ()
+    notes: tuple[str, ...] = ()
     if not bool(kept.all()):
         notes = (
             f"{int((~kept).sum())} of {len(kept)} edges lie on no cycle, can be scaled towards 0 without end and add "
@@ -118,7 +118,7 @@ class Edges(Flow):
 
 
 class EdgesPoint(Point):
-    """Every node counts what flows out and in relative to the flow here, so that no node's flow is too small to be seen."""
+    """Every node counts in units of its own flow here, so that no flow is too small to be seen."""
 
     def __init__(self, flow: Edges, z: Tensor) -> None:
         self.flow, self.z = flow, z

@@ -1,9 +1,10 @@
 r"""Balancing two non-negative matrices against each other: rows and columns as nodes, or rows alone.
 
 For potentials :math:`x` of the rows, column j receives :math:`a_j = \sum_i F_{ij} e^{x_i}` and gives back
-:math:`b_j = \sum_i U_{ij} e^{-x_i}`. Both problems here minimise :math:`\sum_j (a_j b_j)^p / p`: with p = 1/2 each column has taken
-its own best scale, with p = 1 columns have none. Column j carries the flow :math:`w_j = (a_j b_j)^p`, of which row i gives the
-share :math:`P_{ij} = F_{ij} e^{x_i} / a_j` and takes :math:`Q_{ij} = U_{ij} e^{-x_i} / b_j`. So out = P w, in = Q w, and
+:math:`b_j = \sum_i U_{ij} e^{-x_i}`. Both problems here minimise :math:`\sum_j (a_j b_j)^p / p`: with p = 1/2 each
+column has taken its own best scale, with p = 1 columns have none. Column j carries the flow
+:math:`w_j = (a_j b_j)^p`, of which row i gives the share :math:`P_{ij} = F_{ij} e^{x_i} / a_j` and takes
+:math:`Q_{ij} = U_{ij} e^{-x_i} / b_j`. So out = P w, in = Q w, and the second derivative is diag(out + in) - W with
 
 .. math::
     W = (1 - p) (P w P^T + Q w Q^T) + p (P w Q^T + Q w P^T).
@@ -96,12 +97,16 @@ def _balanced(F: Tensor, U: Tensor, power: float, tolerance: float, limit: int, 
     if kept is not None:
         F, U = torch.where(kept, F, 0.0), torch.where(kept, U, 0.0)
     has = F > 0
-    flow = Columns(F.log(), U.log(), power)
-    x, residual, sweeps = settle(flow, flow.start(), tolerance, limit)
-    point = flow.at(x)
-    values = point.log_w.exp().sum(1) / power
+    x, y, values = F.new_zeros(F.shape[:2]), F.new_zeros(F.shape[::2]), F.new_zeros(len(F))
+    residual, sweeps = 0.0, 0
+    if bool(has.any()):
+        flow = Columns(F.log(), U.log(), power)
+        x, residual, sweeps = settle(flow, flow.start(), tolerance, limit)
+        point = flow.at(x)
+        y = (point.log_b - point.log_a) / 2
+        values = point.log_w.exp().sum(1) / power
     rows = _marked(x, had.any(2), has.any(2))
-    columns = _marked((point.log_b - point.log_a) / 2, had.any(1), has.any(1))
+    columns = _marked(y, had.any(1), has.any(1))
     if turned:
         rows, columns = columns, rows
     return Balanced(
@@ -151,7 +156,7 @@ class Columns(Flow):
 
 
 class ColumnsPoint(Point):
-    """Shares are in [0, 1], and the rows' sums are taken in a unit they share, or each in its own where that is too coarse."""
+    """Shares are in [0, 1]; the rows count in a unit they share, or each in its own where that is too coarse."""
 
     def __init__(self, log_F: Tensor, log_U: Tensor, power: float, z: Tensor) -> None:
         self.log_F, self.log_U, self.power, self.z = log_F, log_U, power, z
@@ -165,15 +170,14 @@ class ColumnsPoint(Point):
         lowest = torch.where(self.live, torch.minimum(self.log_out, self.log_in), top).amin(1, keepdim=True)
         self.own_units = bool((lowest < top - WIDE).any())
         if self.own_units:
-            self.given, self.log_out = _shares(self._log_P() + self.log_w[:, None, :], 2)
-            self.taken, self.log_in = _shares(self._log_Q() + self.log_w[:, None, :], 2)
+            log_P, log_Q = self._log_shares()
+            self.given, self.log_out = _shares(log_P + self.log_w[:, None, :], 2)
+            self.taken, self.log_in = _shares(log_Q + self.log_w[:, None, :], 2)
             self.w = torch.ones_like(self.w)
 
-    def _log_P(self) -> Tensor:
-        return self.log_F + self.z[:, :, None] - self.log_a[:, None, :]
-
-    def _log_Q(self) -> Tensor:
-        return self.log_U - self.z[:, :, None] - self.log_b[:, None, :]
+    def _log_shares(self) -> tuple[Tensor, Tensor]:
+        z = self.z[:, :, None]
+        return self.log_F + z - self.log_a[:, None, :], self.log_U - z - self.log_b[:, None, :]
 
     def imbalance(self, shift: Tensor) -> Tensor:
         up = shift.exp()
@@ -193,7 +197,8 @@ class ColumnsPoint(Point):
     def _roots(self) -> tuple[Tensor, Tensor]:
         """P and Q times sqrt(w / d)."""
         scale = (self.log_w[:, None, :] - self.log_flow()[:, :, None]) / 2
-        return (self._log_P() + scale).exp(), (self._log_Q() + scale).exp()
+        log_P, log_Q = self._log_shares()
+        return (log_P + scale).exp(), (log_Q + scale).exp()
 
     def coupled(self, v: Tensor) -> Tensor:
         P, Q = self._roots

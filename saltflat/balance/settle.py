@@ -1,9 +1,9 @@
 r"""Bringing a flow into balance: closed-form sweeps, and Newton's method where they crawl.
 
-A node's *imbalance* is :math:`r_p = \ln(\mathrm{out}_p / \mathrm{in}_p)`. Lowering one potential by :math:`r_p / 2` balances
-its node exactly (Osborne, 1960). Doing so again and again never increases the distance to the solution, however badly the
-weights are scaled, but takes long where groups of nodes hang together by thin threads. There Newton's method
-moves each group as one: the second derivative is the Laplacian of the graph,
+A node's *imbalance* is :math:`r_p = \ln(\mathrm{out}_p / \mathrm{in}_p)`. Lowering its potential by
+:math:`r_p / 2` balances it exactly (Osborne, 1960). Doing so again and again never increases the distance to the
+solution, however badly the weights are scaled, but takes long where groups of nodes hang together by thin threads.
+There Newton's method moves each group as one: the second derivative is the Laplacian of a graph,
 :math:`\mathrm{diag}(d) - W` with :math:`d = \mathrm{out} + \mathrm{in}`.
 """
 
@@ -58,7 +58,7 @@ class Flow(ABC):
 
 
 def settle(flow: Flow, z: Tensor, tolerance: float, limit: int) -> tuple[Tensor, float, int]:
-    """The best potentials found, the largest imbalance at them, and the number of sweeps; a Newton step counts as one."""
+    """The best potentials found, the largest imbalance there, and the number of sweeps, Newton steps among them."""
     point = flow.at(z)
     residual = _worst(point.imbalance(torch.zeros_like(z)))
     best = point.z, residual
@@ -127,15 +127,15 @@ def _newton_step(point: Point, noise: float) -> Tensor:
 def _factorised(point: Point, root: Tensor, want: Tensor) -> Tensor:
     N = point.coupling()
     N.diagonal(dim1=1, dim2=2).zero_()
-    # The diagonal of a Laplacian is the sum of the rest of its row: so taken it is right to the last digit, however thin
-    # the threads.
+    # The diagonal of a Laplacian is the sum of the rest of its row. Added up it is right to the last digit, however
+    # thin the threads; as a difference it would not be.
     thickness = (N @ root[:, :, None])[:, :, 0] / root
-    ridge = 1e-14
-    while True:
+    # A Laplacian is singular; and threads thinner than the first of these move no imbalance that counts.
+    for ridge in (1e-13, 1e-12, 1e-11, 1e-10):
         factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(thickness + ridge) - N)
         if not bool(failed.any()):
             return torch.cholesky_solve(want[:, :, None], factor)[:, :, 0]
-        ridge *= 10
+    return torch.zeros_like(want)
 
 
 def _conjugate_gradients(point: Point, want: Tensor, iterations: int = 500) -> Tensor:

@@ -102,7 +102,8 @@ class Form(ABC):
             weights = coefficients[:, start : start + part.examples]
             parts.append(torch.tensordot(weights, part.dense(), 2))
             start += part.examples
-        return reduce(torch.add, parts)
+        total: Tensor = reduce(torch.add, parts)
+        return total
 
     def unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
         """``(units,)``: inner products with a direction, unit by unit, squared and summed over columns and examples.
@@ -132,7 +133,7 @@ class Form(ABC):
         return total
 
     def gram(self, other: Form) -> Tensor:
-        """``(examples, examples of other)``: inner products between the gradients of two sets of examples, one column."""
+        """``(examples, examples of other)``: inner products between gradients of two sets of examples, one column."""
         return _flat(self.dense())[0] @ _flat(other.dense())[0].mT
 
     def pieces(self) -> Iterator[Form]:

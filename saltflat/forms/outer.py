@@ -207,11 +207,8 @@ class Outer(Form):
         for start in range(0, self.examples, step):
             part = self.select(slice(start, start + step))
             # What the other side sends to each entry (or row), times what was there.
-            if by_entry:
-                each = ((part.left @ core) * part.right).sum(3)
-            else:
-                each = ((part.right @ core.mT) * part.left).sum(3)
-            flat = each.flatten(0, 1).flatten(1)
+            each = (part.left @ core) * part.right if by_entry else (part.right @ core.mT) * part.left
+            flat = each.sum(3).flatten(0, 1).flatten(1)
             total += flat.new_zeros(len(flat), units).index_add_(1, number, flat).square().sum(0)
         return total
 

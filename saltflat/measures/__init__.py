@@ -116,7 +116,9 @@ def measure(
         own = options = keywords(function)
         for need in needs:
             if need not in STATISTICS and need not in COMPUTED and need not in GIVEN:
-                raise unknown(f"statistic (a parameter of the measure {name!r})", need, {*STATISTICS, *COMPUTED, *GIVEN})
+                raise unknown(
+                    f"statistic (a parameter of the measure {name!r})", need, {*STATISTICS, *COMPUTED, *GIVEN}
+                )
             options = {**options_of(need), **options}
         for symmetry in invariant_to:
             if symmetry not in SYMMETRIES:
@@ -124,7 +126,18 @@ def measure(
         if reference not in REFERENCES:
             raise unknown(f"reference (of the measure {name!r})", reference, REFERENCES)
         MEASURES[name] = Measure(
-            name, function, on, total, invariant_to, reference, formula, smaller, logarithmic, needs, tuple(own), options
+            name,
+            function,
+            on,
+            total,
+            invariant_to,
+            reference,
+            formula,
+            smaller,
+            logarithmic,
+            needs,
+            tuple(own),
+            options,
         )
         return function
 

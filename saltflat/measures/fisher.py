@@ -1,4 +1,4 @@
-"""Measures made of single examples' gradients: the Fisher matrix and its determinant (Jia and Su, 2020; Liang et al.)."""
+"""Measures made of single examples' gradients (Jia and Su, 2020; Liang et al., 2019)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def fisher_logdet(
     .. math::
         \hat\gamma = \frac1T \sum_t \ln\det J_{S_t} J_{S_t}^T
 
-    over random subsets of a pool of examples whose inner products are found once. ``convention="half"`` sums logarithms of
-    singular values instead of squared ones. Multiplying the loss by c adds 2 ln c for each example of a subset. Examples that are fitted
-    perfectly, or that occur twice, make the determinant zero: eigenvalues below ``floor`` times the largest are counted
-    as that, and how many were is in the notes.
+    over random subsets of a pool of examples whose inner products are found once. ``convention="half"`` sums logarithms
+    of singular values instead of squared ones. Multiplying the loss by c adds 2 ln c for each example of a subset.
+    Examples that are fitted perfectly, or that occur twice, make the determinant zero: eigenvalues below ``floor``
+    times the largest are counted as that, and how many were is in the notes.
 
     Args:
-        gradient_gram: ``gram``, the ``(pool, pool)`` inner products; ``eps``, the rounding of their precision; ``seed``.
+        gradient_gram: ``gram``, the ``(pool, pool)`` inner products; ``eps``, their rounding; ``seed``.
         subset: examples in each subset.
         draws: how many subsets.
         convention: ``"logdet"`` or ``"half"``.
@@ -69,14 +69,19 @@ def fisher_logdet(
         exact=False,
         stderr=stderr,
         notes=notes,
-        details={"floored_eigenvalues": floored, "subset": size, "draws": len(each), "pool": len(gradient_gram["gram"])},
+        details={
+            "floored_eigenvalues": floored,
+            "subset": size,
+            "draws": len(each),
+            "pool": len(gradient_gram["gram"]),
+        },
     )
 
 
 @measure(
     on="network",
     reference="jia2020information",
-    formula="largest eigenvalue of the inner products between the gradients of `subset` random examples, mean over `draws`",
+    formula="largest eigenvalue of the inner products between gradients of `subset` random examples, mean over `draws`",
 )
 def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 100, draws: int = 100) -> Part:
     r"""How long the longest combination of single examples' gradients is.
@@ -102,8 +107,8 @@ def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 10
 def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> Part:
     r"""The logarithm of the determinant of the observed Fisher matrix: :math:`\gamma = \ln |I(w)|`.
 
-    It is minus infinity as soon as there are more parameters than examples, or any direction that no gradient sees, which
-    every rescaling symmetry makes at a perfect fit; for tiny models only. ``jitter`` is added to the diagonal.
+    It is minus infinity as soon as there are more parameters than examples, or any direction that no gradient sees: so it
+    is for every network that can be rescaled. For tiny models only. ``jitter`` is added to the diagonal.
 
     Example:
         >>> round(float(fisher_determinant(torch.diag(torch.tensor([1.0, 2.0]))).value), 6)
@@ -180,7 +185,10 @@ def fisher_rao_norm(gradient_along_weights: Mapping[str, Tensor]) -> Tensor:
     smaller="more robust to its inputs",
 )
 def input_robustness(input_jacobian: float) -> float:
-    r"""How much the probabilities can change with the input: :math:`\frac1N \sum_n \|J_x \mathrm{softmax} f(x_n)\|_2^2`.
+    r"""How much the predicted probabilities can change with the input.
+
+    .. math::
+        \frac1N \sum_n \|J_x \mathrm{softmax} f(x_n)\|_2^2
 
     It sees the function alone, so no change of the weights that keeps the function can change it.
 
@@ -195,7 +203,7 @@ def _spectra(gram: Mapping[str, Any], subset: int, draws: int) -> tuple[Tensor, 
     """``(draws, subset)``: eigenvalues of the inner products within random subsets, ascending."""
     check_count(1, subset=subset, draws=draws)
     matrix: Tensor = gram["gram"]
-    pool, notes = len(matrix), ()
+    pool, notes = len(matrix), tuple[str, ...]()
     if pool < subset:
         notes = (f"there are only {pool} examples for subsets of {subset}: all of them were taken, once",)
         subset, draws = pool, 1

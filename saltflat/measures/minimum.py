@@ -17,9 +17,7 @@ from saltflat.measures import Part, measure
     reference="ibayashi2021minimum",
     formula="trace of the Hessian, smallest over factors of the layers that cancel",
 )
-def minimum_sharpness(
-    curvature_trace: Mapping[str, Tensor], layer_chain: Sequence[tuple[str, str | None]]
-) -> Part:
+def minimum_sharpness(curvature_trace: Mapping[str, Tensor], layer_chain: Sequence[tuple[str, str | None]]) -> Part:
     r"""The smallest Hessian trace among all networks that differ only by factors of their layers.
 
     .. math::
@@ -67,7 +65,9 @@ def minimum_sharpness(
     notes = found.notes
     if not found.attained:
         at_minimum = {}
-        notes = ("a layer without curvature lets the others' be scaled away: the infimum is reached by no finite factors",)
+        notes = (
+            "a layer without curvature lets the others' be scaled away: the infimum is reached by no finite factors",
+        )
     if len(layer_chain) == 1:
         notes = ("the network has no hidden layer: nothing can be rescaled, this is its Hessian trace",)
     return Part(

@@ -1,4 +1,4 @@
-"""Normalized sharpness (Tsuzuku, Sato, Sugiyama, 2020), as the theory has it, as printed, and parameter by parameter."""
+"""Normalized sharpness (Tsuzuku et al., 2020): as the theory has it, as printed, and parameter by parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOTH = ("layer_scale", "unit_scale")
     on="weights",
     invariant_to=BOTH,
     reference="tsuzuku2020normalized",
-    formula="sum over columns of sqrt(curvature of the column * squared weights of the column), smallest over row scales",
+    formula="sum over columns of sqrt(curvature of the column * squared weights of it), smallest over row scales",
 )
 def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
     r"""Curvature times size of the weights, at the scales of rows and columns that make it smallest.
@@ -47,7 +47,7 @@ def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
     on="weights",
     invariant_to=BOTH,
     reference="tsuzuku2020normalized",
-    formula="sum over all entries of curvature times row and column scales plus squared weight divided by them, smallest",
+    formula="sum over entries of curvature times row and column scales plus squared weight over them, smallest",
 )
 def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Part:
     r"""The same before the columns' scales are eliminated, as the first version of the paper has it: twice as large.
@@ -67,7 +67,7 @@ def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Pa
     on="weights",
     invariant_to=BOTH,
     reference="tsuzuku2020normalized",
-    formula="sqrt(sum over columns of curvature of the column * squared weights of the column), smallest over row scales",
+    formula="sqrt(sum over columns of curvature of the column * squared weights of it), smallest over row scales",
 )
 def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, side: str = "rows") -> Part:
     r"""Normalized sharpness as its published equation reads, with one root over the whole sum.
@@ -187,7 +187,9 @@ def _sides(weight: Tensor, curvature_diagonal: Tensor) -> tuple[Tensor, Tensor] 
 def _bad(F: Tensor) -> Part | None:
     if bool((F < 0).any()):
         count = int((F < 0).sum())
-        return Part(torch.nan, notes=(f"{count} of {F.numel()} curvatures are negative: there is no minimum over scales",))
+        return Part(
+            torch.nan, notes=(f"{count} of {F.numel()} curvatures are negative: there is no minimum over scales",)
+        )
     return None
 
 

@@ -15,8 +15,8 @@ REFERENCES = {
     "NeurIPS 2017.",
     "jiang2020fantastic": "Jiang, Neyshabur, Mobahi, Krishnan, Bengio. Fantastic Generalization Measures and Where to "
     "Find Them. ICLR 2020.",
-    "liang2019fisher": "Liang, Poggio, Rakhlin, Stokes. Fisher-Rao Metric, Geometry, and Complexity of Neural Networks. "
-    "AISTATS 2019.",
+    "liang2019fisher": "Liang, Poggio, Rakhlin, Stokes. Fisher-Rao Metric, Geometry, and Complexity of Neural "
+    "Networks. AISTATS 2019.",
     "rangamani2019scale": "Rangamani, Nguyen, Kumar, Phan, Chin, Tran. A Scale Invariant Flatness Measure for Deep "
     "Network Minima. 2019.",
     "foret2021sharpness": "Foret, Kleiner, Mobahi, Neyshabur. Sharpness-Aware Minimization for Efficiently Improving "

@@ -1,10 +1,10 @@
 """Curvature times squared weights, by layer and by unit (Petzka et al., 2019 and 2021).
 
-The eleven quantities of the 2019 paper's table: kappa^l is ``report["kappa"].layers``, its sum ``report["kappa"].value``
-and its maximum ``report["kappa_max"].value``; with the trace instead of the largest eigenvalue the same of ``kappa_trace``
-and ``kappa_trace_max``; rho^l(j) is ``report["rho"].units``, its maximum over a layer's units
-``report["rho_max"].layers``, its sum ``report["rho"].layers``, and over the network ``report["rho_max"].value`` and
-``report["rho"].value``.
+The eleven quantities of the 2019 paper's table: kappa^l is ``report["kappa"].layers``, its sum
+``report["kappa"].value`` and its maximum ``report["kappa_max"].value``; with the trace instead of the largest eigenvalue
+the same of ``kappa_trace`` and ``kappa_trace_max``; rho^l(j) is ``report["rho"].units``, its maximum over a layer's
+units ``report["rho_max"].layers``, its sum ``report["rho"].layers``, and over the network ``report["rho_max"].value``
+and ``report["rho"].value``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BOTH = ("layer_scale", "unit_scale")
 
 
 def _kappa(weight: Tensor, top_eigenvalue: Tensor, tolerance: float) -> Part:
-    value, residual, steps = top_eigenvalue.tolist()
-    notes = () if residual <= tolerance else (f"the largest eigenvalue has a relative residual of {residual:.1e}",)
+    value, residual, bound, steps = top_eigenvalue.tolist()
+    notes = () if bound <= tolerance else (f"the largest eigenvalue may be larger by {bound:.1e} of itself",)
     return Part(
         float(weight.double().square().sum()) * value,
         residual=residual,
-        converged=residual <= tolerance,
+        converged=bound <= tolerance,
         notes=notes,
-        details={"largest_eigenvalue": value, "steps": int(steps)},
+        details={"largest_eigenvalue": value, "error_bound": bound, "steps": int(steps)},
     )
 
 
@@ -36,7 +36,7 @@ def _kappa(weight: Tensor, top_eigenvalue: Tensor, tolerance: float) -> Part:
     reference="petzka2019reparameterization",
     formula="squared norm of the weight * largest eigenvalue of its curvature block, summed over layers",
 )
-def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-7) -> Part:
+def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-9) -> Part:
     r"""How fast the loss bends at most under changes relative to a layer's size.
 
     .. math::
@@ -46,11 +46,11 @@ def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-7) ->
 
     Args:
         weight: the layer's weight.
-        top_eigenvalue: ``(3,)``, the eigenvalue, its relative residual, and the steps it took.
-        tolerance: of that residual.
+        top_eigenvalue: ``(4,)``, the eigenvalue, its relative residual, the bound on its error, the steps it took.
+        tolerance: of that bound.
 
     Example:
-        >>> kappa(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.0, 5.0])).value
+        >>> kappa(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.0, 0.0, 5.0])).value
         50.0
     """
     return _kappa(weight, top_eigenvalue, tolerance)
@@ -63,7 +63,7 @@ def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-7) ->
     reference="petzka2019reparameterization",
     formula="squared norm of the weight * largest eigenvalue of its curvature block, the largest over layers",
 )
-def kappa_max(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-7) -> Part:
+def kappa_max(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-9) -> Part:
     """``kappa`` of the layer where it is largest."""
     return _kappa(weight, top_eigenvalue, tolerance)
 
@@ -141,7 +141,7 @@ def rho_max(unit_forms: Tensor) -> Part:
     on="weights",
     invariant_to=BOTH,
     reference="petzka2021relative",
-    formula="sum over pairs of output units of <w_s, w_t> * trace of the curvature between them, features at unit deviation",
+    formula="sum over pairs of output units of <w_s, w_t> * trace of the curvature between them, features normalised",
 )
 def relative_flatness(
     weight: Tensor, unit_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
@@ -151,8 +151,8 @@ def relative_flatness(
     .. math::
         \kappa = \sum_{s,t} \langle w_s, w_t \rangle \, \mathrm{tr}\, H_{st}
 
-    with :math:`w_s` the weights into output unit s and :math:`H_{st}` the curvature between those of s and t. The inputs
-    of the layer are first brought to unit standard deviation, which their weights take over; without that
+    with :math:`w_s` the weights into output unit s and :math:`H_{st}` the curvature between those of s and t. The
+    inputs of the layer are first brought to unit standard deviation, which their weights take over; without that
     (``normalize=False``) only factors common to a whole layer leave it as it is.
 
     Args:
@@ -166,7 +166,9 @@ def relative_flatness(
         tensor(8., dtype=torch.float64)
     """
     if normalize and feature_deviation is None:
-        return Part(torch.nan, notes=("the deviation of this layer's inputs is not known; normalize=False does without",))
+        return Part(
+            torch.nan, notes=("the deviation of this layer's inputs is not known; normalize=False does without",)
+        )
     W, traces = weight.double(), unit_trace.double()
     W = W.reshape(1, *W.shape, 1) if W.dim() == 2 else W
     traces = traces.unsqueeze(0) if traces.dim() == 2 else traces

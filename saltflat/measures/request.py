@@ -50,7 +50,9 @@ def requests(measures: str | Sequence[str] | None) -> list[Request]:
         return [_request(measure, {}) for measure in MEASURES.values()]
     texts = [measures] if isinstance(measures, str) else measures
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise OptionError(f"Got measures={measures!r}. Want a name or a list of names. Do: for instance ['kappa', 'rho'].")
+        raise OptionError(
+            f"Got measures={measures!r}. Want a name or a list of names. Do: for instance ['kappa', 'rho']."
+        )
     if not texts:
         raise OptionError("Got no measures. Want at least one name. Do: leave measures out for all of them.")
     return list({each.key: each for each in map(_parsed, texts)}.values())

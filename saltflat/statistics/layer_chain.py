@@ -33,16 +33,18 @@ def layer_chain(setting: Setting) -> Found:
         network(batch, tap, plain=True)
         chain: Chain = [(network.names[id(m.weight)], network.names.get(id(m.bias))) for m in called]
         if not chain:
-            raise NotDefinedError("needs layers that can be rescaled: the model has no Linear or convolution to measure")
+            raise NotDefinedError(
+                "needs layers that can be rescaled: the model has no Linear or convolution to measure"
+            )
         if len({weight for weight, _ in chain}) < len(chain):
             raise NotDefinedError("needs layers in a chain: one of this model's is used more than once")
         scaled = network(batch, leaves=_rescaled(network.constants, chain))
     off = float((scaled - plain).abs().max() / plain.abs().max().clamp_min(torch.finfo(plain.dtype).tiny))
     if not off <= TOLERANCE[plain.dtype]:
         raise NotDefinedError(
-            "needs layers in a chain with activations such as ReLU between them: multiplying this model's layers by factors "
-            f"that cancel changes its outputs (by {off:.1e}); skip connections, BatchNorm that is not folded into its layer, "
-            "LayerNorm and smooth activations do that"
+            "needs layers in a chain with activations such as ReLU between them: multiplying this model's layers by "
+            f"factors that cancel changes its outputs (by {off:.1e}); skip connections, BatchNorm that is not folded "
+            "into its layer, LayerNorm and smooth activations do that"
         )
     return Found(chain)
 

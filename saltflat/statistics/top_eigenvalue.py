@@ -12,8 +12,8 @@ from saltflat.statistics import statistic
 
 
 @statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.")
-def top_eigenvalue(setting: Setting, *, tolerance: float = 1e-7, steps: int = 500) -> Found:
-    """``(3,)`` for each weight: the eigenvalue, its residual and the number of steps."""
+def top_eigenvalue(setting: Setting, *, tolerance: float = 1e-9, steps: int = 500) -> Found:
+    """``(4,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, the number of steps."""
     names = geometries(setting.problem.network)
     starts = start_vectors(setting, names)
     tops = top_eigenvalues(
@@ -25,7 +25,8 @@ def top_eigenvalue(setting: Setting, *, tolerance: float = 1e-7, steps: int = 50
     )
 
     def row(value: float | Tensor, name: str) -> Tensor:
-        return torch.tensor([float(value), tops[name].residual, tops[name].steps], dtype=torch.float64)
+        top = tops[name]
+        return torch.tensor([float(value), top.residual, top.bound, top.steps], dtype=torch.float64)
 
     replicates = None
     if setting.plan.random:
