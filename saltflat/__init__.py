@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from saltflat.catalogue import catalogue
 from saltflat.certificate import Certificate, certify
+from saltflat.eigenvalues import eigenvalues_of
 from saltflat.errors import SaltflatError
 from saltflat.measuring import measure
 from saltflat.report import Comparison, Reading, Report, compare
@@ -19,6 +20,7 @@ __all__ = [
     "catalogue",
     "certify",
     "compare",
+    "eigenvalues_of",
     "measure",
     "statistics_of",
 ]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from scipy.stats import norm, t
 from torch import Tensor
 
@@ -44,6 +43,9 @@ def reading_of(request: Request, found: Mapping[str, Found], setting: Setting) -
         layer_stderr = {
             name: _jackknife([float(parts[name].value) for parts in replicas]) for name in layers if name in whole
         }
+    notes = (*_notes(whole), *dict.fromkeys(note for each in needed.values() for note in each.notes))
+    if math.isnan(value) and not notes:
+        notes = ("the measure's formula gave no number",)
     residuals = [part.residual for part in whole.values() if part.residual is not None]
     return Reading(
         name=request.key,
@@ -55,7 +57,7 @@ def reading_of(request: Request, found: Mapping[str, Found], setting: Setting) -
         exact=all(part.exact for part in whole.values()) and all(each.exact for each in needed.values()),
         converged=all(part.converged for part in whole.values()),
         residual=max(residuals) if residuals else None,
-        notes=(*_notes(whole), *dict.fromkeys(note for each in needed.values() for note in each.notes)),
+        notes=notes,
         details=_details(request, whole),
     )
 
@@ -91,10 +93,7 @@ def _of_layer(statistic: str, value: Any, name: str, shapes: Mapping[str, Geomet
 
 
 def _part(found: Tensor | float | Part) -> Part:
-    part = found if isinstance(found, Part) else Part(found)
-    if math.isnan(float(part.value)) and not part.notes:
-        return Part(torch.nan, notes=("the measure's formula gave no number",))
-    return part
+    return found if isinstance(found, Part) else Part(found)
 
 
 def _total(request: Request, parts: Mapping[str, Part]) -> float:

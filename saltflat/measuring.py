@@ -26,7 +26,7 @@ from saltflat.problem import Problem
 from saltflat.progress import steps_shown
 from saltflat.report import Reading, Report
 from saltflat.setting import Found, NotDefinedError, Setting
-from saltflat.statistic import COMPUTED, STATISTICS
+from saltflat.statistic import COMPUTED, STATISTICS, Statistic
 from saltflat.sweep import Totals, bytes_from, check_seed, described
 
 __all__ = ["measure"]
@@ -175,9 +175,8 @@ class _Search:
                 values = totals.values()
             exact = not self.setting.plan.random
             for each in swept:
-                self.found[each.name] = Found(
-                    values[each.name], totals.replicates(each), exact or each.of == "gradient"
-                )
+                drawn, notes = totals.replicates(each), _nothing(each, values)
+                self.found[each.name] = Found(values[each.name], drawn, exact or each.of == "gradient", notes)
         for need in computed:
             if need.key not in self.found and need.key not in self.reasons:
                 self._compute(need, strict)
@@ -241,6 +240,21 @@ class _Search:
         if self.totals is not None:
             return self.totals.examples, self.totals.mean_loss()
         return self.setting.examples, self.setting.mean_loss
+
+
+def _nothing(statistic: Statistic, values: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
+    """What to say of parameters that the loss does not see."""
+    of = values[statistic.name]
+    silent = [name for name, value in of.items() if not bool(value.any())]
+    if not silent:
+        return ()
+    which = "all parameters" if len(silent) == len(of) else ", ".join(silent[:4])
+    which += f" and {len(silent) - 4} more" if 4 < len(silent) < len(of) else ""
+    what = "curvature" if statistic.of == "curvature" else "gradients"
+    return (
+        f"no {what} at all in {which}: nothing there reaches the loss, or every example is fitted to rounding "
+        "(then dtype=torch.float64 may tell more)",
+    )
 
 
 def _clamped(found: Found) -> Found:

@@ -107,8 +107,8 @@ def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 10
 def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> Part:
     r"""The logarithm of the determinant of the observed Fisher matrix: :math:`\gamma = \ln |I(w)|`.
 
-    It is minus infinity as soon as there are more parameters than examples, or any direction that no gradient sees: so it
-    is for every network that can be rescaled. For tiny models only. ``jitter`` is added to the diagonal.
+    It is minus infinity as soon as there are more parameters than examples, or any direction that no gradient sees: so
+    it is for every network that can be rescaled. For tiny models only. ``jitter`` is added to the diagonal.
 
     Example:
         >>> round(float(fisher_determinant(torch.diag(torch.tensor([1.0, 2.0]))).value), 6)

@@ -187,9 +187,8 @@ def _sides(weight: Tensor, curvature_diagonal: Tensor) -> tuple[Tensor, Tensor] 
 def _bad(F: Tensor) -> Part | None:
     if bool((F < 0).any()):
         count = int((F < 0).sum())
-        return Part(
-            torch.nan, notes=(f"{count} of {F.numel()} curvatures are negative: there is no minimum over scales",)
-        )
+        note = f"{count} of {F.numel()} curvatures are negative: there is no minimum over scales"
+        return Part(torch.nan, notes=(note,))
     return None
 
 

@@ -1,9 +1,9 @@
 """Curvature times squared weights, by layer and by unit (Petzka et al., 2019 and 2021).
 
 The eleven quantities of the 2019 paper's table: kappa^l is ``report["kappa"].layers``, its sum
-``report["kappa"].value`` and its maximum ``report["kappa_max"].value``; with the trace instead of the largest eigenvalue
-the same of ``kappa_trace`` and ``kappa_trace_max``; rho^l(j) is ``report["rho"].units``, its maximum over a layer's
-units ``report["rho_max"].layers``, its sum ``report["rho"].layers``, and over the network ``report["rho_max"].value``
+``report["kappa"].value`` and its maximum ``report["kappa_max"].value``; with the trace instead of the largest
+eigenvalue the same of ``kappa_trace`` and ``kappa_trace_max``; rho^l(j) is ``report["rho"].units``, its maximum over a
+layer's units ``report["rho_max"].layers``, its sum ``report["rho"].layers``, and over the network ``report["rho_max"].value``
 and ``report["rho"].value``.
 """
 

@@ -32,4 +32,11 @@ def top_eigenvalue(setting: Setting, *, tolerance: float = 1e-9, steps: int = 50
     if setting.plan.random:
         found = curvature_along(setting, {name: top.vector for name, top in tops.items()})
         replicates = tuple({name: row(each[name], name) for name in names} for each in found or ()) or None
-    return Found({name: row(top.value, name) for name, top in tops.items()}, replicates, exact=not setting.plan.random)
+    silent = [name for name, top in tops.items() if top.value == 0]
+    notes = (f"no curvature at all in {', '.join(silent[:4])}{' and others' * (len(silent) > 4)}",) if silent else ()
+    return Found(
+        {name: row(top.value, name) for name, top in tops.items()},
+        replicates,
+        exact=not setting.plan.random,
+        notes=notes,
+    )
