@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 
-.PHONY: demo test bench lint format
+.PHONY: demo test bench bench-measures lint format
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -19,6 +19,9 @@ test: lint
 
 bench: $(PEERS)
 	$(BIN)/python benchmarks/curvature.py $(ARGS)
+
+bench-measures: $(PEERS)
+	$(BIN)/python benchmarks/measures.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

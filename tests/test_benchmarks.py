@@ -1,10 +1,12 @@
 """The benchmark's numbers mean something only if everybody computes the same thing; times are not tested."""
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 
@@ -46,3 +48,53 @@ def test_a_wrong_value_shows_as_a_difference(curvature: Any) -> None:
     assert curvature.networks.difference(wrong, right) == pytest.approx(0.5)
     total = {"": sum(v.sum() for v in right.values())}
     assert curvature.networks.difference(total, right) < 1e-5
+
+
+@pytest.fixture
+def measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setenv("SALTFLAT_DATA", str(tmp_path / "nothing"))
+    # The peers are not installed everywhere; a plain vmap is.
+    competitors = import_module("parts.gram").COMPETITORS
+    for peer in ("BackPACK", "nngeometry"):
+        monkeypatch.delitem(competitors, peer)
+    return import_module("measures")
+
+
+def test_the_benchmark_of_measures_finds_everybody_in_agreement(
+    measures: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measures.main(["--quick", "--out", str(tmp_path / "found.json")])
+    found = {part: each["found"] for part, each in json.loads((tmp_path / "found.json").read_text())["parts"].items()}
+    assert set(found) == set(measures.PARTS)
+    assert max(row["difference_float64"] for row in found["timing"]["rows"]) < 1e-10
+    assert all(row["extrapolated"] for row in found["timing"]["rows"])
+    ours, *others = found["balance"]["rows"]
+    assert ours["residual"] <= 1e-10
+    assert all(ours["value"] < other["value"] for other in others)
+    assert max(row["difference"] for row in found["spectrum"]["rows"]) < 1e-8
+    assert all(row["sweeps_alone"] in (None, row["steps"]) for row in found["spectrum"]["rows"])
+    assert set(found["gram"]["difference"]) == {"saltflat", "vmap"}
+    assert max(found["gram"]["difference"].values()) < 1e-5
+    assert {"RANDOM", "EXTRAPOLATED"} <= set(capsys.readouterr().out.replace(":", " ").split())
+
+
+def test_a_target_that_is_missed_is_called_so(measures: Any) -> None:
+    parts = import_module("parts")
+    targets = tuple(parts.Target(name, "2", reached) for name, reached in (("hit", True), ("miss", False)))
+    table = measures.verdicts({"part": parts.Outcome(measures.Table(), targets, None)}, quick=False)
+    assert list(table.columns[3].cells) == ["reached", "NOT REACHED"]
+
+
+@pytest.mark.parametrize("limit", [None, 0.0])
+def test_a_wrong_second_derivative_shows_as_a_difference(measures: Any, limit: float | None) -> None:
+    timing, networks = import_module("parts.timing"), import_module("networks")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3)).double()
+    task = networks.Problem(model, torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3)
+    right = timing.loop(task, limit)
+    assert right.whole == (limit is None)
+    assert len(right.entries) == (27 if limit is None else 1)
+    assert timing.difference(task, right) < 1e-12
+    wrong = timing.Loop(right.entries, 1.5 * right.values, right.count, right.seconds)
+    assert timing.difference(task, wrong) == pytest.approx(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import CASES
+from chains import CHAINS
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -50,3 +51,22 @@ def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:
 def test_data_on_the_cpu_is_named() -> None:
     with pytest.raises(saltflat.SaltflatError, match="cuda"):
         saltflat.statistics_of(nn.Linear(2, 2).cuda(), (torch.randn(3, 2), torch.tensor([0, 1, 0])), "curvature_trace")
+
+
+@pytest.mark.parametrize(
+    "name", [*CHAINS, "residual_with_batch_norm", "multihead_attention", "tied_embedding_and_output"]
+)
+def test_measures_on_a_gpu_are_those_on_a_cpu(name: str) -> None:
+    case = {**CASES, **CHAINS}[name]()
+    here = saltflat.measure(case.model, case.batches, case.loss)
+    batches = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, case.batches)
+    there = saltflat.measure(case.model.cuda(), batches, case.loss)
+    assert list(there) == list(here)
+    for measure, reading in here.items():
+        # A determinant that is zero to rounding is rounding.
+        if reading.details.get("floored_eigenvalues"):
+            continue
+        assert there[measure].value == pytest.approx(reading.value, rel=1e-7, nan_ok=True), measure
+    assert there.certificate is not None
+    assert here.certificate is not None
+    assert there.certificate["holds"] == here.certificate["holds"]

@@ -162,7 +162,8 @@ def test_the_largest_eigenvalue_is_the_dense_one(name: str, scaled: str) -> None
     wanted = float(torch.linalg.eigvalsh(root[:, None] * hessian * root)[-1])
     assert found["value"] == pytest.approx(wanted, rel=1e-8, abs=0)
     assert found["converged"]
-    assert found["residual"] < 1e-6
+    assert found["residual"] < 1e-3
+    assert found["bound"] < 1e-8
     assert found["products"] < 200
 
 
@@ -170,7 +171,7 @@ def test_the_largest_eigenvalue_is_not_the_largest_in_size() -> None:
     values = np.concatenate([[-100.0], np.linspace(-1, 2, 99)])
     top = top_eigenvalue(aslinearoperator(np.diag(values)), np.ones(100))
     assert top.value == pytest.approx(2, rel=1e-8)
-    assert abs(top.vector[-1]) == pytest.approx(1, rel=1e-6)
+    assert abs(float(top.vector[-1])) == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 40])

@@ -38,7 +38,8 @@ def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> Part:
     of the true Hessian over all parameters: the largest eigenvalue, not the largest in size.
 
     Example:
-        >>> hessian_top_eigenvalue({"value": 2.0, "residual": 1e-9, "products": 40, "converged": True}).value
+        >>> found = {"value": 2.0, "residual": 1e-6, "bound": 1e-9, "products": 40, "converged": True}
+        >>> hessian_top_eigenvalue(found).value
         2.0
     """
     return _found(hessian_top)
@@ -106,6 +107,5 @@ def distance_from_init(weight: Mapping[str, Tensor], initial_weight: Mapping[str
 
 
 def _found(top: Mapping[str, Any]) -> Part:
-    return Part(
-        top["value"], residual=top["residual"], converged=top["converged"], details={"products": top["products"]}
-    )
+    details = {"error_bound": top["bound"], "products": top["products"]}
+    return Part(top["value"], residual=top["residual"], converged=top["converged"], details=details)

@@ -1,0 +1,163 @@
+"""Inner products between the gradients of single examples: saltflat beside its peers, each at its best chunk size."""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from importlib import import_module
+from statistics import median
+from typing import Any
+
+import networks
+import torch
+from networks import Problem
+from rich.table import Table
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+import saltflat
+from parts import Options, Outcome, Target
+from parts.clock import in_turns, seconds_of
+from saltflat import problem
+from saltflat.columns import plan_from
+from saltflat.gram import gram
+from saltflat.setting import Setting
+
+Call = Callable[[], Tensor]
+OURS, PUBLIC = "saltflat", "saltflat, fisher_logdet"
+
+
+def products(chunks: Sequence[Sequence[Tensor]]) -> Tensor:
+    """From the gradients of each chunk's examples, parameter by parameter."""
+    total = torch.zeros(())
+    for pieces in zip(*chunks, strict=True):
+        rows = [piece.flatten(1) for piece in pieces]
+        matrix = torch.cat(rows) if len(rows) > 1 else rows[0]
+        total = total + matrix @ matrix.mT
+    return total
+
+
+def ours(task: Problem, chunk: int) -> Call:
+    def call() -> Tensor:
+        # Everything anew each time, as a user's call would have it.
+        looked_at = problem.Problem.of(task.model, (task.inputs, task.targets))
+        setting = Setting(looked_at, plan_from("exact"), seed=0, limit=2**30)
+        return gram(setting, torch.arange(len(task.inputs)))
+
+    return call
+
+
+def public(task: Problem, chunk: int) -> Call:
+    n, data = len(task.inputs), (task.inputs, task.targets)
+    name = f"fisher_logdet(subset={n}, pool={n})"
+
+    def call() -> Tensor:
+        report = saltflat.measure(task.model, data, measures=name, certificate=False, progress=False)
+        return torch.tensor([each.value for each in report.values()])
+
+    return call
+
+
+def plain_vmap(task: Problem, chunk: int) -> Call:
+    model = deepcopy(task.model)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def loss(weights: dict[str, Tensor], example: Tensor, label: Tensor) -> Tensor:
+        outputs = functional_call(model, (weights, buffers), (example[None],))
+        return F.cross_entropy(outputs, label[None])
+
+    gradients = vmap(grad(loss), in_dims=(None, 0, 0))
+    return lambda: products([list(gradients(parameters, x, y).values()) for x, y in task.chunks(chunk)])
+
+
+def backpack(task: Problem, chunk: int) -> Call:
+    package: Any = import_module("backpack")
+    extension: Any = import_module("backpack.extensions").BatchGrad
+    branches = any(True for layer in task.model.children() for _ in layer.children())
+    model = package.extend(deepcopy(task.model), use_converter=branches).eval()
+    loss = package.extend(nn.CrossEntropyLoss(reduction="sum"))
+
+    def gradients(x: Tensor, y: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        with package.backpack(extension()):
+            loss(model(x), y).backward()
+        return [value.grad_batch for value in model.parameters()]
+
+    return lambda: products([gradients(x, y) for x, y in task.chunks(chunk)])
+
+
+def nngeometry(task: Problem, chunk: int) -> Call:
+    matrix: Any = import_module("nngeometry.gram").GramMatrix
+    model = deepcopy(task.model)
+    loader: Any = torch.utils.data.DataLoader(
+        range(len(task.inputs)),  # type: ignore[arg-type]
+        batch_size=chunk,
+        collate_fn=lambda rows: (task.inputs[rows], task.targets[rows]),
+    )
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="none")[:, None]
+
+    def call() -> Tensor:
+        found: Tensor = matrix(model, loader, function=losses).data[0, :, 0, :]
+        return found
+
+    return call
+
+
+COMPETITORS: dict[str, Callable[[Problem, int], Call]] = {
+    OURS: ours,
+    PUBLIC: public,
+    "vmap": plain_vmap,
+    "BackPACK": backpack,
+    "nngeometry": nngeometry,
+}
+
+
+def quickest(make: Callable[[Problem, int], Call], task: Problem, sizes: Sequence[int]) -> tuple[int, Call]:
+    """The best chunk size by one trial each, after a call that loads what is loaded once."""
+    make(task.first(2), 2)()
+    trials = [(seconds_of(make(task, size)), size) for size in sizes]
+    best = min(trials)[1]
+    return best, make(task, best)
+
+
+def run(options: Options) -> Outcome:
+    network, n = ("lenet", 6) if options.quick else ("resnet20", 100)
+    task = networks.problem(network, n)
+    sizes = [size for size in (5, 10, 20, 50) if size < n] + [n]
+    double = Problem(deepcopy(task.model).double(), task.inputs.double(), task.targets)
+    reference = plain_vmap(double, min(n, 10))()
+    calls, chosen, reasons, off = {}, {}, {}, {}
+    for name, make in COMPETITORS.items():
+        options.tell(f"gram: trying {name}")
+        try:
+            # saltflat chooses for itself.
+            chosen[name], calls[name] = quickest(make, task, [n] if make in (ours, public) else sizes)
+            if make is not public:
+                off[name] = float((calls[name]().double() - reference).norm() / reference.norm())
+        except Exception as error:
+            if make in (ours, public):
+                raise
+            calls.pop(name, None)
+            reasons[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    options.tell("gram: taking times in turns")
+    seconds = in_turns(calls, options.repeats)
+    best = {name: min(each) for name, each in seconds.items()}
+
+    table = Table(title=f"Inner products between {n} gradients, {network}, float32, best of {options.repeats}")
+    for heading in ("competitor", "chunk", "seconds", "median", "/ saltflat", "differs from float64 by"):
+        table.add_column(heading, justify="left" if heading == "competitor" else "right")
+    for name in calls:
+        table.add_row(
+            *(name, "own" if name in (OURS, PUBLIC) else str(chosen[name]), f"{best[name]:.4f}"),
+            *(f"{median(seconds[name]):.4f}", f"{best[name] / best[OURS]:.2f}x"),
+            f"{off[name]:.1e}" if name in off else "-",
+        )
+    peers = {name: each for name, each in best.items() if name not in (OURS, PUBLIC)}
+    fastest = min(peers, key=lambda name: peers[name])
+    ratio = peers[fastest] / best[OURS]
+    target = Target("Gram matrix 2 times faster than the fastest peer", f"{ratio:.2f} times ({fastest})", ratio >= 2)
+    record = {"network": network, "examples": n, "chunks": chosen, "seconds": seconds, "difference": off}
+    notes = tuple(f"{name}: {reason}" for name, reason in reasons.items())
+    return Outcome(table, (target,), record | {"reasons": reasons}, notes)
