@@ -15,7 +15,7 @@ from saltflat.loan import loan
 from saltflat.problem import Problem
 from saltflat.progress import steps_shown
 from saltflat.setting import Setting
-from saltflat.spectrum import Top, block_products, start_vectors, top_eigenvalues
+from saltflat.spectrum import Top, block_products, rounding, start_vectors, top_eigenvalues
 from saltflat.sweep import bytes_from, check_seed
 
 
@@ -25,7 +25,7 @@ def eigenvalues_of(
     loss: Any = "cross_entropy",
     start: Mapping[str, Top] | None = None,
     *,
-    tolerance: float = 1e-9,
+    tolerance: float | None = None,
     steps: int = 500,
     columns: str = "exact",
     layers: Sequence[str] | str | None = None,
@@ -42,7 +42,7 @@ def eigenvalues_of(
         data: as for :func:`saltflat.measure`.
         loss: as for :func:`saltflat.measure`.
         start: an earlier result; close eigenvectors make it quick.
-        tolerance: of the relative bound on the eigenvalues' error.
+        tolerance: of the relative bound on the eigenvalues' error; what the precision allows if None.
         steps: sweeps at most.
         columns: as for :func:`saltflat.measure`, like all that follow.
         layers: names of modules or parameters.
@@ -78,7 +78,7 @@ def eigenvalues_of(
         return top_eigenvalues(
             block_products(setting),
             starts,
-            tolerance,
+            rounding(setting) if tolerance is None else tolerance,
             steps,
             lambda done, total: tick("Largest eigenvalues of the layers", done, total),
         )

@@ -44,9 +44,7 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        # cuDNN's recurrent kernels have no backward pass in eval mode.
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        stack.enter_context(_full_precision(model))
         # A compiled model would compile our taps into its graphs.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
@@ -61,6 +59,22 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+@contextmanager
+def _full_precision(model: nn.Module) -> Iterator[None]:
+    """Convolutions and products with all the digits of float32: the shorter TF32 leaves three of them."""
+    cudnn, products = torch.backends.cudnn, torch.get_float32_matmul_precision()
+    # cuDNN's recurrent kernels have no backward pass in eval mode.
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    with cudnn.flags(
+        cudnn.enabled and not recurrent, cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
+    ):
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(products)
 
 
 def _check_kind(model: nn.Module) -> None:

@@ -73,7 +73,8 @@ class Setting:
         inputs = Calls.of(batch, []).inputs
         kind = (inputs, batch.examples > 1 or (inputs, True) in self.probes)
         if kind not in self.probes:
-            self.probes[kind] = probe(self.problem, batch)
+            with torch.enable_grad():  # whoever asks may need none
+                self.probes[kind] = probe(self.problem, batch)
         return self.probes[kind]
 
     def chunks(self, passes: int = 1) -> Iterator[Batch]:

@@ -1,8 +1,7 @@
 """Every numbered example runs from start to end, as a user would run it."""
 
-import json
-import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,27 +9,64 @@ from pathlib import Path
 
 import pytest
 
+import saltflat
+from saltflat.measures import MEASURES
+
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("[0-9]*.py"))
+DATA = Path(os.environ.get("SALTFLAT_DATA", "data")).absolute()
+NEEDS_MNIST = {"02_mnist_lenet.py"}
 
 
-def the_digits_are_reported(printed: str, out: Path) -> None:
-    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    networks = report["networks"]
-    assert [network["random_labels"] for network in networks] == [0.0, 0.3, 0.0]
-    for network in networks:
-        assert network["network"] in printed
-        assert 0 < network["curvature_trace"] < math.inf
-        assert 0 < network["empirical_fisher_trace"] < math.inf
-        assert network["certificate_holds"], "these are ReLU networks: their Gauss-Newton diagonal is the Hessian's"
-        assert network["test_accuracy"] > 0.15, "no better than guessing"
-        parts = network["per_parameter"].values()
-        assert math.isclose(sum(part["curvature_trace"] for part in parts), network["curvature_trace"], rel_tol=1e-9)
-    assert "rescaling weights" in printed
-    assert [path.name for path in out.iterdir()] == ["report.json"], "temporary files were left behind"
+def the_digits_are_compared(printed: str, out: Path) -> None:
+    assert {path.name for path in out.iterdir()} == {
+        *("report_mlp.json", "report_cnn.json", "report_resnet.json", "report_mlp_rescaled.json"),
+        *("compare.html", "compare_rescaled.html", "compare.png"),
+    }
+    for name in ("mlp", "cnn", "resnet"):
+        report = saltflat.Report.load(out / f"report_{name}.json")
+        assert report.certificate is not None
+        assert report.certificate["holds"], "these are ReLU networks: their Gauss-Newton blocks are the Hessian's"
+        assert report["hessian_trace"].value > 0
+        assert ("minimum_sharpness" in report) == (name == "mlp"), "BatchNorm is not folded into the others' layers"
+    assert "hessian_trace" in (out / "compare.html").read_text(encoding="utf-8")
+    for network in ("MLP", "CNN", "ResNet"):
+        found = re.search(rf"{network}: .* and (\S+)% on the test set", printed)
+        assert found
+        assert float(found[1]) > 15, "no better than guessing"
+
+    change = re.search(r"\(outputs differ by (\S+)\)", printed)
+    assert change
+    assert float(change[1]) < 1e-12
+    fooled, steady = (
+        set(found[1].split(", ")) if (found := re.search(rf"^{label}: (.*)\.$", printed, re.MULTILINE)) else set()
+        for label in ("Fooled by rescaling", "Not fooled")
+    )
+    claims = {name for name, each in MEASURES.items() if "layer_scale" in each.invariant_to}
+    assert steady == claims
+    assert fooled == MEASURES.keys() - claims - {"distance_from_init", "fisher_determinant"}
+
+
+def the_lenet_is_saved_and_measured(printed: str, out: Path) -> None:
+    assert {path.name for path in out.iterdir()} == {"lenet.safetensors", "report_lenet.json"}
+    report = saltflat.Report.load(out / "report_lenet.json")
+    assert report.examples == 100
+    assert "minimum_sharpness" in report
+    command = printed.strip().splitlines()[-1].split()
+    again = out / "again.json"
+    command[command.index("--out") + 1] = str(again)
+    assert command[0] == "saltflat"
+    root = Path(__file__).parent.parent
+    run([sys.executable, "-m", *command, "--measures", "kappa_trace,hessian_trace", "--quiet"], root)
+    same = saltflat.Report.load(again)
+    for name in same:
+        assert same[name].value == pytest.approx(report[name].value, rel=1e-5)
 
 
 # What each example must have printed and written.
-CHECKS: dict[str, Callable[[str, Path], None]] = {"01_digits.py": the_digits_are_reported}
+CHECKS: dict[str, Callable[[str, Path], None]] = {
+    "01_digits.py": the_digits_are_compared,
+    "02_mnist_lenet.py": the_lenet_is_saved_and_measured,
+}
 
 
 def test_every_example_has_a_check_and_every_check_an_example() -> None:
@@ -39,13 +75,36 @@ def test_every_example_has_a_check_and_every_check_an_example() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_and_leaves_what_it_promises(path: Path, tmp_path: Path) -> None:
+    if path.name in NEEDS_MNIST and not (DATA / "MNIST").is_dir():
+        pytest.skip("MNIST is not in the folder SALTFLAT_DATA")
+    printed = run([sys.executable, "-W", "error", str(path), "--out", str(tmp_path)], tmp_path)
+    CHECKS[path.name](printed, tmp_path)
+
+
+def test_without_mnist_the_lenet_says_what_to_do(tmp_path: Path) -> None:
+    path = next(path for path in EXAMPLES if path.name in NEEDS_MNIST)
     finished = subprocess.run(
-        [sys.executable, "-W", "error", str(path), "--out", str(tmp_path)],
-        env={**os.environ, "SALTFLAT_QUICK": "1"},
-        cwd=tmp_path,
+        [sys.executable, str(path), "--out", str(tmp_path)],
+        env={**os.environ, "SALTFLAT_DATA": str(tmp_path / "nowhere")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 2
+    assert "Traceback" not in finished.stderr
+    assert "Do:" in finished.stderr
+    assert "SALTFLAT_DATA" in finished.stderr
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What it printed; it must have succeeded."""
+    finished = subprocess.run(
+        command,
+        env={**os.environ, "SALTFLAT_QUICK": "1", "SALTFLAT_DATA": str(DATA)},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    CHECKS[path.name](finished.stdout, tmp_path)
+    return finished.stdout

@@ -200,3 +200,10 @@ def test_the_last_layer_of_a_softmax_network_has_its_closed_form() -> None:
     each = features.square().sum(1) * (p @ G.diagonal() - torch.einsum("nc,cd,nd->n", p, G, p))
     (reading,) = found.values()
     assert reading.layers[name] == pytest.approx(float(each.mean()), rel=1e-10)
+
+
+def test_what_runs_before_the_sweep_does_not_slow_it_down() -> None:
+    """Forward passes need no gradients, but the look at the model that comes first does."""
+    case = CHAINS["convolutions_with_biases"]()
+    report = saltflat.measure(case.model, case.batches, measures=["relative_flatness", "input_robustness"])
+    assert report.settings["way"] == "together"

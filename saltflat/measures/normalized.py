@@ -204,23 +204,27 @@ def _balanced(found: Balanced, of_groups: Callable[[Tensor], Tensor]) -> Part:
 
 def _regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> Tensor:
     """The smallest value over s of H e^2s + q e^-2s + (s - b)^2 / strength, for every entry."""
+    # Through logarithms, so that no curvature stays none however large s becomes.
+    log_H, log_q = H.log(), squares.log()
 
-    def slope(s: Tensor) -> Tensor:
-        return H * (2 * s).exp() - squares * (-2 * s).exp() + (s - b) / strength
+    def terms(s: Tensor) -> tuple[Tensor, Tensor]:
+        return (log_H + 2 * s).exp(), (log_q - 2 * s).exp()
 
     # The minimum lies between b and the minimum of the first two terms, and no farther than their slope at b pushes.
-    grows, falls = H * torch.tensor(2 * b).exp(), squares * torch.tensor(-2 * b).exp()
-    free = 0.25 * (squares.log() - H.log())
-    low = torch.maximum(b - strength * grows, torch.minimum(free.nan_to_num(b, b, -torch.inf), torch.full_like(H, b)))
-    high = torch.minimum(b + strength * falls, torch.maximum(free.nan_to_num(b, torch.inf, b), torch.full_like(H, b)))
-    s = torch.full_like(H, b)
+    here = torch.full_like(H, b)
+    grows, falls = terms(here)
+    free = 0.25 * (log_q - log_H)
+    low = torch.maximum(b - strength * grows, torch.minimum(free.nan_to_num(b, b, -torch.inf), here))
+    high = torch.minimum(b + strength * falls, torch.maximum(free.nan_to_num(b, torch.inf, b), here))
+    s = here
     for _ in range(200):
-        here = slope(s)
-        low, high = torch.where(here < 0, s, low), torch.where(here > 0, s, high)
-        newton = s - here / (2 * H * (2 * s).exp() + 2 * squares * (-2 * s).exp() + 1 / strength)
+        grows, falls = terms(s)
+        slope = grows - falls + (s - b) / strength
+        low, high = torch.where(slope < 0, s, low), torch.where(slope > 0, s, high)
+        newton = s - slope / (2 * grows + 2 * falls + 1 / strength)
         inside = (newton > low) & (newton < high)
         following = torch.where(inside, newton, (low + high) / 2)
         if bool(((following - s).abs() <= 1e-14 * (1 + s.abs())).all()):
             break
         s = following
-    return H * (2 * s).exp() + squares * (-2 * s).exp() + (s - b).square() / strength
+    return sum(terms(s), (s - b).square() / strength)

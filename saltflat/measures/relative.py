@@ -3,8 +3,8 @@
 The eleven quantities of the 2019 paper's table: kappa^l is ``report["kappa"].layers``, its sum
 ``report["kappa"].value`` and its maximum ``report["kappa_max"].value``; with the trace instead of the largest
 eigenvalue the same of ``kappa_trace`` and ``kappa_trace_max``; rho^l(j) is ``report["rho"].units``, its maximum over a
-layer's units ``report["rho_max"].layers``, its sum ``report["rho"].layers``, and over the network ``report["rho_max"].value``
-and ``report["rho"].value``.
+layer's units ``report["rho_max"].layers``, its sum ``report["rho"].layers``, and over the network
+``report["rho_max"].value`` and ``report["rho"].value``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LAYER = ("layer_scale",)
 BOTH = ("layer_scale", "unit_scale")
 
 
-def _kappa(weight: Tensor, top_eigenvalue: Tensor, tolerance: float) -> Part:
-    value, residual, bound, steps = top_eigenvalue.tolist()
-    notes = () if bound <= tolerance else (f"the largest eigenvalue may be larger by {bound:.1e} of itself",)
+def _kappa(weight: Tensor, top_eigenvalue: Tensor) -> Part:
+    value, residual, bound, steps, converged = top_eigenvalue.tolist()
+    notes = () if converged else (f"the largest eigenvalue may be larger by {bound:.1e} of itself",)
     return Part(
         float(weight.double().square().sum()) * value,
         residual=residual,
-        converged=bound <= tolerance,
+        converged=bool(converged),
         notes=notes,
         details={"largest_eigenvalue": value, "error_bound": bound, "steps": int(steps)},
     )
@@ -36,7 +36,7 @@ def _kappa(weight: Tensor, top_eigenvalue: Tensor, tolerance: float) -> Part:
     reference="petzka2019reparameterization",
     formula="squared norm of the weight * largest eigenvalue of its curvature block, summed over layers",
 )
-def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-9) -> Part:
+def kappa(weight: Tensor, top_eigenvalue: Tensor) -> Part:
     r"""How fast the loss bends at most under changes relative to a layer's size.
 
     .. math::
@@ -46,14 +46,14 @@ def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-9) ->
 
     Args:
         weight: the layer's weight.
-        top_eigenvalue: ``(4,)``, the eigenvalue, its relative residual, the bound on its error, the steps it took.
-        tolerance: of that bound.
+        top_eigenvalue: ``(5,)``, the eigenvalue, its relative residual, the bound on its error, the steps it took, and
+            whether it converged.
 
     Example:
-        >>> kappa(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.0, 0.0, 5.0])).value
+        >>> kappa(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.0, 0.0, 5.0, 1.0])).value
         50.0
     """
-    return _kappa(weight, top_eigenvalue, tolerance)
+    return _kappa(weight, top_eigenvalue)
 
 
 @measure(
@@ -63,9 +63,9 @@ def kappa(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-9) ->
     reference="petzka2019reparameterization",
     formula="squared norm of the weight * largest eigenvalue of its curvature block, the largest over layers",
 )
-def kappa_max(weight: Tensor, top_eigenvalue: Tensor, *, tolerance: float = 1e-9) -> Part:
+def kappa_max(weight: Tensor, top_eigenvalue: Tensor) -> Part:
     """``kappa`` of the layer where it is largest."""
-    return _kappa(weight, top_eigenvalue, tolerance)
+    return _kappa(weight, top_eigenvalue)
 
 
 @measure(

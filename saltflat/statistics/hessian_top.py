@@ -12,24 +12,25 @@ from saltflat.amounts import check_positive
 from saltflat.errors import unknown
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
-from saltflat.spectrum import Top, Vectors, top_eigenvalues
+from saltflat.spectrum import Top, Vectors, rounding, top_eigenvalues
 from saltflat.statistics import statistic
 from saltflat.whole import check_symmetric, hessian_product
 
 
 @statistic(per="network", meaning="Largest eigenvalue of the Hessian of the mean loss over all parameters.")
-def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float = 1e-9) -> Found:
+def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | None = None) -> Found:
     r"""The largest eigenvalue of H, or of :math:`D^{1/2} H D^{1/2}` with :math:`D = |W_l|^2` for every parameter.
 
     Args:
         setting: what is measured.
         scaled: ``"none"`` or ``"quotient"``.
-        tolerance: of the bound on the eigenvalue's error, relative.
+        tolerance: of the bound on the eigenvalue's error, relative; what the precision allows if None.
 
     Returns:
         ``value``; ``residual``, the distance of Hv from its multiple of v relative to it; ``bound``, how far the
         eigenvalue may be off, relative; ``products`` with the Hessian; and ``converged``.
     """
+    tolerance = rounding(setting) if tolerance is None else tolerance
     check_positive(tolerance=tolerance)
     measured = setting.problem.network.measured
     if scaled not in ("none", "quotient"):

@@ -7,26 +7,29 @@ from torch import Tensor
 
 from saltflat.geometry import geometries
 from saltflat.setting import Found, Setting
-from saltflat.spectrum import block_products, curvature_along, start_vectors, top_eigenvalues
+from saltflat.spectrum import block_products, curvature_along, rounding, start_vectors, top_eigenvalues
 from saltflat.statistics import statistic
 
 
 @statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.")
-def top_eigenvalue(setting: Setting, *, tolerance: float = 1e-9, steps: int = 500) -> Found:
-    """``(4,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, the number of steps."""
+def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: int = 500) -> Found:
+    """``(5,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, steps, converged.
+
+    ``tolerance`` is of that bound; what the precision allows if None.
+    """
     names = geometries(setting.problem.network)
     starts = start_vectors(setting, names)
     tops = top_eigenvalues(
         block_products(setting),
         starts,
-        tolerance,
+        tolerance or rounding(setting),
         steps,
         lambda done, total: setting.tick("Largest eigenvalues of the layers", done, total),
     )
 
     def row(value: float | Tensor, name: str) -> Tensor:
         top = tops[name]
-        return torch.tensor([float(value), top.residual, top.bound, top.steps], dtype=torch.float64)
+        return torch.tensor([float(value), top.residual, top.bound, top.steps, top.converged], dtype=torch.float64)
 
     replicates = None
     if setting.plan.random:

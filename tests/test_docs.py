@@ -1,0 +1,77 @@
+"""What the documents promise is there: links, code that imports what exists, and the generated list of measures."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import saltflat
+from saltflat.measures import MEASURES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
+]
+
+
+def test_the_list_of_measures_is_up_to_date() -> None:
+    made = subprocess.run(
+        [sys.executable, "docs/catalogue.py"], cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8"
+    )
+    written = (ROOT / "docs" / "measures.md").read_text(encoding="utf-8")
+    assert made.stdout == written, "write it anew: python docs/catalogue.py > docs/measures.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    local = [link.partition("#")[0] for link in links if not link.startswith(("http:", "https:", "#"))]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_a_python_block_imports_and_calls_exists(block: str) -> None:
+    tree = ast.parse(block)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module or "")
+            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                importlib.import_module(each.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "saltflat":
+            assert hasattr(saltflat, node.attr), node.attr
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
+def test_every_measure_is_named(name: str) -> None:
+    told = set(CODE.findall((ROOT / name).read_text(encoding="utf-8")))
+    # Variants are told by what is added to the name before them.
+    short = {f"normalized_sharpness{each}" for each in told if each.startswith("_")}
+    short |= {f"{each}normalized_sharpness" for each in told if each.endswith("_")}
+    assert MEASURES.keys() - told - short == set()
+
+
+def test_the_tables_say_of_rescaling_what_the_measures_claim() -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("## Which ones rescaling fools")[2]
+    rows = {
+        "factors of layers and of single units": {"layer_scale", "unit_scale"},
+        "factors of layers only": {"layer_scale"},
+        "neither": set(),
+    }
+    for label, claims in rows.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+        named = [name for name in CODE.findall(row) if name in MEASURES]
+        assert named
+        assert [name for name in named if set(MEASURES[name].invariant_to) != claims] == []
