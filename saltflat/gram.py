@@ -41,19 +41,13 @@ def gram(setting: Setting, chosen: Tensor) -> Tensor:
 
 def gradient_rows(setting: Setting) -> Iterator[Tensor]:
     """The gradients of single examples' losses over all parameters, ``(examples, parameters)``, in float64."""
-    keeper, measured = _Keeper(setting), setting.problem.network.measured
-    share = setting.mean_share
+    keeper = _Keeper(setting)
+    keeper.written = dict.fromkeys(keeper.sites, True)
     with scratch():
         for batch in setting.problem.batches():
             for _, forms in keeper.gradients(batch):
-                count = next(iter(forms.values())).examples if forms else 1
-                rows = [
-                    forms[name].dense().reshape(count, -1).double()
-                    if name in forms
-                    else torch.zeros(count, value.numel(), dtype=torch.float64, device=value.device)
-                    for name, value in measured.items()
-                ]
-                yield torch.cat(rows, 1).cpu() / share
+                if forms:
+                    yield forms[""].dense()[0].double().cpu() / setting.mean_share
 
 
 def _window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -> int:
@@ -74,7 +68,7 @@ def _window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -> int
                     block = before[name].gram(forms[name]).double().cpu()
                     result[row : row + block.shape[0], first : first + block.shape[1]] += block
         setting.tick("Gradients of single examples", min(batch.first + batch.examples, len(chosen)), len(chosen))
-    result[start:end] /= setting.mean_share**2
+    result[start:end] /= keeper.mean_share() ** 2
     return end
 
 
@@ -89,28 +83,49 @@ def _chosen_batches(setting: Setting, chosen: Tensor, start: int) -> Iterator[Ba
 
 
 class _Keeper(Totals):
-    """Keeps the gradients of single examples instead of summing something of them."""
+    """Keeps the gradients of single examples instead of summing something of them.
+
+    Those that take less room written out than in factors are, side by side in one array: one product for all of them.
+    """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, [_GRADIENT])
         self.found: dict[int, dict[str, Form]] = {}
+        self.written: dict[str, bool] = {}
 
     def gradients(self, batch: Batch) -> Iterator[tuple[int, Forms]]:
+        """The gradients of a batch's chunks, each with the number of its first example."""
         for _ in self.add(batch):
-            yield from self.found.items()
+            for first, forms in self.found.items():
+                yield first, self._side_by_side(forms)
             self.found = {}
+
+    def mean_share(self) -> float:
+        """From an example's part of the sum to its own loss, of which the loss of the data is the mean."""
+        # Nearly always all examples have the same share; else all the data has to be asked.
+        return self.shares[0] if self.shares[0] == self.shares[1] else self.setting.mean_share
 
     def _collector(self, kind: str, layout: Layout, sign: int, first: int) -> Emit:
         self.found[first] = {}
 
         def emit(name: str, form: Form) -> None:
             self.emitted += 1
-            self.found[first][name] = _compact(form)
+            smaller = form.shape.numel() * torch.finfo(torch.float64).bits // 8 < sum(form.sizes())
+            written = self.written.setdefault(name, smaller or isinstance(form, Dense))
+            self.found[first][name] = Dense(form.dense()) if written else form
 
         return emit
 
-
-def _compact(form: Form) -> Form:
-    """Written out where that takes less room than the factors."""
-    dense = form.shape.numel() * torch.finfo(torch.float64).bits // 8
-    return Dense(form.dense()) if dense < sum(form.sizes()) else form
+    def _side_by_side(self, forms: Forms) -> Forms:
+        if not forms:
+            return forms
+        some = next(iter(forms.values()))
+        rows = [
+            forms[name].dense().reshape(1, some.examples, -1)
+            if name in forms
+            else site.value.new_zeros(1, some.examples, site.value.numel())
+            for name, site in self.sites.items()
+            if self.written.get(name)
+        ]
+        kept = {name: form for name, form in forms.items() if not self.written[name]}
+        return {**kept, "": Dense(torch.cat(rows, 2))} if rows else kept

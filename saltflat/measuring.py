@@ -145,7 +145,6 @@ class _Search:
         self.found: dict[str, Found] = {}
         self.reasons: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
-        self.totals: Totals | None = None
 
     def gather(self, asked: Sequence[Request], strict: bool) -> None:
         """Everything that the measures ask for: one shared sweep, then what has passes of its own."""
@@ -171,8 +170,9 @@ class _Search:
             with self.timed("sweep"):
                 totals = Totals(self.setting, swept, deviations, replicate=True)
                 total = self.setting.problem.expected
-                self.totals = totals.sweep(lambda done: self.setting.tick("Sweeping examples", done, total))
+                totals.sweep(lambda done: self.setting.tick("Sweeping examples", done, total))
                 values = totals.values()
+                self.setting.count(totals.examples, totals.share, totals.loss)
             exact = not self.setting.plan.random
             for each in swept:
                 drawn, notes = totals.replicates(each), _nothing(each, values)
@@ -237,8 +237,6 @@ class _Search:
 
     def counted(self) -> tuple[int, float]:
         """Number of examples and mean loss."""
-        if self.totals is not None:
-            return self.totals.examples, self.totals.mean_loss()
         return self.setting.examples, self.setting.mean_loss
 
 

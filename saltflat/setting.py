@@ -105,6 +105,10 @@ class Setting:
         examples, share, _ = self._counted()
         return share / examples
 
+    def count(self, examples: int, share: float, total: float) -> None:
+        """Remember what a pass over all the data has counted."""
+        self._counts = examples, share, total / share if share else nan
+
     def _counted(self) -> tuple[int, float, float]:
         if self._counts is None:
             examples, share, total = 0, 0.0, 0.0
@@ -114,5 +118,6 @@ class Setting:
                     share += float(self.problem.loss.share(outputs, targets).sum())
                     total += float(self.problem.loss.total(outputs, targets).sum())
                     examples += batch.examples
-            self._counts = examples, share, total / share if share else nan
+            self.count(examples, share, total)
+        assert self._counts is not None
         return self._counts

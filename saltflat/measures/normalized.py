@@ -12,6 +12,7 @@ from saltflat.errors import OptionError
 from saltflat.measures import Part, measure
 
 BOTH = ("layer_scale", "unit_scale")
+SMALL = 1 << 22  # entries of matrices whose balancing a CPU finishes before a GPU has been told what to do
 
 
 @measure(
@@ -181,6 +182,8 @@ def _sides(weight: Tensor, curvature_diagonal: Tensor) -> tuple[Tensor, Tensor] 
     F, U = curvature_diagonal.double(), weight.double().square()
     if F.dim() == 4:
         F, U = F.sum(-1), U.sum(-1)
+    if F.numel() < SMALL:
+        F, U = F.cpu(), U.cpu()
     return _bad(F) or (F, U)
 
 

@@ -18,7 +18,7 @@ def gradient_gram(setting: Setting, *, pool: int = 1000) -> Found:
     """
     if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1:
         raise OptionError(f"Got pool={pool!r}. Want at least 1. Do: leave it out for 1000.")
-    examples = setting.examples
+    examples = setting.problem.expected or setting.examples
     noise = torch.Generator().manual_seed(setting.seed)
     chosen = torch.randperm(examples, generator=noise)[:pool].sort().values
     eps = max(torch.finfo(value.dtype).eps for value in setting.problem.network.measured.values())
