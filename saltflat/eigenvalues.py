@@ -59,7 +59,7 @@ def eigenvalues_of(
         >>> first = eigenvalues_of(net, data)
         >>> again = eigenvalues_of(net, data, start=first)
         >>> [top.steps for top in again.values()]
-        [1, 1]
+        [2, 2]
     """
     plan, limit, seed = plan_from(columns), bytes_from(memory), check_seed(seed)
     with loan(model, mode, data), steps_shown(progress) as tick:

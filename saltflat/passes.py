@@ -148,9 +148,8 @@ def together(
         def one(column: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(outputs, targets, column, retain_graph=loop or not last)
 
-        if not loop and len(columns) > 1:
-            return list(vmap(one)(columns)[tapped:])
-        return [torch.stack(each) for each in zip(*map(one, columns), strict=True)][tapped:]
+        results = [torch.stack(each) for each in zip(*map(one, columns), strict=True)] if loop else vmap(one)(columns)
+        return list(results[tapped:])
 
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
         if not tapped and not direct:

@@ -208,7 +208,7 @@ class Totals:
                 outputs = self.problem.network(single).double()
             self.problem.loss.check(outputs, real(single.targets))
             columns = self._column_sets(outputs, single)
-            self.column_counts[inputs] = max((each.layout.total for _, each in columns), default=1)
+            self.column_counts[inputs] = max(1, *(each.layout.total for _, each in columns))
         return found.examples(batch, self.column_counts[inputs], self.setting.limit)
 
     def _column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import CASES
@@ -9,6 +11,8 @@ from torch import nn
 
 import saltflat
 from saltflat import layers
+from saltflat.forms import Dense, Outer
+from saltflat.layers import convolution
 
 NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
 NETS = {name: CASES[name] for name in CASES}
@@ -94,3 +98,35 @@ def test_a_model_is_swept_the_quickest_way_it_allows(name: str, way: str) -> Non
     case = CASES[name]()
     found = saltflat.statistics_of(case.model, case.batches, "curvature_trace", loss=case.loss)
     assert way in found.settings["way"].split(" + ")
+
+
+WIDE: dict[str, Callable[[], convolution.Convolution]] = {
+    "plain": lambda: nn.Conv2d(8, 8, 3, padding=1),
+    "strided and dilated": lambda: nn.Conv2d(8, 16, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(1, 0)),
+    "groups": lambda: nn.Conv2d(16, 16, 3, groups=2),
+    "circular": lambda: nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular"),
+    "reflected": lambda: nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
+    "one dimension": lambda: nn.Conv1d(8, 8, 3, padding=2, stride=2),
+    "three dimensions": lambda: nn.Conv3d(8, 8, 2, padding=1),
+    "a leftover at the edge": lambda: nn.Conv2d(8, 8, 2, stride=3),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("images", [1, 3])
+def test_gradients_by_kernels_are_those_by_patches(name: str, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = WIDE[name]()
+    module.double()
+    x = torch.randn(5, images, module.in_channels, *[25 if name == "one dimension" else 9] * len(module.kernel_size), dtype=torch.float64)
+    y = module(x.flatten(0, 1)).unflatten(0, (5, images))
+    g = torch.randn(1, *y.shape, dtype=torch.float64)
+    if images == 1:  # as a batch of one example shows it
+        assert convolution.suits_kernels(module, g)
+    quick = convolution.convolution(module, x, g)
+    assert isinstance(quick["weight"], Dense)
+    monkeypatch.setattr(convolution, "suits_kernels", lambda module, g: False)
+    slow = convolution.convolution(module, x, g)
+    assert isinstance(slow["weight"], Outer)
+    for key in ("weight", "bias"):
+        torch.testing.assert_close(quick[key].dense(), slow[key].dense())

@@ -97,10 +97,43 @@ def convolve(module: Convolution, x: Tensor) -> Tensor:
     return result
 
 
+def suits_kernels(module: Convolution, g: Tensor) -> bool:
+    """Whether torch's own kernels give single gradients quicker than a product of patches.
+
+    On a CPU they do, by up to ten times, with blocks of eight channels; many columns are better served by one product
+    for all of them. Written out, the gradients should take no more room than the patches.
+    """
+    channels = module.in_channels // module.groups, module.out_channels // module.groups
+    blocks = g.device.type == "cpu" and all(channel % 8 == 0 for channel in channels)
+    return blocks and module.weight.shape[0] <= g.shape[-len(module.kernel_size) :].numel()
+
+
+def kernel_gradients(module: Convolution, x: Tensor, g: Tensor) -> Tensor:
+    """``(images, *weight)``: every image's gradient of the weight, as one convolution with the images as groups."""
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+        x, padding = padded(module, x).movedim(-1, 1), [0] * len(module.kernel_size)
+    else:
+        padding = [int(size) for size in module.padding]
+    images, weight = len(x), module.weight
+    nothing = weight.new_empty(1).expand(images * weight.shape[0], *weight.shape[1:])  # only its shape is read
+    options = list(module.stride), padding, list(module.dilation), False, [0] * len(padding), images * module.groups
+    gradients: Tensor = torch.ops.aten.convolution_backward(
+        g.reshape(1, -1, *g.shape[2:]), x.reshape(1, -1, *x.shape[2:]), nothing, None, *options, [False, True, False]
+    )[1]
+    each: Tensor = gradients.unflatten(0, (images, -1))
+    return each
+
+
 @layer(nn.Conv1d, nn.Conv2d, nn.Conv3d, forward=convolve)
 def convolution(module: Convolution, x: Tensor, g: Tensor) -> dict[str, Form]:
     dims = len(module.kernel_size)
     columns, examples, groups = *g.shape[:2], module.groups
+    if columns == 1 and suits_kernels(module, g):
+        each = kernel_gradients(module, x.reshape(-1, *x.shape[-dims - 1 :]), g[0].reshape(-1, *g.shape[-dims - 1 :]))
+        return {
+            "weight": Dense(each.unflatten(0, (examples, -1)).sum(1).unsqueeze(0)),
+            "bias": Dense(g.reshape(1, examples, -1, module.out_channels, g.shape[-dims:].numel()).sum((2, 4))),
+        }
     x = padded(module, x.reshape(-1, *x.shape[-dims - 1 :]))
     view = patches(x, module.kernel_size, module.stride, module.dilation)
     inputs = module.in_channels // groups
