@@ -39,7 +39,7 @@ def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> 
         there = loss_at(setting, moved(setting, step))
         back = loss_at(setting, moved(setting, {name: -each for name, each in step.items()}))
         pairs.append((there + back) / 2 - here)
-        setting.tick("average_rise", 2 * (draw + 1), draws)
+        setting.tick("Loss under random changes", 2 * (draw + 1), draws)
     if not all(map(isfinite, pairs)):
         note = "The loss overflows at some of the changed weights."
         return Found({"value": nan, "stderr": nan, "pairs": pairs}, exact=False, notes=(note,))

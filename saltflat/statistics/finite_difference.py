@@ -41,7 +41,7 @@ def finite_difference(
     each = []
     for draw in range(draws):
         each.append(one_draw(setting, signs(setting, draw), kind, step, epsilon))
-        setting.tick("finite_difference", draw + 1, draws)
+        setting.tick("Differences of gradients", draw + 1, draws)
     if kind == "hutchinson":
         _check(setting, each)
     sums = {name: torch.stack([one[name] for one in each]).sum(0) for name in each[0]}

@@ -24,7 +24,7 @@ def input_jacobian(setting: Setting) -> Found:
         for part in _cut(setting, batch):
             total += float(_squared_norms(setting, loss, part).sum())
             done += part.examples
-            setting.tick("input_jacobian", done, None)
+            setting.tick("Derivatives by the inputs", done, None)
     return Found(total / done)
 
 

@@ -56,7 +56,7 @@ def noise_tolerance(
             step = {name: _size(each, sigma, magnitude_aware, epsilon) * noise[name] for name, each in measured.items()}
             found += accuracy_at(setting, moved(setting, step)) / draws
         done += 1
-        setting.tick("noise_tolerance", done, None)
+        setting.tick("Noise that the accuracy bears", done, None)
         return found
 
     def borne(accuracy: float) -> bool:

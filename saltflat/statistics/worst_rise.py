@@ -62,7 +62,7 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
             u, best, uphill, step = tried, loss, there, 2 * step
         else:
             step /= 4
-        setting.tick("worst_rise", number + 1, steps)
+        setting.tick("Search for the largest rise", number + 1, steps)
     rise = max(best - here, 0.0)
     promised = radius * norm_of(uphill) - sum(float((uphill[name] * u[name]).sum()) for name in u)
     gap = max(promised, 0.0) / rise if rise > 0 else 0.0
