@@ -1,11 +1,11 @@
-"""From a model and data to a report: gather the statistics that the measures ask for, once each, and evaluate them."""
+"""From a model and data to a report."""
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,27 +16,20 @@ from torch import Tensor, nn
 
 from saltflat.certificate import certify
 from saltflat.columns import plan_from
-from saltflat.errors import OptionError, SaltflatError, unknown
-from saltflat.evaluating import reading_of
+from saltflat.errors import OptionError, unknown
+from saltflat.gathering import DIAGONALS, Search
 from saltflat.loan import loan
 from saltflat.losses import loss_from, normalized
 from saltflat.measures.references import REFERENCES
-from saltflat.measures.request import Need, Request, requests
+from saltflat.measures.request import Request, requests
 from saltflat.problem import Problem
 from saltflat.progress import steps_shown
 from saltflat.report import Reading, Report
-from saltflat.setting import Found, NotDefinedError, Setting
-from saltflat.statistic import COMPUTED, STATISTICS, Statistic
-from saltflat.sweep import Totals, bytes_from, check_seed, described
+from saltflat.setting import Setting
+from saltflat.statistic import STATISTICS
+from saltflat.sweep import bytes_from, check_seed, described
 
 __all__ = ["measure"]
-
-DIAGONALS = {
-    "exact": None,
-    "finite_difference": Need("finite_difference"),
-    "finite_difference_printed": Need("finite_difference", (("kind", "printed"), ("epsilon", 1e-3))),
-    "hutchinson": Need("finite_difference", (("kind", "hutchinson"),)),
-}
 
 
 def measure(
@@ -99,18 +92,20 @@ def measure(
     with loan(model, mode, data) as notes, steps_shown(progress) as tick:
         problem = Problem.of(model, data, chosen, layers, dtype, mode)
         setting = Setting(problem, plan, seed, limit, _initial(initial, problem), tick)
-        search = _Search(setting, DIAGONALS[diagonal])
+        search = Search(setting, DIAGONALS[diagonal])
         search.gather(asked, strict=measures is not None)
         readings, left_out = search.readings(asked, explicit=measures is not None)
+        examples, mean_loss = setting.examples, setting.mean_loss
     agreement = None
     if certificate:
         with search.timed("certificate"):
-            agreement = _certified(model, data, chosen, layers, seed, mode, readings)
-    examples, mean_loss = search.counted()
+            agreement = _certified(model, data, chosen, layers, seed, mode)
+        if not agreement["holds"]:
+            readings = {each.key: _hedged(each, readings[each.key]) for each in asked if each.key in readings}
     return Report(
         readings=readings,
         left_out=left_out,
-        legend={key: _legend(request) for key, request in ((each.key, each) for each in asked) if key in readings},
+        legend={each.key: _legend(each) for each in asked if each.key in readings},
         model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         examples=examples,
         loss=mean_loss,
@@ -137,140 +132,6 @@ def version() -> str:
     return saltflat.__version__
 
 
-class _Search:
-    """The statistics found so far, and why others could not be."""
-
-    def __init__(self, setting: Setting, diagonal: Need | None) -> None:
-        self.setting, self.diagonal = setting, diagonal
-        self.found: dict[str, Found] = {}
-        self.reasons: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}
-
-    def gather(self, asked: Sequence[Request], strict: bool) -> None:
-        """Everything that the measures ask for: one shared sweep, then what has passes of its own."""
-        needs = {need.key: need for request in asked for need in request.needs.values()}
-        if self.diagonal is not None and "curvature_diagonal" in needs:
-            del needs["curvature_diagonal"]
-            needs[self.diagonal.key] = self.diagonal
-        self._given()
-        swept = [
-            STATISTICS[need.name].bound(key, dict(need.options))
-            for key, need in needs.items()
-            if need.name in STATISTICS
-        ]
-        # The shared sweep may use what is known of the features.
-        computed = sorted(
-            (need for need in needs.values() if need.name in COMPUTED),
-            key=lambda need: need.name != "feature_deviation",
-        )
-        for need in computed[:1] if computed and computed[0].name == "feature_deviation" else []:
-            self._compute(need, strict)
-        deviations = self.found["feature_deviation"].value if "feature_deviation" in self.found else {}
-        if swept:
-            with self.timed("sweep"):
-                totals = Totals(self.setting, swept, deviations, replicate=True)
-                total = self.setting.problem.expected
-                totals.sweep(lambda done: self.setting.tick("Sweeping examples", done, total))
-                values = totals.values()
-                self.setting.count(totals.examples, totals.share, totals.loss)
-            exact = not self.setting.plan.random
-            for each in swept:
-                drawn, notes = totals.replicates(each), _nothing(each, values)
-                self.found[each.name] = Found(values[each.name], drawn, exact or each.of == "gradient", notes)
-        for need in computed:
-            if need.key not in self.found and need.key not in self.reasons:
-                self._compute(need, strict)
-        if self.diagonal is not None and self.diagonal.key in self.found:
-            self.found["curvature_diagonal"] = _clamped(self.found[self.diagonal.key])
-        elif self.diagonal is not None and self.diagonal.key in self.reasons:
-            self.reasons["curvature_diagonal"] = self.reasons[self.diagonal.key]
-
-    def _given(self) -> None:
-        measured = self.setting.problem.network.measured
-        self.found["weight"] = Found(measured)
-        if self.setting.initial is None:
-            self.reasons["initial_weight"] = "needs the parameters before training: pass initial="
-        else:
-            self.found["initial_weight"] = Found(self.setting.initial)
-
-    def _compute(self, need: Need, strict: bool) -> None:
-        with self.timed(need.key):
-            try:
-                self.found[need.key] = COMPUTED[need.name].function(self.setting, **dict(need.options))
-            except NotDefinedError as reason:
-                self.reasons[need.key] = str(reason)
-            except SaltflatError:
-                raise
-            except (RuntimeError, NotImplementedError) as error:
-                # Models may hold operations that cannot be differentiated twice, or run out of memory in one of many
-                # searches: that is no reason to lose the others.
-                if strict:
-                    raise
-                self.reasons[need.key] = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-
-    @contextmanager
-    def timed(self, step: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[step] = time.perf_counter() - started
-
-    def readings(self, asked: Sequence[Request], explicit: bool) -> tuple[dict[str, Reading], dict[str, str]]:
-        """What the measures say; what has no value is left out, or nan if it was asked for by name."""
-        readings: dict[str, Reading] = {}
-        left_out: dict[str, str] = {}
-        with self.timed("measures"):
-            for request in asked:
-                missing = [self.reasons[need.key] for need in request.needs.values() if need.key in self.reasons]
-                if not missing:
-                    try:
-                        readings[request.key] = reading_of(request, self.found, self.setting)
-                        continue
-                    except NotDefinedError as reason:
-                        missing = [str(reason)]
-                if explicit:
-                    readings[request.key] = Reading(request.key, torch.nan, exact=False, notes=(missing[0],))
-                else:
-                    left_out[request.key] = missing[0]
-        return readings, left_out
-
-    def counted(self) -> tuple[int, float]:
-        """Number of examples and mean loss."""
-        return self.setting.examples, self.setting.mean_loss
-
-
-def _nothing(statistic: Statistic, values: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
-    """What to say of parameters that the loss does not see."""
-    of = values[statistic.name]
-    silent = [name for name, value in of.items() if not bool(value.any())]
-    if not silent:
-        return ()
-    which = "all parameters" if len(silent) == len(of) else ", ".join(silent[:4])
-    which += f" and {len(silent) - 4} more" if 4 < len(silent) < len(of) else ""
-    what = "curvature" if statistic.of == "curvature" else "gradients"
-    return (
-        f"no {what} at all in {which}: nothing there reaches the loss, or every example is fitted to rounding "
-        "(then dtype=torch.float64 may tell more)",
-    )
-
-
-def _clamped(found: Found) -> Found:
-    """Estimates of a curvature diagonal with negative ones taken as zero, as the measures' authors do."""
-
-    def clamp(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.clamp_min(0.0) for name, value in values.items()}
-
-    negative = sum(int((value < 0).sum()) for value in found.value.values())
-    count = sum(value.numel() for value in found.value.values())
-    notes = (
-        *found.notes,
-        f"the curvature diagonal is an estimate; {negative} of {count} entries were negative and taken as 0",
-    )
-    replicates = None if found.replicates is None else tuple(map(clamp, found.replicates))
-    return Found(clamp(found.value), replicates, exact=False, notes=notes)
-
-
 def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -> dict[str, Tensor] | None:
     if given is None:
         return None
@@ -293,9 +154,7 @@ def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -
     return found
 
 
-def _certified(
-    model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, mode: str, readings: dict[str, Reading]
-) -> dict[str, Any] | None:
+def _certified(model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, mode: str) -> dict[str, Any]:
     try:
         found = certify(model, data, loss, layers, seed=seed, mode=mode)
     except RuntimeError as error:  # the same models that have no second derivatives
@@ -308,6 +167,17 @@ def _certified(
         }
     gaps = {name: each.gap for name, each in found.items()}
     return {"holds": found.holds, "gap": found.gap, "examples": found.examples, "gaps": gaps}
+
+
+def _hedged(request: Request, reading: Reading) -> Reading:
+    """A reading made of Gauss-Newton blocks that are not known to be the Hessian's."""
+    made_of = [need.name for need in request.needs.values()]
+    if not any(
+        name == "top_eigenvalue" or (name in STATISTICS and STATISTICS[name].of == "curvature") for name in made_of
+    ):
+        return reading
+    note = "by the Gauss-Newton matrix, which the certificate does not find to be the Hessian here"
+    return replace(reading, exact=False, notes=(*reading.notes, note))
 
 
 def _legend(request: Request) -> dict[str, Any]:

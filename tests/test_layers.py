@@ -118,7 +118,13 @@ def test_gradients_by_kernels_are_those_by_patches(name: str, images: int, monke
     torch.manual_seed(0)
     module = WIDE[name]()
     module.double()
-    x = torch.randn(5, images, module.in_channels, *[25 if name == "one dimension" else 9] * len(module.kernel_size), dtype=torch.float64)
+    x = torch.randn(
+        5,
+        images,
+        module.in_channels,
+        *[25 if name == "one dimension" else 9] * len(module.kernel_size),
+        dtype=torch.float64,
+    )
     y = module(x.flatten(0, 1)).unflatten(0, (5, images))
     g = torch.randn(1, *y.shape, dtype=torch.float64)
     if images == 1:  # as a batch of one example shows it

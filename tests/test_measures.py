@@ -207,3 +207,26 @@ def test_what_runs_before_the_sweep_does_not_slow_it_down() -> None:
     case = CHAINS["convolutions_with_biases"]()
     report = saltflat.measure(case.model, case.batches, measures=["relative_flatness", "input_robustness"])
     assert report.settings["way"] == "together"
+
+
+def test_readings_that_are_not_the_hessians_say_so() -> None:
+    case = CASES["gelu_mlp"]()
+    report = saltflat.measure(
+        case.model, case.batches, measures=["hessian_trace", "kappa", "squared_norm", "fisher_trace"]
+    )
+    assert report.certificate is not None
+    assert not report.certificate["holds"]
+    for name, hedged in {"hessian_trace": True, "kappa": True, "squared_norm": False, "fisher_trace": False}.items():
+        assert any("Gauss-Newton" in note for note in report[name].notes) == hedged
+        assert report[name].exact != hedged
+
+
+def test_a_model_in_train_mode_is_measured_in_eval_mode_throughout() -> None:
+    """Also by measures that need no sweep, where the mean loss is found by the way."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.9), nn.Linear(50, 2))
+    x, y = torch.randn(20, 3), torch.randint(2, (20,))
+    expected = nn.functional.cross_entropy(net.eval()(x), y).item()
+    report = saltflat.measure(net.train(), (x, y), measures="squared_norm", certificate=False)
+    assert report.loss == pytest.approx(expected, rel=1e-5)
+    assert net.training
