@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from saltflat.amounts import check_count, check_positive
 from saltflat.columns import plan_from
 from saltflat.errors import OptionError, unknown
 from saltflat.geometry import geometries
@@ -61,6 +62,9 @@ def eigenvalues_of(
         >>> [top.steps for top in again.values()]
         [2, 2]
     """
+    check_count(1, steps=steps)
+    if tolerance is not None:
+        check_positive(tolerance=tolerance)
     plan, limit, seed = plan_from(columns), bytes_from(memory), check_seed(seed)
     with loan(model, mode, data), steps_shown(progress) as tick:
         problem = Problem.of(model, data, loss, layers, dtype, mode)

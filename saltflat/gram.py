@@ -68,7 +68,7 @@ def _window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -> int
                     block = before[name].gram(forms[name]).double().cpu()
                     result[row : row + block.shape[0], first : first + block.shape[1]] += block
         setting.tick("Gradients of single examples", min(batch.first + batch.examples, len(chosen)), len(chosen))
-    result[start:end] /= keeper.mean_share() ** 2
+    result[start:end] /= setting.mean_share**2
     return end
 
 
@@ -99,11 +99,6 @@ class _Keeper(Totals):
             for first, forms in self.found.items():
                 yield first, self._side_by_side(forms)
             self.found = {}
-
-    def mean_share(self) -> float:
-        """From an example's part of the sum to its own loss, of which the loss of the data is the mean."""
-        # Nearly always all examples have the same share; else all the data has to be asked.
-        return self.shares[0] if self.shares[0] == self.shares[1] else self.setting.mean_share
 
     def _collector(self, kind: str, layout: Layout, sign: int, first: int) -> Emit:
         self.found[first] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 import time
@@ -163,7 +162,6 @@ class Totals:
         self.column_counts: dict[tuple[torch.Size, ...], int] = {}
         self.examples = self.draws = self.emitted = 0
         self.loss = self.share = 0.0
-        self.shares = math.inf, -math.inf  # the smallest and the largest of any example
         self.sums: dict[str, dict[str, Tensor]] = {each.name: {} for each in wanted}
         self.parts: dict[str, list[dict[str, Tensor]]] = {each.name: [] for each in wanted}
         self.rows: dict[str, list[tuple[str, int, Tensor]]] = {each.name: [] for each in wanted}
@@ -247,9 +245,7 @@ class Totals:
                 collect = self._collector(kind, block, columns.sign, batch.first)
                 backward(columns.block(start, stop).to(raw), collect, last)
         self.loss += float(loss)
-        share = self.problem.loss.share(outputs, targets)
-        self.share += float(share.sum())
-        self.shares = min(self.shares[0], float(share.min())), max(self.shares[1], float(share.max()))
+        self.share += float(self.problem.loss.share(outputs, targets).sum())
 
     def _collector(self, kind: str, layout: Layout, sign: int, first: int) -> passes.Emit:
         def emit(name: str, form: Form) -> None:

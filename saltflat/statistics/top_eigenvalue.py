@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saltflat.amounts import check_count, check_positive
 from saltflat.geometry import geometries
 from saltflat.setting import Found, Setting
 from saltflat.spectrum import block_products, curvature_along, rounding, start_vectors, top_eigenvalues
@@ -17,12 +18,15 @@ def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: i
 
     ``tolerance`` is of that bound; what the precision allows if None.
     """
+    check_count(1, steps=steps)
+    tolerance = rounding(setting) if tolerance is None else tolerance
+    check_positive(tolerance=tolerance)
     names = geometries(setting.problem.network)
     starts = start_vectors(setting, names)
     tops = top_eigenvalues(
         block_products(setting),
         starts,
-        tolerance or rounding(setting),
+        tolerance,
         steps,
         lambda done, total: setting.tick("Largest eigenvalues of the layers", done, total),
     )

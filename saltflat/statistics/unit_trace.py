@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from saltflat.errors import OptionError
 from saltflat.forms import Form
 from saltflat.statistics import Site, Statistic, register
 
 
 def _total(form: Form, site: Site, normalize: bool = True) -> Tensor:
     assert site.geometry is not None
+    if not isinstance(normalize, bool):
+        raise OptionError(f"Got normalize={normalize!r}. Want True or False. Do: leave it out for True.")
     scale = None
     if normalize and site.deviation is not None:
         # A feature divided by its deviation has gradients divided by it, too.

@@ -1,0 +1,197 @@
+"""The register of measures: what it says, what it refuses, and how little a new measure takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from chains import CHAINS
+from torch import Tensor
+
+import saltflat
+from saltflat.errors import OptionError, UnknownNameError
+from saltflat.measures import MEASURES, measure
+from saltflat.measures.references import REFERENCES
+from saltflat.measures.request import requests
+from saltflat.statistic import COMPUTED, STATISTICS
+
+
+@pytest.fixture
+def register() -> Iterator[None]:
+    kept = dict(MEASURES)
+    yield
+    MEASURES.clear()
+    MEASURES.update(kept)
+
+
+def test_the_catalogue_says_everything_of_every_measure() -> None:
+    entries = saltflat.catalogue()
+    assert [entry.name for entry in entries] == list(MEASURES)
+    for entry in entries:
+        assert entry.meaning.endswith("."), entry.name
+        assert len(entry.formula) > 10
+        assert entry.smaller
+        assert entry.needs
+        assert entry.reference in REFERENCES
+    text = str(entries)
+    assert all(entry.name in text.replace("\n", "") or entry.name[:20] in text for entry in entries)
+
+
+def test_every_reference_and_statistic_is_used() -> None:
+    assert {each.reference for each in MEASURES.values()} == set(REFERENCES)
+    needed = {need for each in MEASURES.values() for need in each.statistics}
+    elsewhere = {"gradient_second_moment", "finite_difference", "average_rise", "worst_rise"}
+    assert {*STATISTICS, *COMPUTED} <= needed | elsewhere
+
+
+@pytest.mark.usefixtures("register")
+def test_a_new_measure_is_one_decorated_function() -> None:
+    @measure(on="weights", reference="petzka2019reparameterization", formula="largest curvature of any single weight")
+    def sharpest_weight(curvature_diagonal: Tensor) -> Tensor:
+        """How fast the loss bends along the worst single weight."""
+        return curvature_diagonal.max()
+
+    case = CHAINS["convolutions_with_biases"]()
+    report = saltflat.measure(case.model, case.batches, measures="sharpest_weight")
+    diagonal = saltflat.statistics_of(case.model, case.batches, "curvature_diagonal")["curvature_diagonal"]
+    expected = {name: float(value.max()) for name, value in diagonal.items() if value.dim() > 1}
+    assert dict(report["sharpest_weight"].layers) == pytest.approx(expected)
+    assert any(entry.name == "sharpest_weight" for entry in saltflat.catalogue())
+
+
+@pytest.mark.usefixtures("register")
+def test_a_misspelt_statistic_fails_where_it_is_written() -> None:
+    with pytest.raises(UnknownNameError, match=r"unit_trase.*use 'unit_trace'"):
+
+        @measure(on="weights", reference="petzka2021relative", formula="anything at all")
+        def wrong(unit_trase: Tensor) -> Tensor:
+            return unit_trase
+
+
+@pytest.mark.usefixtures("register")
+@pytest.mark.parametrize(
+    "claims", [{"reference": "petzka2022"}, {"invariant_to": ("layer_scales",)}], ids=["reference", "symmetry"]
+)
+def test_a_claim_that_means_nothing_fails_where_it_is_written(claims: dict[str, str]) -> None:
+    with pytest.raises(UnknownNameError):
+
+        @measure(**{"on": "weights", "reference": "petzka2021relative", "formula": "anything at all", **claims})  # type: ignore[arg-type]
+        def wrong(weight: Tensor) -> Tensor:
+            return weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ("rho", "rho"),
+        ("rho()", "rho"),
+        (" rho ( axis = 'row' ) ", "rho(axis='row')"),
+        ("rho(axis=row)", "rho(axis='row')"),
+        ("rho(axis='column')", "rho"),
+        ("fisher_logdet(draws=3, subset=2)", "fisher_logdet(draws=3, subset=2)"),
+        ("fisher_logdet(subset=2,draws=3)", "fisher_logdet(draws=3, subset=2)"),
+        ("regularized_normalized_sharpness(grid=(0, 1))", "regularized_normalized_sharpness(grid=(0, 1))"),
+    ],
+)
+def test_a_measure_is_asked_for_with_its_options(asked: str, key: str) -> None:
+    assert [each.key for each in requests(asked)] == [key]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "says"),
+    [
+        ("rhoo", UnknownNameError, "use 'rho'"),
+        ("rho(axes='row')", UnknownNameError, "use 'axis'"),
+        ("rho('row')", OptionError, "name=value"),
+        ("rho(axis=", OptionError, "name=value"),
+        ("rho(axis=__import__('os'))", OptionError, "name=value"),
+        ("rho(**{})", OptionError, "name=value"),
+        ([], OptionError, "no measures"),
+        (7, OptionError, "name or a list"),
+        (["kappa", 3], OptionError, "name or a list"),
+    ],
+)
+def test_a_request_that_means_nothing_is_refused(asked: object, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        requests(asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "rho(axis='diagonal')",
+        "normalized_sharpness_printed(side='left')",
+        "regularized_normalized_sharpness(grid=())",
+        "regularized_normalized_sharpness(strength=0)",
+        "fisher_logdet(draws=0)",
+        "fisher_logdet(subset=-1)",
+        "fisher_logdet(pool=0)",
+        "fisher_logdet(convention='third')",
+        "fisher_logdet(floor=2)",
+        "fisher_determinant(jitter=-1)",
+        "adaptive_sharpness(case='best')",
+        "adaptive_sharpness(radius=0)",
+        "sharpness(steps=0)",
+        "pac_bayes_flatness(drop=-1)",
+        "hessian_top_eigenvalue(tolerance=0)",
+        "kappa(tolerance=-1)",
+        "kappa(steps=0)",
+        "relative_flatness(normalize='yes')",
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(asked: str) -> None:
+    case = CHAINS["mlp_with_biases"]()
+    with pytest.raises(saltflat.SaltflatError, match=r"Got .*Want .*Do"):
+        saltflat.measure(case.model, case.batches, measures=asked)
+
+
+def test_measures_share_what_they_need_and_do_not_disturb_each_other() -> None:
+    case = CHAINS["convolutions_with_biases"]()
+    every = saltflat.measure(case.model, case.batches)
+    for name in ("kappa", "fisher_logdet", "adaptive_sharpness", "relative_flatness"):
+        alone = saltflat.measure(case.model, case.batches, measures=name, certificate=False)
+        assert alone[name].value == pytest.approx(every[name].value, rel=1e-9)
+    backwards = saltflat.measure(case.model, case.batches, measures=list(reversed(list(every))), certificate=False)
+    assert list(backwards) == list(reversed(list(every)))
+    for name, reading in backwards.items():
+        assert reading.value == pytest.approx(every[name].value, rel=1e-9, nan_ok=True)
+
+
+def test_progress_tells_what_is_being_done() -> None:
+    case = CHAINS["mlp_with_biases"]()
+    seen: list[tuple[str, int, int | None]] = []
+    saltflat.measure(case.model, case.batches, progress=lambda *step: seen.append(step))
+    assert len({step for step, _, _ in seen}) > 5
+    assert all(done <= total for _, done, total in seen if total is not None)
+
+
+def test_logits_without_a_scale_make_a_measure_independent_of_it() -> None:
+    case = CHAINS["mlp_with_biases"]()
+    names = ["fisher_trace", "adaptive_sharpness"]
+    for logits in ("std", "l2"):
+        one = saltflat.measure(case.model, case.batches, measures=names, logits=logits)
+        with torch.no_grad():
+            for name in ("4.weight", "4.bias"):
+                case.model.get_parameter(name).mul_(10)
+        ten = saltflat.measure(case.model, case.batches, measures=names, logits=logits)
+        assert ten["adaptive_sharpness"].value == pytest.approx(one["adaptive_sharpness"].value, rel=1e-8)
+        assert ten.loss == pytest.approx(one.loss, rel=1e-10)
+    plain = saltflat.measure(case.model, case.batches, measures=names)
+    assert plain["adaptive_sharpness"].value != pytest.approx(one["adaptive_sharpness"].value, rel=1e-2)
+
+
+def test_the_diagonal_may_be_an_estimate() -> None:
+    case = CHAINS["mlp_with_biases"]()
+    exact = saltflat.measure(case.model, case.batches, measures="fisher_rao_diagonal", certificate=False)
+    for diagonal in ("finite_difference", "hutchinson"):
+        report = saltflat.measure(
+            case.model, case.batches, measures="fisher_rao_diagonal", diagonal=diagonal, certificate=False
+        )
+        reading = report["fisher_rao_diagonal"]
+        assert not reading.exact
+        assert reading.stderr is not None
+        assert any("estimate" in note for note in reading.notes)
+        assert reading.value == pytest.approx(exact["fisher_rao_diagonal"].value, rel=0.9)
+    with pytest.raises(UnknownNameError, match="hutchinson"):
+        saltflat.measure(case.model, case.batches, diagonal="hutchison")
