@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from saltflat.errors import OptionError
 
+MOST = 10**7  # of anything: a slip of the keyboard beyond
+
 
 def check_positive(**given: float) -> None:
     """Radii, steps and the like are positive and finite."""
@@ -15,7 +17,7 @@ def check_positive(**given: float) -> None:
 def check_count(least: int, **given: int) -> None:
     """Draws and steps are whole numbers of at least ``least``."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
             raise OptionError(
-                f"Got {name}={value!r}. Want a whole number of at least {least}. Do: leave it out for the usual one."
+                f"Got {name}={value!r}. Want a whole number from {least} to {MOST}. Do: leave it out for the usual one."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +22,15 @@ import saltflat
 from saltflat.errors import DeviceError, ModelError, OptionError, SaltflatError, unknown
 from saltflat.readers import read
 from saltflat.readers.factory import made
+from saltflat.readers.foreign import users_model
 from saltflat.readers.placed import placed
 from saltflat.report import Report
+from saltflat.report.file import checked, replacing
+from saltflat.sweep import check_seed
 from saltflat.weights import fitted, load_weights, put_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+PICTURES = ("png", "svg", "pdf")
 FACTS = ("name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options")
 
 
@@ -127,40 +131,49 @@ def measure(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the report into this file, .png, .svg or .pdf.")] = None,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     """Measure a network on data: print a table, write a report."""
     check_outputs(out, plot, quiet)
     where, precision = device_named(device), dtype_named(dtype)
-    with importable(Path.cwd()):
-        torch.manual_seed(seed)
+    with told_in_full(show_traceback), importable(Path.cwd()):
+        torch.manual_seed(check_seed(seed))
         network, notes = network_from(model, model_args, weights, where)
         own = next((p.dtype for p in network.parameters() if p.dtype in DTYPES.values()), torch.float32)
-        report = saltflat.measure(
-            network,
-            placed(read(data, data_dir, split, skip, limit, normalize), where, precision or own),
-            loss,
-            names_from(measures),
-            columns=columns,
-            layers=names_from(layers),
-            memory=memory,
-            dtype=precision,
-            seed=seed,
-            progress=False if quiet else None,
-            logits=logits,
-            diagonal=diagonal,
-            initial=None if initial is None else fitted(network, load_weights(initial)),
-            certificate=certificate,
-        )
+        examples = placed(read(data, data_dir, split, skip, limit, normalize), where, precision or own)
+        before = None if initial is None else fitted(network, load_weights(initial))
+        with users_model(model):
+            report = saltflat.measure(
+                network,
+                examples,
+                loss,
+                names_from(measures),
+                columns=columns,
+                layers=names_from(layers),
+                memory=memory,
+                dtype=precision,
+                seed=seed,
+                progress=False if quiet else None,
+                logits=logits,
+                diagonal=diagonal,
+                initial=before,
+                certificate=certificate,
+            )
     notes += [f"Data: {data_told(data, split, skip, limit, normalize)}."]
     report = dataclasses.replace(report, notes=(*report.notes, *notes))
     if not quiet:
         show_on_screen(report)
-    if out is not None:
-        report.save(out)
-    if plot is not None:
-        report.plot().savefig(plot)
-    if written := [str(path) for path in (out, plot) if path is not None and not quiet]:
-        say(f"Wrote {' and '.join(written)}.")
+    for path in (out, plot):
+        if path is None:
+            continue
+        done = "Replaced" if path.exists() else "Wrote"
+        if path is out:
+            report.save(path)
+        else:
+            with replacing(path) as part:
+                report.plot().savefig(part, format=picture_format(path))
+        if not quiet:
+            say(f"{done} {path}.")
 
 
 @app.command()
@@ -197,6 +210,17 @@ def main() -> None:
 
 
 @contextmanager
+def told_in_full(wanted: bool) -> Iterator[None]:
+    """An error with its traceback before it becomes one line."""
+    try:
+        yield
+    except SaltflatError:
+        if wanted:
+            traceback.print_exc()
+        raise
+
+
+@contextmanager
 def importable(folder: Path) -> Iterator[None]:
     """Modules in this folder can be imported, as with ``python -m``."""
     sys.path.insert(0, str(folder))
@@ -210,11 +234,11 @@ def network_from(spec: str, arguments: str, weights: Path | None, device: torch.
     """The model with its weights, on its device; and what is to be said of the weights."""
     try:
         given = json.loads(arguments)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         given = error
     if not isinstance(given, dict):
         raise OptionError(
-            f"Got --model-args {arguments!r}{f' ({given})' if isinstance(given, Exception) else ''}. "
+            f"Got --model-args {arguments[:200]!r}{f' ({given})' if isinstance(given, Exception) else ''}. "
             "Want a JSON object. Do: for instance '{\"width\": 3}', with the quotes."
         )
     network = made(spec, "model", given)
@@ -223,8 +247,8 @@ def network_from(spec: str, arguments: str, weights: Path | None, device: torch.
     notes: list[str] = []
     if weights is not None:
         loaded = load_weights(weights)
-        put_weights(network, loaded)
-        notes = [f"Weights: {weights}.", *loaded.notes]
+        rounded = put_weights(network, loaded)
+        notes = [f"Weights: {weights}.", *loaded.notes, *rounded]
     return network.to(device), notes
 
 
@@ -268,7 +292,7 @@ def device_named(name: str) -> torch.device:
     """The device of this name, if it is there."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device).tolist()  # the meta device has no numbers to give
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
             f"Got the device {name!r}, which cannot be used here ({str(error).splitlines()[0]}). "
@@ -281,26 +305,14 @@ def check_outputs(out: Path | None, plot: Path | None, quiet: bool) -> None:
     """Find out before the long work whether its results can be kept."""
     if quiet and out is None and plot is None:
         raise OptionError("Got --quiet without --out or --plot. Want a place for the results. Do: --out report.json.")
-    for option, path in {"--out": out, "--plot": plot}.items():
-        if path is not None:
-            check_writable(option, path)
-    if plot is not None:
-        from matplotlib.backend_bases import FigureCanvasBase  # half a second that other commands need not wait
-
-        if plot.suffix.removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
-            raise OptionError(
-                f"Got --plot {str(plot)!r}. Want a name that ends in a format for pictures. Do: figure.png."
-            )
-
-
-def check_writable(option: str, path: Path) -> None:
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
+    places = [checked(path, option) for option, path in {"--out": out, "--plot": plot}.items() if path is not None]
+    if plot is not None and picture_format(plot) not in PICTURES:
         raise OptionError(
-            f"Got {option} {str(path)!r}, where no file can be written ({error.strerror}). "
-            "Want a file in a folder that exists. Do: make the folder, or name another."
-        ) from error
+            f"Got --plot {str(plot)!r}. Want a name that ends in {' or '.join(PICTURES)}. Do: figure.png."
+        )
+    if len(places) > len(set(places)):
+        raise OptionError(f"Got {str(plot)!r} for both --out and --plot. Want a file for each. Do: --out report.json.")
+
+
+def picture_format(path: Path) -> str:
+    return path.suffix.removeprefix(".").lower()

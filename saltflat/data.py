@@ -148,7 +148,20 @@ def checked(data: Any) -> Data:
             "Do: check that they belong together."
         )
     _check_repeats(data)
-    return data
+    return _in_order(data)
+
+
+def _in_order(data: Data) -> Data:
+    """A shuffled loader's data in the order of its dataset: examples are told apart by their number in a pass."""
+    if not isinstance(data, DataLoader) or not isinstance(data.sampler, RandomSampler):
+        return data
+    same = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+    return DataLoader(
+        data.dataset,
+        multiprocessing_context=data.multiprocessing_context,
+        persistent_workers=data.persistent_workers,
+        **{name: getattr(data, name) for name in same},
+    )
 
 
 def _check_repeats(data: Data) -> None:
@@ -187,8 +200,10 @@ def _check_loader(loader: DataLoader[Any]) -> None:
         raise _empty()
     if isinstance(sampler, RandomSampler):
         lost = count % (loader.batch_size or 1)
-        if sampler.replacement or (loader.drop_last and lost):
-            how = "with replacement" if sampler.replacement else f"and drops the last {lost} examples of each pass"
+        part = sampler.num_samples != count
+        if sampler.replacement or part or (loader.drop_last and lost):
+            how = f"and drops the last {lost} examples of each pass"
+            how = "with replacement" if sampler.replacement else f"{sampler.num_samples} of {count}" if part else how
             raise NondeterministicError(
                 f"Got a DataLoader that samples at random {how}: every pass holds other examples. "
                 "Want the same examples every time. Do: measure with shuffle=False."

@@ -10,13 +10,13 @@ from torch import nn
 
 from saltflat.amounts import check_count, check_positive
 from saltflat.columns import plan_from
-from saltflat.errors import OptionError, unknown
+from saltflat.errors import OptionError, ParameterError, unknown
 from saltflat.geometry import geometries
 from saltflat.loan import loan
 from saltflat.problem import Problem
 from saltflat.progress import steps_shown
 from saltflat.setting import Setting
-from saltflat.spectrum import Top, block_products, rounding, start_vectors, top_eigenvalues
+from saltflat.spectrum import Top, basis_within, block_products, rounding, start_vectors, top_eigenvalues
 from saltflat.sweep import bytes_from, check_seed
 
 
@@ -70,6 +70,14 @@ def eigenvalues_of(
         problem = Problem.of(model, data, loss, layers, dtype, mode)
         setting = Setting(problem, plan, seed, limit, tick=tick)
         starts = start_vectors(setting, geometries(problem.network))
+        if not starts:
+            raise ParameterError(
+                "Got no parameter of two or more axes. Want at least one weight. Do: name layers that have one."
+            )
+        if start is not None and not (isinstance(start, Mapping) and all(isinstance(t, Top) for t in start.values())):
+            raise OptionError(
+                f"Got start={type(start).__name__}. Want an earlier result of eigenvalues_of. Do: leave it out."
+            )
         for name, top in (start or {}).items():
             if name not in starts:
                 raise unknown("layer of the earlier result", name, starts)
@@ -85,4 +93,5 @@ def eigenvalues_of(
             rounding(setting) if tolerance is None else tolerance,
             steps,
             lambda done, total: tick("Largest eigenvalues of the layers", done, total),
+            basis_within(setting, starts),
         )

@@ -89,6 +89,8 @@ class Search:
             except SaltflatError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
+                if error is getattr(self.setting.tick, "error", None):
+                    raise
                 # Models may hold operations that cannot be differentiated twice, or run out of memory in one of many
                 # searches: that is no reason to lose the others.
                 said = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from saltflat.certificate import certify
 from saltflat.columns import plan_from
-from saltflat.errors import OptionError, unknown
+from saltflat.errors import NonFiniteError, OptionError, unknown
 from saltflat.gathering import DIAGONALS, Search
 from saltflat.loan import loan
 from saltflat.losses import loss_from, normalized
 from saltflat.measures.references import REFERENCES
 from saltflat.measures.request import Request, requests
-from saltflat.problem import Problem
+from saltflat.problem import Problem, finite
 from saltflat.progress import steps_shown
 from saltflat.report import Reading, Report
 from saltflat.setting import Setting
@@ -86,7 +86,9 @@ def measure(
     started = time.perf_counter()
     asked = requests(measures)
     plan, limit, seed = plan_from(columns), bytes_from(memory), check_seed(seed)
-    if diagonal not in DIAGONALS:
+    if not isinstance(certificate, bool):
+        raise OptionError(f"Got certificate={certificate!r}. Want True or False. Do: leave it out for True.")
+    if not isinstance(diagonal, str) or diagonal not in DIAGONALS:
         raise unknown("diagonal", diagonal, DIAGONALS)
     chosen = normalized(loss_from(loss), logits)
     with loan(model, mode, data) as notes, steps_shown(progress) as tick:
@@ -143,8 +145,15 @@ def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -
         )
     found = {}
     for name, value in problem.network.measured.items():
-        if name not in values:
-            raise unknown("parameter of the initial weights", name, values)
+        if name not in values or not isinstance(values[name], Tensor) or values[name].is_meta:
+            raise OptionError(
+                f"Got initial weights without a tensor for {name!r}. Want one for every measured parameter. "
+                "Do: pass the state_dict of the same architecture."
+            )
+        if not finite(values[name]):
+            raise NonFiniteError(
+                f"Got NaN or infinity in the initial {name!r}. Want finite weights. Do: pass those before training."
+            )
         if values[name].shape != value.shape:
             raise OptionError(
                 f"Got initial weights of shape {tuple(values[name].shape)} for {name!r}. "

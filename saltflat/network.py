@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
-from saltflat.errors import ModelError, ParameterError, PrecisionError, unknown
+from saltflat.errors import ModelError, OptionError, ParameterError, PrecisionError, unknown
 from saltflat.layers import Rule, rule_for
 
 SMALL_MODEL = 64 << 20  # bytes
@@ -190,7 +190,12 @@ def _selected(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]
             )
         suspects = parameters
     else:
-        names = _named(model, [layers] if isinstance(layers, str) else layers, parameters)
+        listed = [layers] if isinstance(layers, str) else layers
+        if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
+            raise OptionError(
+                f"Got layers={layers!r}. Want a name or a list of names. Do: for instance layers=['conv1']."
+            )
+        names = _named(model, listed, parameters)
         suspects = {name: parameters[name] for name in names}
     for name, parameter in suspects.items():
         if not parameter.is_floating_point():

@@ -13,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from saltflat import passes
 from saltflat.data import Batch
-from saltflat.errors import CoupledExamplesError, ModelError, NondeterministicError, NonFiniteError, SaltflatError
+from saltflat.errors import (
+    CoupledExamplesError,
+    ModelError,
+    NondeterministicError,
+    NonFiniteError,
+    OptionError,
+    SaltflatError,
+)
 from saltflat.forms import Form
 from saltflat.network import Network
 from saltflat.problem import Problem, real
@@ -28,6 +35,9 @@ WAYS: dict[str, Way] = {
     "single": passes.together,
     LOOPED: partial(passes.together, loop=True),
 }
+
+# What torch and Python raise when shapes, types or arguments do not fit.
+USUAL = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
 PAIRS = 4  # of examples at most, looked at while the first have no gradient
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
@@ -80,10 +90,27 @@ class Probe:
 def probe(problem: Problem, batch: Batch) -> Probe:
     """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give."""
     pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
-    with torch.no_grad(), _Noticing() as noticed:
-        outputs = problem.network(pairs[0])
+    try:
+        with torch.no_grad(), _Noticing() as noticed:
+            outputs = problem.network(pairs[0])
+    except USUAL as error:
+        if isinstance(error, SaltflatError):
+            raise
+        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pairs[0].tensors())
+        raise ModelError(
+            f"Got {_first_line(error)} from the model on the first examples (inputs {shapes}). "
+            "Want a model that runs on this data. Do: check the inputs' shape and type against the model's."
+        ) from error
     problem.check_outputs(outputs, pairs[0])
-    _check_loss(problem, outputs, pairs[0])
+    try:
+        _check_loss(problem, outputs, pairs[0])
+    except USUAL as error:
+        if isinstance(error, SaltflatError):
+            raise
+        raise OptionError(
+            f"Got {_first_line(error)} from the loss on the first examples. "
+            "Want a function of (outputs, targets) that fits them. Do: check it on one batch of the model's outputs."
+        ) from error
     taken = [_taken_apart(problem, single) for single in _singles(pairs[0])]
     _check_fixed(problem, pairs[0], outputs, [alone for alone, _, _ in taken])
     _, first, needs = taken[0]
@@ -111,6 +138,10 @@ def probe(problem: Problem, batch: Batch) -> Probe:
     # convolutions take working memory of their own.
     held = 2 if outputs.device.type == "cpu" else 1.3
     return Probe(way, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _singles(batch: Batch) -> list[Batch]:

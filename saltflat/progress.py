@@ -38,11 +38,26 @@ def shown(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int
 Tick = Callable[[str, int, int | None], None]
 
 
+class Told:
+    """A user's function; an error in it is kept, so that it is not taken for one of the model."""
+
+    def __init__(self, tell: Tick) -> None:
+        self.tell = tell
+        self.error: Exception | None = None
+
+    def __call__(self, step: str, done: int, total: int | None) -> None:
+        try:
+            self.tell(step, done, total)
+        except Exception as error:
+            self.error = error
+            raise
+
+
 @contextmanager
 def steps_shown(progress: bool | Tick | None) -> Iterator[Tick]:
     """A function to call with the step at hand, how much of it is done, and how much there is."""
     if callable(progress):
-        yield progress
+        yield Told(progress)
         return
     _check(progress)
     if progress is False or (progress is None and not sys.stderr.isatty()):

@@ -24,7 +24,7 @@ Vectors = Mapping[str, Tensor]
 Product = Callable[[Vectors], Vectors]
 
 BASIS = 24  # vectors at most
-KEPT = 8  # of them after a restart
+LEAST = 6  # whatever the memory: fewer hardly get anywhere
 # Products in single precision are not quite those of a symmetric matrix: below this the bound stops falling.
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-9}
 PATIENCE = 60  # steps in which the bound has to halve
@@ -56,11 +56,11 @@ class Top:
 class _Lanczos:
     """One block's basis ``V``, its projection ``V' G V`` and the vector to multiply next."""
 
-    def __init__(self, start: Tensor, tolerance: float) -> None:
+    def __init__(self, start: Tensor, tolerance: float, basis: int) -> None:
         self.shape, self.tolerance = start.shape, tolerance
         flat = start.reshape(-1).double()
         self.next = flat / flat.norm()
-        self.basis = flat.new_empty(min(BASIS, len(flat)), len(flat))
+        self.basis = flat.new_empty(min(basis, len(flat)), len(flat))
         self.small = flat.new_zeros(len(self.basis), len(self.basis))
         self.size = self.steps = 0
         self.best, self.since = torch.inf, 0
@@ -102,7 +102,7 @@ class _Lanczos:
             self._restart(values, vectors)
 
     def _restart(self, values: Tensor, vectors: Tensor) -> None:
-        kept = min(KEPT, self.size - 1)
+        kept = max(1, self.size // 3)
         self.basis[:kept] = vectors[:, -kept:].mT @ self.basis[: self.size]
         self.small.zero_()
         self.small[:kept, :kept] = torch.diag(values[-kept:])
@@ -119,6 +119,7 @@ def top_eigenvalues(
     tolerance: float = 1e-9,
     steps: int = 500,
     tick: Callable[[int, int], None] = lambda done, total: None,
+    basis: int = BASIS,
 ) -> dict[str, Top]:
     """The largest eigenvalue of every block, from starting vectors; an earlier result's vectors make it quick.
 
@@ -128,6 +129,7 @@ def top_eigenvalues(
         tolerance: of the relative bound on the eigenvalue's error.
         steps: how many products at most.
         tick: called with the number of blocks done and of all blocks.
+        basis: how many vectors each block may keep.
 
     Example:
         >>> matrix = torch.diag(torch.arange(1.0, 6.0, dtype=torch.float64))
@@ -135,7 +137,7 @@ def top_eigenvalues(
         >>> round(found.value, 6), found.steps
         (5.0, 5)
     """
-    runs = {name: _Lanczos(start, tolerance) for name, start in starts.items()}
+    runs = {name: _Lanczos(start, tolerance, basis) for name, start in starts.items()}
     for _ in range(steps):
         open_ = {name: run for name, run in runs.items() if not run.done}
         tick(len(runs) - len(open_), len(runs))
@@ -178,6 +180,12 @@ def start_vectors(setting: Setting, names: Collection[str]) -> dict[str, Tensor]
         noise = torch.Generator().manual_seed(crc32(f"{setting.seed} {name}".encode()))
         found[name] = torch.randn(value.shape, generator=noise, dtype=torch.float64).to(value.device)
     return found
+
+
+def basis_within(setting: Setting, names: Collection[str]) -> int:
+    """How many vectors of these parameters fit in memory, all blocks together."""
+    numbers = sum(setting.problem.network.measured[name].numel() for name in names)
+    return max(LEAST, min(BASIS, setting.limit // (8 * max(1, numbers))))
 
 
 def rounding(setting: Setting) -> float:

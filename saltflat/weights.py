@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -56,9 +57,24 @@ def load_weights(path: str | Path) -> Weights:
     return Weights({names[name]: tensor for name, tensor in tensors.items()}, notes)
 
 
-def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the model these weights, all of them; if they do not fit, the model is left as it is."""
-    model.load_state_dict(fitted(model, weights))
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Give the model these weights, all of them, and say what was rounded; if they do not fit, it is left as it is."""
+    found = fitted(model, weights)
+    own = model.state_dict()
+    coarse = {name: own[name].dtype for name, value in found.items() if _is_rounded(value, own[name].dtype)}
+    model.load_state_dict(found)
+    return tuple(
+        f"Weights of type {_plain_type(kind)} were rounded to {_plain_type(to)}, the model's own."
+        for kind, to in dict.fromkeys((found[name].dtype, to) for name, to in coarse.items())
+    )
+
+
+def _is_rounded(value: Tensor, dtype: torch.dtype) -> bool:
+    return value.dtype != dtype and not torch.equal(value.to(dtype).to(value.dtype), value)
+
+
+def _plain_type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -83,7 +99,7 @@ def plain_names(names: list[str]) -> dict[str, str]:
         >>> plain_names(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])
         {'module._orig_mod.0.weight': '0.weight', 'module._orig_mod.0.bias': '0.bias'}
     """
-    plain = [name.replace("_orig_mod.", "") for name in names]
+    plain = [re.sub(r"(?<![^.])_orig_mod\.", "", name) for name in names]
     # A wrapper's prefix is on every name; on some it is a layer that is called so.
     while plain and all(name.startswith("module.") for name in plain):
         plain = [name.removeprefix("module.") for name in plain]
@@ -91,13 +107,21 @@ def plain_names(names: list[str]) -> dict[str, str]:
 
 
 def _check_file(path: Path) -> None:
-    if path.is_dir():
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise WeightsError(
+            f"Got {str(path)!r}, which does not exist. Want a file of weights. Do: check the path."
+        ) from error
+    except OSError as error:
+        raise _refused(path, f"it cannot be reached ({error.strerror})", "check the path") from error
+    if stat.S_ISDIR(found.st_mode):
         raise WeightsError(
             f"Got {str(path)!r}, a folder. Want a file of weights. Do: name the file in it, .safetensors or .pt."
         )
-    if not path.exists():
-        raise WeightsError(f"Got {str(path)!r}, which does not exist. Want a file of weights. Do: check the path.")
-    if path.stat().st_size == 0:
+    if not stat.S_ISREG(found.st_mode):
+        raise _refused(path, "it is no regular file", "save the weights into a file")
+    if found.st_size == 0:
         raise _refused(path, "it is empty", "save the weights again")
 
 
@@ -134,8 +158,11 @@ def _unpickled(path: Path) -> Any:
 def _is_script(path: Path) -> bool:
     if not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+        raise _refused(path, f"it is a damaged archive ({error})", "save the weights again") from error
 
 
 def _unnested(found: Any, path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -170,17 +197,29 @@ def _check_fit(
         for name, tensor in found.items()
         if not is_lazy(wanted[name]) and tensor.shape != wanted[name].shape
     ]
+    kinds = [f"{own[name]!r} is {kind}" for name, tensor in found.items() if (kind := _odd_kind(tensor)) is not None]
     problems = {
         "missing": missing,
         "unexpected": [repr(name) for name in unexpected],
         "of another shape": shapes,
+        "of a kind that cannot be measured": kinds,
     }
     if any(problems.values()):
         told = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
         raise WeightsError(
-            f"Got weights that do not fit the model. {told}. Want every weight of the model once, in its shape. "
+            f"Got weights that do not fit the model. {told}. Want every weight of the model once, in its shape, real and dense. "
             "Do: check that the file belongs to this model and that the model is made as it was for training."
         )
+
+
+def _odd_kind(tensor: Tensor) -> str | None:
+    odd = {
+        "complex": tensor.is_complex(),
+        "quantized": tensor.is_quantized,
+        "sparse": tensor.layout != torch.strided,
+        "on the meta device, without numbers": tensor.is_meta,
+    }
+    return next((kind for kind, is_so in odd.items() if is_so), None)
 
 
 def _listed(names: list[str], most: int = 5) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import saltflat
 from saltflat import errors
@@ -290,3 +290,78 @@ def test_options_that_mean_nothing(option: str, value: Any) -> None:
 def test_a_loss_that_is_not_a_mean_is_refused() -> None:
     assert_refused(errors.OptionError, "sum", loss=nn.CrossEntropyLoss(reduction="sum"))
     assert_refused(errors.OptionError, "single number", loss=lambda outputs, targets: outputs)
+
+
+def test_a_shuffled_loader_is_read_in_one_order() -> None:
+    """What goes by the number of an example would else mix them up: pools in windows, random columns."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    data = TensorDataset(torch.randn(30, 6).double(), torch.randint(3, (30,)))
+    asked = ["fisher_logdet(subset=30)", "kappa"]
+    for options in ({"memory": 10_000}, {"columns": "sampled:2"}):
+        plain, *others = (
+            saltflat.measure(net, loader, measures=asked, certificate=False, **options)
+            for loader in (
+                DataLoader(data, 7),
+                DataLoader(data, 7, shuffle=True),
+                DataLoader(data, 7, shuffle=True, generator=torch.Generator().manual_seed(3)),
+            )
+        )
+        for other in others:
+            assert [each.value for each in other.values()] == [each.value for each in plain.values()]
+
+
+def test_a_loader_that_draws_some_of_the_examples_is_refused() -> None:
+    data = TensorDataset(X, Y)
+    sampler = RandomSampler(data, num_samples=2)
+    assert_refused(errors.NondeterministicError, "2 of", data=DataLoader(data, 2, sampler=sampler))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"data": (torch.randn(4, 7), torch.tensor([0, 1, 0, 1]))}, "shape and type"),
+        ({"data": (torch.randn(4, 6).double(), torch.tensor([0, 1, 0, 1]))}, "shape and type"),
+        ({"data": (torch.randint(3, (4, 6)), torch.tensor([0, 1, 0, 1]))}, "shape and type"),
+        ({"loss": lambda outputs: outputs.sum()}, "from the loss"),
+        ({"loss": nn.BCELoss()}, "from the loss"),
+        ({"layers": 5}, "list of names"),
+        ({"layers": [1]}, "list of names"),
+        ({"diagonal": []}, "diagonal"),
+        ({"certificate": "x"}, "True or False"),
+        ({"initial": {}}, "initial weights without"),
+        ({"initial": {"weight": 3, "bias": 4}}, "initial weights without"),
+        ({"initial": {"weight": torch.full((3, 6), torch.nan), "bias": torch.zeros(3)}}, "NaN"),
+        ({"measures": "sharpness(adaptive=True)"}, "option of sharpness"),
+        ({"measures": "quotient_sharpness(scaled='none')"}, "option of quotient_sharpness"),
+        ({"measures": "pac_bayes_flatness(magnitude_aware=3)"}, "True or False"),
+        ({"measures": "pac_bayes_flatness(epsilon=-1)"}, "positive"),
+        ({"measures": "adaptive_sharpness(draws=1" + "0" * 22 + ")"}, "whole number"),
+        ({"measures": "rho("}, "name=value"),
+        ({"measures": "rho(axis='row', axis='column')"}, "name=value"),
+    ],
+)
+def test_what_does_not_fit_a_measurement_is_named(options: dict[str, Any], says: str) -> None:
+    torch.manual_seed(0)
+    given = {"data": (torch.randn(4, 6), torch.tensor([0, 1, 0, 1])), **options}
+    with pytest.raises(saltflat.SaltflatError, match=says):
+        saltflat.measure(nn.Linear(6, 3), given.pop("data"), **given)
+
+
+def test_an_error_in_the_users_own_function_is_the_users() -> None:
+    def tell(step: str, done: int, total: int | None) -> None:
+        if step == "Loss under random changes":
+            raise RuntimeError("my own")
+
+    data = torch.randn(8, 6), torch.tensor([0, 1] * 4)
+    with pytest.raises(RuntimeError, match="my own"):
+        saltflat.measure(nn.Linear(6, 3), data, progress=tell)
+
+
+def test_earlier_eigenvalues_that_are_none_are_refused() -> None:
+    data = torch.randn(8, 6), torch.tensor([0, 1] * 4)
+    for start in (5, {"weight": 5}):
+        with pytest.raises(saltflat.SaltflatError, match="earlier result"):
+            saltflat.eigenvalues_of(nn.Linear(6, 3), data, start=start)  # type: ignore[arg-type]
+    with pytest.raises(saltflat.SaltflatError, match="two or more axes"):
+        saltflat.eigenvalues_of(nn.Linear(6, 3), data, layers="bias")

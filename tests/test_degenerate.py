@@ -191,3 +191,19 @@ def test_a_measure_that_is_asked_for_but_not_defined_is_nan_with_the_reason() ->
     assert math.isnan(reading.value)
     assert any("changes its outputs" in note for note in reading.notes)
     assert "minimum_sharpness" in saltflat.measure(norm, examples()).left_out
+
+
+def test_weights_outside_of_the_chain_leave_minimum_sharpness_out() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 5, batch_first=True)
+            self.out = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.out(self.lstm(x.unsqueeze(1))[0][:, -1])
+            return found
+
+    (reading,) = saltflat.measure(Recurrent().double(), examples(), measures="minimum_sharpness").values()
+    assert math.isnan(reading.value)
+    assert any("lstm" in note for note in reading.notes)

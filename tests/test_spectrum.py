@@ -126,3 +126,16 @@ def test_a_result_of_another_network_is_refused() -> None:
     other = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 4)).double()
     with pytest.raises(saltflat.SaltflatError, match="same architecture"):
         saltflat.eigenvalues_of(other, case.batches, start=first)
+
+
+def test_a_small_basis_finds_the_same() -> None:
+    """What memory allows: six vectors instead of twenty-four."""
+    matrix = matrix_with(SPECTRA["spread"])
+    start = {"a": torch.ones(200, dtype=torch.float64)}
+    few, many = (top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, start, basis=size)["a"] for size in (6, 24))
+    assert few.converged
+    assert few.value == pytest.approx(many.value, rel=1e-8)
+    case = CHAINS["convolutions_with_biases"]()
+    tight = saltflat.eigenvalues_of(case.model, case.batches, memory=2000)
+    for name, top in saltflat.eigenvalues_of(case.model, case.batches).items():
+        assert tight[name].value == pytest.approx(top.value, rel=1e-8)

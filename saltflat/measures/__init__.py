@@ -75,6 +75,7 @@ class Measure:
     statistics: tuple[str, ...]
     own_options: tuple[str, ...]
     options: Mapping[str, Any]
+    fixed: Mapping[str, Any]
 
     @property
     def meaning(self) -> str:
@@ -95,6 +96,7 @@ def measure(
     total: Literal["sum", "max"] = "sum",
     smaller: str = "flatter",
     logarithmic: bool = False,
+    fixed: Mapping[str, Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a measure and its claims.
 
@@ -107,6 +109,7 @@ def measure(
         total: how the layers make one number.
         smaller: what a smaller value says of the minimum.
         logarithmic: whether differences, not ratios, tell.
+        fixed: options of the statistics that this measure is about and that nobody else may choose.
     """
 
     def enter(function: Function) -> Function:
@@ -120,6 +123,7 @@ def measure(
                     f"statistic (a parameter of the measure {name!r})", need, {*STATISTICS, *COMPUTED, *GIVEN}
                 )
             options = {**options_of(need), **options}
+        options = {option: value for option, value in options.items() if option not in (fixed or {})}
         for symmetry in invariant_to:
             if symmetry not in SYMMETRIES:
                 raise unknown(f"symmetry (claimed by the measure {name!r})", symmetry, SYMMETRIES)
@@ -138,6 +142,7 @@ def measure(
             needs,
             tuple(own),
             options,
+            fixed or {},
         )
         return function
 

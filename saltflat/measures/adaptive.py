@@ -41,8 +41,9 @@ def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> Part:
     on="network",
     reference="foret2021sharpness",
     formula="largest loss within the ball of the given radius around w, minus the loss at w",
+    fixed={"adaptive": False},
 )
-def sharpness(worst_rise: Mapping[str, Any], *, adaptive: bool = False) -> Part:
+def sharpness(worst_rise: Mapping[str, Any]) -> Part:
     r"""How much the loss can rise within a ball around the weights, as SAM sees it.
 
     .. math::
@@ -52,7 +53,6 @@ def sharpness(worst_rise: Mapping[str, Any], *, adaptive: bool = False) -> Part:
 
     Args:
         worst_rise: what a search found; see :mod:`saltflat.statistics.worst_rise`.
-        adaptive: False; True makes it ``adaptive_sharpness(case="worst")``.
     """
     return _risen(worst_rise)
 

@@ -28,7 +28,12 @@ def hessian_trace(curvature_trace: Tensor) -> Tensor:
     return curvature_trace
 
 
-@measure(on="network", reference="tsuzuku2020normalized", formula="largest eigenvalue of the Hessian of the mean loss")
+@measure(
+    on="network",
+    reference="tsuzuku2020normalized",
+    formula="largest eigenvalue of the Hessian of the mean loss",
+    fixed={"scaled": "none"},
+)
 def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> Part:
     r"""How fast the loss bends in the direction in which it bends most.
 
@@ -50,8 +55,9 @@ def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> Part:
     invariant_to=("layer_scale",),
     reference="rangamani2019scale",
     formula="largest eigenvalue of D^1/2 H D^1/2, where D holds each parameter's squared norm",
+    fixed={"scaled": "quotient"},
 )
-def quotient_sharpness(hessian_top: Mapping[str, Any], *, scaled: str = "quotient") -> Part:
+def quotient_sharpness(hessian_top: Mapping[str, Any]) -> Part:
     r"""How fast the loss bends at most when lengths are measured relative to each layer's norm.
 
     .. math::
@@ -62,7 +68,6 @@ def quotient_sharpness(hessian_top: Mapping[str, Any], *, scaled: str = "quotien
 
     Args:
         hessian_top: the eigenvalue of the scaled Hessian.
-        scaled: which scaling the eigenvalue is asked for.
     """
     return _found(hessian_top)
 

@@ -59,11 +59,11 @@ def requests(measures: str | Sequence[str] | None) -> list[Request]:
 
 
 def _parsed(text: str) -> Request:
-    name, _, rest = text.strip().partition("(")
+    name, opened, rest = text.strip().partition("(")
     name = name.strip()
     if name not in MEASURES:
         raise unknown("measure", name, MEASURES)
-    return _request(MEASURES[name], _options(text, rest) if rest else {})
+    return _request(MEASURES[name], _options(text, rest) if opened else {})
 
 
 def _options(text: str, rest: str) -> dict[str, Any]:
@@ -75,6 +75,8 @@ def _options(text: str, rest: str) -> dict[str, Any]:
     except SyntaxError:
         raise wrong from None
     if not isinstance(tree, ast.Call) or tree.args or any(each.arg is None for each in tree.keywords):
+        raise wrong
+    if len({each.arg for each in tree.keywords}) < len(tree.keywords):
         raise wrong
     found = {}
     for each in tree.keywords:
@@ -95,7 +97,7 @@ def _request(measure: Measure, given: Mapping[str, Any]) -> Request:
             raise unknown(f"option of {measure.name}", name, measure.options)
     # Only what differs from the usual is part of the name.
     changed = {name: value for name, value in given.items() if value != measure.options[name]}
-    filled = {**measure.options, **given}
+    filled = {**measure.options, **given, **measure.fixed}
     needs = {
         name: Need(name, tuple((o, filled[o]) for o, default in options_of(name).items() if filled[o] != default))
         for name in measure.statistics

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from saltflat.errors import DataError, EmptyDataError, OptionError, unknown
 from saltflat.readers.arrays import FORMATS
+from saltflat.readers.checksum import is_there
 from saltflat.readers.factory import made
 
 SPLITS = ("train", "test")
@@ -96,7 +97,7 @@ def read(
         _check_unnamed(source, split, normalize)
         found = FORMATS[Path(source).suffix](Path(source)) if Path(source).suffix in FORMATS else made(source, "data")
         return _cut(found, source, skip, limit)
-    if Path(source).is_file():
+    if is_there(Path(source)):
         raise DataError(
             f"Got the file {source!r}. Want one that ends in {' or '.join(FORMATS)}, or the name of a data set. "
             "Do: save the arrays 'inputs' and 'targets' with numpy.savez."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,9 @@ def read_npz(path: Path) -> tuple[Tensor, Tensor]:
             if not isinstance(found, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array without a name")
             one, two = (_tensor(found[name], name) for name in _chosen(found.files, path))
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            return _pair(one, two)
+    except Exception as error:  # a file that numpy did not write, or not to its end, can fail in any way
         raise _unreadable(path, error) from error
-    return _pair(one, two)
 
 
 def read_safetensors(path: Path) -> tuple[Tensor, Tensor]:
@@ -36,15 +34,17 @@ def read_safetensors(path: Path) -> tuple[Tensor, Tensor]:
     try:
         with safe_open(str(path), framework="pt") as file:
             one, two = (file.get_tensor(name) for name in _chosen(file.keys(), path))
+        return _pair(one, two)
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-    return _pair(one, two)
 
 
 FORMATS: dict[str, Callable[[Path], tuple[Tensor, Tensor]]] = {".npz": read_npz, ".safetensors": read_safetensors}
 
 
-def _tensor(array: np.ndarray[Any, Any], name: str) -> Tensor:
+def _tensor(array: Any, name: str) -> Tensor:
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name!r} is no array")
     # Torch has no place for other byte orders.
     array = array.astype(array.dtype.newbyteorder("="))
     try:
@@ -65,6 +65,9 @@ def _chosen(names: Collection[str], path: Path) -> list[str]:
 
 def _pair(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes are pixels and come out in [0, 1]; other integers are tokens or classes, int64; real numbers stay."""
+    for name, values in {"inputs": inputs, "targets": targets}.items():
+        if values.dim() == 0 or values.is_complex():
+            raise ValueError(f"the {name} are {'complex' if values.is_complex() else 'one number'}")
     if inputs.dtype == torch.uint8:
         inputs = inputs.to(torch.float32).div_(255)
     return _widened(inputs), _widened(targets)
@@ -73,13 +76,19 @@ def _pair(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _widened(values: Tensor) -> Tensor:
     if values.dtype in (torch.float16, torch.bfloat16):
         return values.float()
-    return values if values.is_floating_point() or values.is_complex() else values.to(torch.int64)
+    if values.is_floating_point():
+        return values
+    whole = values.to(torch.int64)
+    if values.dtype == torch.uint64 and bool((whole < 0).any()):
+        raise ValueError("there are whole numbers of 2^63 and more")
+    return whole
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     if isinstance(error, DataError):
         return error
-    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+    why = said.splitlines()[0][:300] if said else type(error).__name__
     return DataError(
         f"Got {str(path)!r}, which cannot be read ({why}). Want a whole {path.suffix} file of plain arrays. "
         "Do: check the path, or write the file again."

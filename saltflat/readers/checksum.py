@@ -10,13 +10,7 @@ from saltflat.errors import DataError
 
 def verified(path: Path, md5: str) -> bytes:
     """What the file holds, if its md5 is this. Against damage; whoever can make a file can make one of any md5."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"Got {str(path)!r}, which cannot be read ({error.strerror}). Want the file as published. "
-            "Do: check the folder and its permissions."
-        ) from error
+    content = content_of(path)
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
         raise DataError(
@@ -24,6 +18,29 @@ def verified(path: Path, md5: str) -> bytes:
             "this one is damaged, incomplete or another. Do: delete it and download it again."
         )
     return content
+
+
+def content_of(path: Path) -> bytes:
+    """What the file holds."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file; a name that no file can have is an error."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"Got {str(path)!r}, which cannot be read ({error.strerror}). Want the file as published. "
+        "Do: check the folder and its permissions."
+    )
 
 
 def missing(path: Path, dataset: str) -> DataError:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import DataError
-from saltflat.readers.checksum import missing, verified
+from saltflat.readers.checksum import is_there, missing, verified
 
 SHAPE = (3, 32, 32)
 
@@ -29,7 +29,7 @@ def read_cifar(folder: Path, dataset: str, files: Sequence[tuple[str, str]], key
     images, labels = [], []
     for name, md5 in files:
         path = folder / name
-        if not path.is_file():
+        if not is_there(path):
             raise missing(path, dataset)
         pixels, classes = parsed(verified(path, md5), path, key)
         images.append(pixels)

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from saltflat.errors import OptionError, unknown
+from saltflat.errors import OptionError, SaltflatError, unknown
+from saltflat.readers.foreign import users_code
 
 
 def named(spec: str, what: str) -> Any:
@@ -19,14 +20,24 @@ def named(spec: str, what: str) -> Any:
         >>> named("math:sqrt", "model")(9.0)
         3.0
     """
-    module, colon, name = spec.partition(":")
-    if not (module and colon and name):
+    module, _, name = spec.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
         raise OptionError(
             f"Got {spec!r} as the {what}. Want package.module:function. "
             f"Do: for instance my_{what}s:make for the function make in my_{what}s.py."
         )
+    with users_code(spec, what):
+        found, path = _imported(module, spec, what), module
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise _lacking(found, path, part)
+            found, path = getattr(found, part), f"{path}.{part}"
+    return found
+
+
+def _imported(module: str, spec: str, what: str) -> Any:
     try:
-        found: Any = import_module(module)
+        return import_module(module)
     except ModuleNotFoundError as error:
         # Only if it is this module that is missing; what the module itself fails to import is its own affair.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
@@ -35,11 +46,16 @@ def named(spec: str, what: str) -> Any:
             f"Got {spec!r} as the {what}, and no module {error.name!r} is found. Want one that Python can import. "
             "Do: run from the folder that holds it, or install it."
         ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise unknown(f"function in {module}", part, [each for each in dir(found) if not each.startswith("_")])
-        found = getattr(found, part)
-    return found
+
+
+def _lacking(found: Any, path: str, part: str) -> SaltflatError:
+    known = [each for each in dir(found) if not each.startswith("_")]
+    if known:
+        return unknown(f"function in {path}", part, known)
+    return OptionError(
+        f"Got {part!r} in {path}, a {type(found).__name__} with nothing in it. Want package.module:function. "
+        f"Do: leave .{part} out, or check the name."
+    )
 
 
 def made(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> Any:
@@ -58,9 +74,16 @@ def made(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> An
             )
         return found
     try:
-        signature = inspect.signature(found)
+        signature: inspect.Signature | None = inspect.signature(found)
     except ValueError:  # written in C, without a signature: the call will tell
+        signature = None
+    if signature is not None:
+        _check_arguments(signature, given, spec)
+    with users_code(spec, what):
         return found(**given)
+
+
+def _check_arguments(signature: inspect.Signature, given: Mapping[str, Any], spec: str) -> None:
     try:
         signature.bind(**given)
     except TypeError as error:
@@ -68,4 +91,3 @@ def made(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> An
             f"Got the arguments {given} for {spec!r}: {error}. Want {', '.join(signature.parameters) or 'none'}. "
             "Do: give others, or defaults to the function."
         ) from error
-    return found(**given)

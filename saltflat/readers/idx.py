@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import DataError
-from saltflat.readers.checksum import missing, verified
+from saltflat.readers.checksum import content_of, is_there, missing, verified
 
 UNSIGNED_BYTE = 0x08
 STEMS = {"train": "train", "test": "t10k"}
@@ -42,8 +42,8 @@ def _array(raw: Path, name: str, dataset: str, checksums: Mapping[str, str]) -> 
     listed = [file for file in checksums if file in (name, f"{name}.gz")]
     for file in [*listed, name]:
         path = raw / file
-        if path.is_file():
-            content = verified(path, checksums[file]) if file in checksums else path.read_bytes()
+        if is_there(path):
+            content = verified(path, checksums[file]) if file in checksums else content_of(path)
             return parsed(_unzipped(content, path) if path.suffix == ".gz" else content, path)
     raise missing(raw / name, dataset)
 
@@ -70,8 +70,11 @@ def parsed(content: bytes, path: Path) -> Tensor:
     shape = struct.unpack(f">{content[3]}I", content[4:start])
     if len(content) - start != math.prod(shape):
         raise _broken(path, f"{len(content) - start:,} numbers for the shape {shape}")
-    # A copy: the bytes cannot be written to, a tensor can.
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())
+    try:
+        # A copy: the bytes cannot be written to, a tensor can.
+        return torch.from_numpy(np.frombuffer(content[start:], np.uint8).reshape(shape).copy())
+    except (ValueError, RuntimeError) as error:  # more axes than an array can have, or empty ones of absurd lengths
+        raise _broken(path, f"{len(shape)} axes that no array can have ({error})") from error
 
 
 def _broken(path: Path, got: str) -> DataError:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,32 +17,58 @@ SCHEMA = "saltflat.report/1"
 
 
 def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write beside the place and rename: whoever reads sees the old file or the new one, never half of it."""
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise ReportError(
-            f"Got the path {os.fspath(path)!r}, whose folder does not exist. Want a folder that does. "
-            f"Do: make it first, Path({str(target.parent)!r}).mkdir(parents=True)."
-        )
-    if target.is_dir():
-        raise ReportError(f"Got the path {os.fspath(path)!r}, which is a folder. Want a file. Do: add a file name.")
+    """Write the content as JSON; whoever reads sees the old file or the new one, never half of it."""
     text = json.dumps(content, allow_nan=False, indent=1)
+    with replacing(path) as part, part.open("x", encoding="utf-8", newline="\n") as file:
+        file.write(text + "\n")
+    return Path(path)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A name beside the place to write to; what was written there is renamed to the place if all went well."""
+    target = checked(path)
     part = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
         try:
-            with part.open("x", encoding="utf-8", newline="\n") as file:
-                file.write(text + "\n")
-                file.flush()
+            yield part
+            with part.open("rb") as file:
                 os.fsync(file.fileno())
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
     except OSError as problem:
-        raise ReportError(
-            f"Got the path {os.fspath(path)!r}, which cannot be written ({problem.strerror}). "
-            "Want a place that can. Do: choose another, or free this one."
-        ) from problem
-    return Path(path)
+        raise _unwritable("the path", path, problem) from problem
+
+
+def checked(path: str | os.PathLike[str], what: str = "the path") -> Path:
+    """Where the file will be, links followed, if one can be there; ``what`` names the path in the error."""
+    target, shown = Path(os.path.realpath(path)), f"{what} {os.fspath(path)!r}"
+    try:
+        if not target.parent.is_dir():
+            raise ReportError(
+                f"Got {shown}, whose folder does not exist. Want a folder that does. "
+                f"Do: make it first, Path({str(target.parent)!r}).mkdir(parents=True)."
+            )
+        if target.is_dir():
+            raise ReportError(f"Got {shown}, which is a folder. Want a file. Do: add a file name.")
+        if os.path.lexists(target) and not target.is_file():
+            raise ReportError(
+                f"Got {shown}, which exists and is no regular file. Want a file to replace, or a new one. "
+                "Do: choose another name."
+            )
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as problem:
+        raise _unwritable(what, path, problem) from problem
+    return target
+
+
+def _unwritable(what: str, path: str | os.PathLike[str], problem: OSError) -> ReportError:
+    return ReportError(
+        f"Got {what} {os.fspath(path)!r}, which cannot be written ({problem.strerror}). "
+        "Want a place that can. Do: choose another, or free this one."
+    )
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

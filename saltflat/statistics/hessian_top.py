@@ -12,7 +12,7 @@ from saltflat.amounts import check_positive
 from saltflat.errors import unknown
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
-from saltflat.spectrum import Top, Vectors, rounding, top_eigenvalues
+from saltflat.spectrum import Top, Vectors, basis_within, rounding, top_eigenvalues
 from saltflat.statistics import statistic
 from saltflat.whole import check_symmetric, hessian_product
 
@@ -55,7 +55,7 @@ def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | No
         del moved[1:-1]  # the first is kept for the check, the last is on its way
         return {"": moved[-1]}
 
-    top = top_eigenvalues(watched, {"": start}, tolerance)[""]
+    top = top_eigenvalues(watched, {"": start}, tolerance, basis=basis_within(setting, measured))[""]
     check_symmetric(setting, _asymmetry(start / start.norm(), moved[0], top.vector, product(top.vector)))
     notes = () if top.converged else (f"The Hessian's eigenvalue may be larger by {top.bound:.1e} of itself.",)
     found = {

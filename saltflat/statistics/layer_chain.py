@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from saltflat.geometry import Convolution, Transposed
+from saltflat.geometry import Convolution, Transposed, geometries
 from saltflat.setting import Found, NotDefinedError, Setting
 from saltflat.statistics import statistic
 
@@ -36,6 +36,9 @@ def layer_chain(setting: Setting) -> Found:
             raise NotDefinedError(
                 "needs layers that can be rescaled: the model has no Linear or convolution to measure"
             )
+        outside = geometries(network).keys() - {weight for weight, _ in chain}
+        if outside:
+            raise NotDefinedError(f"needs all weights in Linear layers or convolutions: {min(outside)} is elsewhere")
         if len({weight for weight, _ in chain}) < len(chain):
             raise NotDefinedError("needs layers in a chain: one of this model's is used more than once")
         scaled = network(batch, leaves=_rescaled(network.constants, chain))

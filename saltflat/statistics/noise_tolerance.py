@@ -7,6 +7,7 @@ from math import nan, sqrt
 from torch import Tensor
 
 from saltflat.amounts import check_count, check_positive
+from saltflat.errors import OptionError
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
 from saltflat.statistics import statistic
@@ -43,7 +44,9 @@ def noise_tolerance(
         ``sigma``, nan where there is none; ``bracket``, the last one borne and the first one not; ``accuracy``, that of
         the network; and ``accuracies``, the mean ones at the two ends of the bracket.
     """
-    check_positive(drop=drop)
+    check_positive(drop=drop, epsilon=epsilon)
+    if not isinstance(magnitude_aware, bool):
+        raise OptionError(f"Got magnitude_aware={magnitude_aware!r}. Want True or False. Do: leave it out for False.")
     check_count(1, draws=draws, depth=depth)
     measured = setting.problem.network.measured
     here, done = accuracy_at(setting), 0

@@ -8,7 +8,7 @@ from torch import Tensor
 from saltflat.amounts import check_count, check_positive
 from saltflat.geometry import geometries
 from saltflat.setting import Found, Setting
-from saltflat.spectrum import block_products, curvature_along, rounding, start_vectors, top_eigenvalues
+from saltflat.spectrum import basis_within, block_products, curvature_along, rounding, start_vectors, top_eigenvalues
 from saltflat.statistics import statistic
 
 
@@ -29,6 +29,7 @@ def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: i
         tolerance,
         steps,
         lambda done, total: setting.tick("Largest eigenvalues of the layers", done, total),
+        basis_within(setting, names),
     )
 
     def row(value: float | Tensor, name: str) -> Tensor:
@@ -41,6 +42,8 @@ def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: i
         replicates = tuple({name: row(each[name], name) for name in names} for each in found or ()) or None
     silent = [name for name, top in tops.items() if top.value == 0]
     notes = (f"no curvature at all in {', '.join(silent[:4])}{' and others' * (len(silent) > 4)}",) if silent else ()
+    if setting.plan.random:
+        notes = (*notes, "random columns bias a largest eigenvalue upwards: it picks out what is large by chance")
     return Found(
         {name: row(top.value, name) for name, top in tops.items()},
         replicates,
