@@ -1,5 +1,11 @@
 """python -m saltflat"""
 
-from saltflat.cli import main
+import sys
 
-main()
+try:
+    from saltflat.cli import main
+
+    main()
+except KeyboardInterrupt:
+    print("Interrupted.", file=sys.stderr)
+    sys.exit(130)

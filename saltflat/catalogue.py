@@ -1,4 +1,4 @@
-"""All measures there are, as a table."""
+"""All measures there are, as a list."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.padding import Padding
+from rich.text import Text
 
 from saltflat.measures import MEASURES
-from saltflat.measures.references import REFERENCES
+from saltflat.report.table import rendered
+
+# From this width on there is room for what a measure is made of; --json has it always.
+WIDE = 120
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Entry:
 
 
 class Catalogue(Sequence[Entry]):
-    """Entries in the order of their families; prints as a table."""
+    """Entries in the order of their families; prints as a list, of the terminal's width."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.entries = tuple(entries)
@@ -58,31 +61,18 @@ class Catalogue(Sequence[Entry]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __rich__(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, title="Measures", title_justify="left", show_lines=True)
-        table.add_column("measure", style="bold", overflow="fold")
-        table.add_column("what it says, and its formula", ratio=3)
-        table.add_column("unchanged by", ratio=1)
-        table.add_column("smaller is", ratio=1)
-        table.add_column("needs; options", ratio=2, overflow="fold")
-        table.add_column("from", overflow="fold")
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for each in self:
-            options = ", ".join(f"{name}={value!r}" for name, value in each.options.items())
-            table.add_row(
-                each.name,
-                f"{each.meaning}\n[dim]{each.formula}[/dim]",
-                ", ".join(each.invariant_to) or "-",
-                each.smaller,
-                ", ".join(each.needs) + (f"\n[dim]{options}[/dim]" if options else ""),
-                each.reference,
-            )
-        return table
+            unchanged = ", ".join(each.invariant_to) or "no rescaling"
+            yield Text.assemble((each.name, "bold"), f" (unchanged by {unchanged}; smaller is {each.smaller})")
+            lines = [Text(each.meaning), Text(each.formula, style="dim")]
+            if options.max_width >= WIDE:
+                lines.append(Text(f"needs {', '.join(each.needs)}; from {each.reference}", style="dim"))
+                lines += [Text(f"option {name}={value!r}", style="dim") for name, value in each.options.items()]
+            yield Padding(Group(*lines), (0, 0, 1, 4))
 
     def __str__(self) -> str:
-        console = Console(width=160)
-        with console.capture() as text:
-            console.print(self)
-        return text.get()
+        return rendered(self)
 
 
 def catalogue() -> Catalogue:
@@ -106,6 +96,3 @@ def catalogue() -> Catalogue:
             for each in MEASURES.values()
         ]
     )
-
-
-assert all(each.reference in REFERENCES for each in MEASURES.values())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,10 +65,27 @@ def say(text: str, style: str = "dim") -> None:
 
 def show_on_screen(thing: Any) -> None:
     """A result as a table: in colours and of the screen's width, or as it prints itself into files and pipes."""
-    if sys.stdout.isatty():
-        Console().print(thing)
-    else:
-        typer.echo(str(thing))
+    with stdout_checked():
+        if sys.stdout.isatty():
+            Console().print(thing)
+        else:
+            typer.echo(str(thing))
+
+
+@contextmanager
+def stdout_checked() -> Iterator[None]:
+    """A full disk behind the standard output is an error like others."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # a reader that has seen enough
+            raise
+        with suppress(OSError):
+            sys.stdout.close()  # else Python tries again at its end, and complains
+        raise OptionError(
+            f"Got a standard output that cannot be written ({error.strerror}). Want a place for the results. "
+            "Do: free the disk, or send them elsewhere."
+        ) from error
 
 
 def version(wanted: bool) -> None:
@@ -142,7 +160,7 @@ def measure(
         own = next((p.dtype for p in network.parameters() if p.dtype in DTYPES.values()), torch.float32)
         examples = placed(read(data, data_dir, split, skip, limit, normalize), where, precision or own)
         before = None if initial is None else fitted(network, load_weights(initial))
-        with users_model(model):
+        with users_model(model, data):
             report = saltflat.measure(
                 network,
                 examples,
@@ -189,12 +207,13 @@ def compare(
 
 @app.command(name="list")
 def list_measures(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything.")] = False,
 ) -> None:
     """Print every measure: what it means, what leaves it unchanged, where it comes from."""
     entries = saltflat.catalogue()
     if as_json:
-        typer.echo(json.dumps([{fact: getattr(each, fact) for fact in FACTS} for each in entries], indent=2))
+        with stdout_checked():
+            typer.echo(json.dumps([{fact: getattr(each, fact) for fact in FACTS} for each in entries], indent=2))
     else:
         show_on_screen(entries)
 

@@ -207,8 +207,8 @@ def _check_fit(
     if any(problems.values()):
         told = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
         raise WeightsError(
-            f"Got weights that do not fit the model. {told}. Want every weight of the model once, in its shape, real and dense. "
-            "Do: check that the file belongs to this model and that the model is made as it was for training."
+            f"Got weights that do not fit the model. {told}. Want every weight of the model once, dense and real, "
+            "in its shape. Do: check that the file belongs to this model, and that it is made as it was for training."
         )
 
 

@@ -25,6 +25,19 @@ def broken() -> nn.Module:
     raise ZeroDivisionError("a mistake of the user's")
 
 
+def leaving() -> nn.Module:
+    raise SystemExit(3)
+
+
+class Careless(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return {"a": inputs}["b"]
+
+
+def careless() -> nn.Module:
+    return Careless(4, 3)
+
+
 fixed = mlp()
 
 
@@ -35,6 +48,15 @@ def pair() -> tuple[Tensor, Tensor]:
 
 def dataset() -> TensorDataset:
     return TensorDataset(*pair())
+
+
+class Torn(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        raise LookupError("a page is missing")
+
+
+def torn() -> Torn:
+    return Torn(*pair())
 
 
 def loader() -> DataLoader[Any]:

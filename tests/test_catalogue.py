@@ -10,6 +10,7 @@ from chains import CHAINS
 from torch import Tensor
 
 import saltflat
+from saltflat.catalogue import Catalogue, Entry
 from saltflat.errors import OptionError, UnknownNameError
 from saltflat.measures import MEASURES, measure
 from saltflat.measures.references import REFERENCES
@@ -34,8 +35,20 @@ def test_the_catalogue_says_everything_of_every_measure() -> None:
         assert entry.smaller
         assert entry.needs
         assert entry.reference in REFERENCES
-    text = str(entries)
-    assert all(entry.name in text.replace("\n", "") or entry.name[:20] in text for entry in entries)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_catalogue_prints_in_the_width_there_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    entry = Entry(
+        "gauge", "Square [bold] brackets.", "[/dim] formula", (), "flatter", ("weight",), "somewhere", {"p": 2}
+    )
+    text = str(Catalogue([*saltflat.catalogue(), entry]))
+    assert max(map(len, text.splitlines())) <= width
+    assert all(f"{name} " in text or f"{name}\n" in text for name in (*MEASURES, "gauge"))
+    assert "Square [bold] brackets." in text
+    assert "[/dim] formula" in text
+    assert ("needs weight; from somewhere" in text) == ("option p=2" in text) == (width == 200)
 
 
 def test_every_reference_and_statistic_is_used() -> None:

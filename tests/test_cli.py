@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -249,7 +250,33 @@ def test_results_are_written(measured: Call, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert Report.load(out)["trace"].value == 3.5
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "report.json" in result.stderr
+    assert result.stderr == f"Wrote {out}.\nWrote {plot}.\n"
+    again = run(*REQUIRED, "--out", out, "--plot", tmp_path / "figure.SVG")
+    assert again.stderr == f"Replaced {out}.\nWrote {tmp_path / 'figure.SVG'}.\n"
+    assert b"<svg" in (tmp_path / "figure.SVG").read_bytes()
+
+
+def test_a_plot_that_cannot_be_written_leaves_the_old_one(
+    measured: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = tmp_path / "figure.png"
+    plot.write_text("old")
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    result = run(*REQUIRED, "--plot", plot)
+    assert result.exit_code == 2
+    assert "No space left" in result.stderr
+    assert plot.read_text() == "old"
+    assert os.listdir(tmp_path) == ["figure.png"]
+
+
+def test_weights_that_are_rounded_are_noted(measured: Call, tmp_path: Path) -> None:
+    torch.save({name: value.double() + 1e-12 for name, value in mlp().state_dict().items()}, tmp_path / "w.pt")
+    run(*REQUIRED, "--weights", tmp_path / "w.pt", "--out", tmp_path / "report.json")
+    assert any("float64 were rounded to float32" in note for note in Report.load(tmp_path / "report.json").notes)
 
 
 def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
@@ -264,9 +291,14 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--out", "{}/missing/report.json"], ["--out", "missing"]),
-        (["--out", "{}"], ["--out", "it is a folder"]),
+        (["--out", "{}"], ["--out", "is a folder"]),
         (["--plot", "{}/missing/figure.png"], ["--plot", "missing"]),
-        (["--plot", "{}/figure.xyz"], ["--plot", "figure.xyz"]),
+        (["--plot", "{}"], ["--plot", "is a folder"]),
+        (["--plot", "{}/figure.jpg"], ["--plot", "figure.jpg", "png or svg or pdf"]),
+        (["--out", "{}/a.png", "--plot", "{}/a.png"], ["both --out and --plot"]),
+        (["--out", "{}/pipe"], ["--out", "no regular file"]),
+        (["--plot", "{}/pipe"], ["--plot", "no regular file"]),
+        (["--out", "{}/" + 300 * "a"], ["--out", "too long"]),
         (["--plot", "{}/figure"], ["--plot"]),
         (["--model-args", "{{"], ["--model-args", "JSON"]),
         (["--model-args", "[1]"], ["--model-args", "[1]"]),
@@ -275,6 +307,16 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
         (["--model", "factories:no_model"], ["a str", "factories:no_model"]),
         (["--model", "factories:mpl"], ["'mpl'", "use 'mlp'"]),
         (["--model", "factories"], ["package.module:function"]),
+        (["--model", ".factories:mlp"], ["package.module:function"]),
+        (["--model", "factories:mlp.x"], ["'x' in factories.mlp", "leave .x out"]),
+        (["--model", "factories:broken"], ["ZeroDivisionError: a mistake of the user's", "factories.py:"]),
+        (["--model", "factories:leaving"], ["SystemExit: 3", "factories.py:"]),
+        (["--model-args", 100_000 * "["], ["--model-args", "recursion"]),
+        (["--weights", "{}/" + 300 * "a"], ["too long"]),
+        (["--data", 300 * "a"], ["too long"]),
+        (["--data", "mnist", "--data-dir", "{}/" + 300 * "a"], ["too long"]),
+        (["--seed", str(2**64)], ["seed="]),
+        (["--device", "meta"], ["meta", "--device cpu"]),
         (["--model", "no_such_package.models:net"], ["no_such_package"]),
         (["--weights", "{}/none.pt"], ["none.pt", "does not exist"]),
         (["--initial", "{}/none.pt"], ["none.pt", "does not exist"]),
@@ -289,6 +331,7 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
     ],
 )
 def test_bad_requests_fail_before_the_work(words: list[str], told: list[str], measured: Call, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
     refused(run(*REQUIRED, *(word.format(tmp_path) for word in words)), *told)
     assert measured.args == ()
 
@@ -298,10 +341,24 @@ def test_what_the_library_refuses_is_one_line(measured: Call) -> None:
     refused(run(*REQUIRED), "Got this and that.", "[at all]")
 
 
-def test_what_nobody_foresaw_keeps_its_traceback(measured: Call) -> None:
-    result = run("measure", "--model", "factories:broken", "--data", "factories:pair")
-    assert isinstance(result.exception, ZeroDivisionError)
+def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saltflat.measuring.plan_from", None)
+    result = run(*REQUIRED)
+    assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1
+
+
+def test_errors_of_the_users_code_are_one_line_or_told_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong.py").write_text("ones = 1\ntwos = = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    refused(run(*REQUIRED, "--model", "wrong:ones"), "SyntaxError: invalid syntax from wrong:ones", "wrong.py:2")
+    words = [*REQUIRED, "--model", "factories:careless"]
+    refused(run(*words), "KeyError: 'b' from factories:careless", "factories.py:")
+    refused(run(*REQUIRED, "--model-args", '{"inputs": 5}'), "RuntimeError: mat1 and mat2")
+    refused(run(*REQUIRED, "--data", "factories:torn"), "LookupError: a page is missing from factories:torn")
+    full = run(*words, "--traceback")
+    assert full.exit_code == 2
+    assert 'return {"a": inputs}["b"]' in full.stderr
 
 
 def test_an_interrupt_is_one_line(measured: Call) -> None:
@@ -357,7 +414,8 @@ def test_reports_are_compared(saved: Callable[[str, float], Path]) -> None:
     refused(run("compare", saved("a.json", 6.25)), "1 report")
 
 
-def test_list_prints_the_catalogue() -> None:
+def test_list_prints_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert run("list").stdout == f"{saltflat.catalogue()}\n"
     found = json.loads(run("list", "--json").stdout)
     assert [each["name"] for each in found] == [each.name for each in saltflat.catalogue()]
@@ -390,3 +448,18 @@ def test_it_runs_as_a_module() -> None:
     found = subprocess.run([*words, "show", "none.json"], env=environment, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.startswith("Got ")
+    with open("/dev/full", "w") as full:
+        lost = subprocess.run([*words, "list"], env=environment, stdout=full, stderr=-1, text=True, check=False)
+    assert lost.returncode == 2
+    assert lost.stderr.startswith("Got a standard output")
+    assert lost.stderr.count("\n") == 1
+
+
+def test_an_interrupt_before_the_commands_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("saltflat.cli.main", Call(KeyboardInterrupt()))
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("saltflat", run_name="__main__")
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "Interrupted.\n"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import os
 import pickle
 import struct
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,10 +236,23 @@ def test_a_file_with_another_checksum_is_named(tmp_path: Path) -> None:
         (bytes([0, 0, 8, 3, 0, 0]), "ends within its sizes"),
         (idx_bytes(LABELS)[:-1], "2 numbers for the shape (3,)"),
         (idx_bytes(LABELS) + b"x", "4 numbers"),
+        (bytes([0, 0, 8, 200]) + 200 * struct.pack(">I", 1) + b"x", "200 axes"),
+        (bytes([0, 0, 8, 4]) + struct.pack(">4I", 0, *3 * [2**32 - 1]), "4 axes"),
     ],
 )
 def test_broken_idx_files_are_named(content: bytes, word: str) -> None:
     refused(DataError, lambda: idx.parsed(content, Path("labels")), word, "labels")
+
+
+def test_an_idx_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = tmp_path / "FashionMNIST" / "raw"
+    write_idx(raw)
+
+    def fail(_: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    refused(DataError, lambda: read("fashion-mnist", tmp_path), "Input/output error")
 
 
 def test_as_many_labels_as_images(tmp_path: Path) -> None:
@@ -413,6 +428,55 @@ def test_an_npz_with_pickled_objects_does_nothing(tmp_path: Path) -> None:
     refused(DataError, lambda: read(str(path)), "without a name")
 
 
+def member(name: str, content: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip with good targets and one other member."""
+    file = io.BytesIO()
+    np.savez(file, y=np.ones(2))
+    with zipfile.ZipFile(file, "a", method) as archive:
+        archive.writestr(name, content)
+    return file.getvalue()
+
+
+def header(text: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text) + 1) + text.encode() + b"\n"
+
+
+HUGE = header("{'descr': '<f8', 'fortran_order': False, 'shape': (999999999999999,), }")
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (member("x.npy", HUGE + bytes(8)), "allocate"),
+        (member("x.npy", header("{'descr': (((")), "data.npz"),
+        (member("x", b"no array"), "no array"),
+        (member("x.npy", HUGE).replace(b"\x00\x00\x00\x00x.npy", b"\x01\x00\x00\x00x.npy"), "data.npz"),
+        (member("x.npy", HUGE, zipfile.ZIP_DEFLATED).replace(b"\x08\x00", b"\x63\x00"), "data.npz"),
+    ],
+    ids=["no memory", "header", "text", "damaged", "packed in an unknown way"],
+)
+def test_npz_files_that_fail_in_odd_ways_are_named(content: bytes, word: str, tmp_path: Path) -> None:
+    (tmp_path / "data.npz").write_bytes(content)
+    refused(DataError, lambda: read(str(tmp_path / "data.npz")), word)
+
+
+@pytest.mark.parametrize(("suffix", "save"), [(".npz", save_npz), (".safetensors", save_safe)])
+@pytest.mark.parametrize(
+    ("inputs", "targets", "word"),
+    [
+        (np.array(1.0), np.ones(1), "inputs are one number"),
+        (np.ones(1), np.array(1.0), "targets are one number"),
+        (np.ones((1, 2), dtype=np.complex64), np.ones(1), "inputs are complex"),
+        (np.ones((1, 2)), np.array([2**63], dtype=np.uint64), "2^63"),
+    ],
+)
+def test_arrays_of_odd_kinds_are_named(
+    inputs: Any, targets: Any, word: str, suffix: str, save: Callable[..., None], tmp_path: Path
+) -> None:
+    save(tmp_path / f"data{suffix}", x=inputs, y=targets)
+    refused(DataError, lambda: read(str(tmp_path / f"data{suffix}")), word)
+
+
 def test_files_of_other_kinds_are_named(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("1,2")
@@ -431,8 +495,9 @@ def test_a_factory_gives_what_it_gives() -> None:
 def test_what_a_users_module_lacks_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import surely_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+    with pytest.raises(SaltflatError, match=r"ModuleNotFoundError: .*surely_not_installed.*needs_more.py:1") as caught:
         read("needs_more:data")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 def test_data_is_put_where_the_model_is() -> None:

@@ -182,6 +182,13 @@ BROKEN = {
     "a reading with a field too many": changed(readings={"x": {**Reading("x", 1.0).to_dict(), "colour": "red"}}),
     "a text for a truth": changed(readings={"x": {**Reading("x", 1.0).to_dict(), "exact": "no"}}),
     "a coded number that is none": changed(loss={"$float": "small"}),
+    "a number too large": changed(loss=10**400),
+    "a reading too large": changed(readings={"x": {**Reading("x", 1.0).to_dict(), "value": 10**400}}),
+    "a reading without a name": changed(readings={"x": {**Reading("x", 1.0).to_dict(), "name": 3}}),
+    "details in a list": changed(readings={"x": {**Reading("x", 1.0).to_dict(), "details": []}}),
+    "a list for the certificate": changed(certificate=["holds"]),
+    "a text for the settings": changed(settings="exact"),
+    "a text in the legend": changed(legend={"trace": "How sharp."}),
 }
 
 
@@ -189,7 +196,17 @@ BROKEN = {
 def test_what_is_not_a_report_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(BROKEN[case]), encoding="utf-8")
-    with pytest.raises(ReportError, match=r"Got .* Want .* Do: "):
+    with pytest.raises(ReportError, match=r"Got .*broken\.json.* Want .* Do: ") as caught:
+        Report.load(path)
+    assert str(caught.value).count("Got ") == 1
+
+
+def test_a_report_that_is_too_deep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    # Deep enough for our own recursion, not for the parser's.
+    deep = 900 * '{"a":' + "1" + 900 * "}"
+    path.write_text(json.dumps(changed(settings="DEEP")).replace('"DEEP"', deep), encoding="utf-8")
+    with pytest.raises(ReportError, match=r"deep\.json"):
         Report.load(path)
 
 
@@ -208,6 +225,11 @@ def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
         FULL.save(tmp_path / "none" / "full.json")
     with pytest.raises(ReportError, match="is a folder"):
         FULL.save(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "full.json")
+    for name, why in {"pipe": "no regular file", "link": "folder does not exist", 300 * "a": "too long"}.items():
+        with pytest.raises(ReportError, match=why):
+            FULL.save(tmp_path / name)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +294,13 @@ def test_print_says_what_is_uncertain_left_out_and_certified() -> None:
     assert "Note: Measured in eval mode." in lines
     assert "Left out: distance: it needs initial=." in lines
     assert any("blocks are the Hessian's (largest gap 1.0e-12, 8 examples)" in line for line in lines)
+
+
+def test_what_is_undefined_is_no_estimate() -> None:
+    text = rendered(report(Reading("trace", NAN, exact=False, notes=("There are no weights.",))), 100)
+    assert "~" not in text
+    assert "undefined" in text
+    assert "[1] There are no weights." in text
 
 
 def test_print_speaks_of_signs_only_where_they_are_used() -> None:

@@ -80,6 +80,7 @@ def test_prefixes_of_wrappers_are_taken_away_and_said(prefix: str, tmp_path: Pat
 def test_a_layer_called_module_keeps_its_name() -> None:
     names = ["module.weight", "head.weight"]
     assert plain_names(names) == {name: name for name in names}
+    assert plain_names(["my_orig_mod.a", "b._orig_mod.a"]) == {"my_orig_mod.a": "my_orig_mod.a", "b._orig_mod.a": "b.a"}
     # Without the prefix the two would be one.
     clash = ["module.a", "module._orig_mod.a"]
     assert plain_names(clash) == {name: name for name in clash}
@@ -136,6 +137,48 @@ def test_weights_that_do_not_fit_are_listed_and_leave_the_model_alone() -> None:
         "1 of another shape: '3.weight' is (7, 3) there and (3, 3) in the model",
     )
     assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("complex", lambda weight: weight + 1j),
+        ("sparse", lambda weight: weight.to_sparse()),
+        ("meta", lambda weight: weight.to("meta")),
+        ("quantized", lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch gives some of these up
+def test_tensors_of_odd_kinds_are_refused_and_leave_the_model_alone(kind: str, change: Callable[..., Tensor]) -> None:
+    model = mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {name: torch.zeros_like(value) for name, value in before.items()}
+    given["3.weight"] = change(given["3.weight"])
+    refused(lambda: put_weights(model, given), f"'3.weight' is {'on the ' * (kind == 'meta')}{kind}")
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_only_weights_that_change_are_called_rounded() -> None:
+    weights = {name: torch.ones_like(value, dtype=torch.float64) for name, value in mlp().state_dict().items()}
+    assert put_weights(mlp(), weights) == ()
+    weights["1.bias"] /= 3
+    assert put_weights(mlp(), weights) == ("Weights of type float64 were rounded to float32, the model's own.",)
+
+
+@pytest.mark.parametrize("place", [0, 6])
+def test_a_damaged_archive_is_refused(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    torch.save(mlp().state_dict(), path)
+    content = bytearray(path.read_bytes())
+    # In the first entry of the table of contents: how it begins (0), and the version it needs (6).
+    content[content.index(b"PK\x01\x02") + place] = 0xFF
+    path.write_bytes(content)
+    refused(lambda: load_weights(path), "w.pt", "save the weights again")
+
+
+def test_a_pipe_is_no_file_of_weights(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "w.pt")
+    refused(lambda: load_weights(tmp_path / "w.pt"), "no regular file")
 
 
 def test_long_lists_are_cut() -> None:

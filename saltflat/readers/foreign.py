@@ -41,8 +41,8 @@ def users_code(spec: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def users_model(spec: str) -> Iterator[None]:
-    """Inside of it our code calls the user's model and data: what fails in these is theirs, the rest is ours."""
+def users_model(model: str, data: str) -> Iterator[None]:
+    """Inside of it our code calls the user's model and reads the data: what fails in these is theirs, the rest ours."""
     try:
         yield
     except SaltflatError:
@@ -50,10 +50,13 @@ def users_model(spec: str) -> Iterator[None]:
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         last = max(i for i, frame in enumerate(frames) if frame.f_code.co_filename.startswith(OURS))
-        if not any(_is_users(frame) or frame.f_code is nn.Module._call_impl.__code__ for frame in frames[last + 1 :]):
-            raise
-        advice = "see that the model takes these inputs; --traceback shows all of the error"
-        raise _told(error, spec, "a model that takes the data", advice) from error
+        beyond = frames[last + 1 :]
+        advice = "see that it works by itself; --traceback shows all of the error"
+        if any(frame.f_code is nn.Module._call_impl.__code__ for frame in beyond):
+            raise _told(error, model, "a model that takes the data", advice) from error
+        if any(_is_users(frame) for frame in beyond):
+            raise _told(error, data, "data that can be read", advice) from error
+        raise
 
 
 def _is_users(frame: FrameType) -> bool:

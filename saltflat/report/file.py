@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,13 +51,15 @@ def checked(path: str | os.PathLike[str], what: str = "the path") -> Path:
                 f"Got {shown}, whose folder does not exist. Want a folder that does. "
                 f"Do: make it first, Path({str(target.parent)!r}).mkdir(parents=True)."
             )
-        if target.is_dir():
-            raise ReportError(f"Got {shown}, which is a folder. Want a file. Do: add a file name.")
-        if os.path.lexists(target) and not target.is_file():
-            raise ReportError(
-                f"Got {shown}, which exists and is no regular file. Want a file to replace, or a new one. "
-                "Do: choose another name."
-            )
+        with suppress(FileNotFoundError):
+            mode = target.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                raise ReportError(f"Got {shown}, which is a folder. Want a file. Do: add a file name.")
+            if not stat.S_ISREG(mode):
+                raise ReportError(
+                    f"Got {shown}, which exists and is no regular file. Want a file to replace, or a new one. "
+                    "Do: choose another name."
+                )
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as problem:

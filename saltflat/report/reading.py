@@ -76,8 +76,11 @@ class Reading:
     def from_dict(cls, given: Mapping[str, Any]) -> Reading:
         """The reading that ``to_dict`` was called on."""
         try:
-            return cls(**{key: decoded(value) for key, value in given.items()})
-        except (TypeError, ValueError, AttributeError) as problem:
+            found = cls(**{key: decoded(value) for key, value in given.items()})
+            if not isinstance(found.name, str) or not isinstance(found.details, dict):
+                raise TypeError("the name is no text, or the details are no mapping")
+            return found
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as problem:
             raise ReportError(
                 f"Got a reading that cannot be understood ({problem}). Want what Reading.to_dict gives. "
                 "Do: measure again, or take the file from a backup."

@@ -119,16 +119,26 @@ class Report(Mapping[str, Reading]):
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Report:
         """The report that ``to_dict`` was called on."""
-        check_schema(given, "a mapping")
+        return cls._from(given, "a mapping")
+
+    @classmethod
+    def _from(cls, given: Mapping[str, Any], source: str) -> Report:
+        check_schema(given, source)
         try:
             parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "readings")}
             names = {name.removeprefix("$"): reading for name, reading in given["readings"].items()}
             report = cls({name: Reading.from_dict(reading) for name, reading in names.items()}, **parts)
-        except (TypeError, ValueError, KeyError, AttributeError) as problem:
-            raise _broken(f"{type(problem).__name__}: {problem}") from problem
-        # Reading is lenient (bool("no") is True): what does not come out again as it went in was not written by us.
-        if report.to_dict() != given:
-            raise _broken("a field has a value of another kind")
+            tables = [report.legend, report.settings, report.certificate or {}]
+            # Reading is lenient (bool("no") is True): what does not come out again as it went in was not written by us.
+            if report.to_dict() != given or not all(isinstance(t, dict) for t in [*tables, *report.legend.values()]):
+                raise TypeError("a field has a value of another kind")
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
+            # A reading that is broken has said so in a sentence of its own; what counts is why.
+            why = problem.__cause__ if isinstance(problem, ReportError) and problem.__cause__ else problem
+            raise ReportError(
+                f"Got {source}, a report that cannot be understood ({type(why).__name__}: {why}). "
+                "Want what Report.to_dict gives. Do: measure again, or take the file from a backup."
+            ) from problem
         return report
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -138,7 +148,7 @@ class Report(Mapping[str, Reading]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """The report that was saved there."""
-        return cls.from_dict(read(path))
+        return cls._from(read(path), f"the file {os.fspath(path)!r}")
 
     def to_frame(self) -> Any:
         """A ``pandas.DataFrame`` with one row per measure and layer; the whole network is the layer ``""``."""
@@ -161,11 +171,4 @@ def absent(name: str, left_out: Mapping[str, str], taken: Iterable[str]) -> Unkn
     return UnknownNameError(
         f"Got the measure {name!r}, which was left out: {left_out[name]} "
         f"Want one that was taken ({', '.join(taken) or 'there is none'}). Do: remove the reason and measure again."
-    )
-
-
-def _broken(why: str) -> ReportError:
-    return ReportError(
-        f"Got a report that cannot be understood ({why}). Want what Report.to_dict gives. "
-        "Do: measure again, or take the file from a backup."
     )

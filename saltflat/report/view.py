@@ -41,16 +41,20 @@ def notes_of(report: Report) -> list[str]:
     return list(dict.fromkeys(note for reading in report.values() for note in reading.notes))
 
 
+def signs(reading: Reading) -> str:
+    """Signs for what is not exact or not converged; what has no value is neither."""
+    return "" if math.isnan(reading.value) else "~" * (not reading.exact) + "!" * (not reading.converged)
+
+
 def marks(reading: Reading, notes: list[str]) -> str:
     """Signs for what is not exact or not converged, and the numbers of its notes."""
-    signs = "~" * (not reading.exact) + "!" * (not reading.converged)
-    return signs + "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(reading.notes))
+    return signs(reading) + "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(reading.notes))
 
 
 def below(report: Report) -> list[str]:
     """What stands below the numbers: signs, notes, what was left out and the certificate."""
-    used = {"~": not all(r.exact for r in report.values()), "!": not all(r.converged for r in report.values())}
-    lines = [f"{sign} {meaning}" for sign, meaning in SIGNS.items() if used[sign]]
+    used = "".join(map(signs, report.values()))
+    lines = [f"{sign} {meaning}" for sign, meaning in SIGNS.items() if sign in used]
     lines += [f"[{count}] {note}" for count, note in enumerate(notes_of(report), 1)]
     lines += [f"Note: {note}" for note in report.notes]
     by_reason: dict[str, list[str]] = {}
