@@ -13,9 +13,6 @@ from rich.text import Text
 from saltflat.measures import MEASURES
 from saltflat.report.table import rendered
 
-# From this width on there is room for what a measure is made of; --json has it always.
-WIDE = 120
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -66,13 +63,17 @@ class Catalogue(Sequence[Entry]):
             unchanged = ", ".join(each.invariant_to) or "no rescaling"
             yield Text.assemble((each.name, "bold"), f" (unchanged by {unchanged}; smaller is {each.smaller})")
             lines = [Text(each.meaning), Text(each.formula, style="dim")]
-            if options.max_width >= WIDE:
-                lines.append(Text(f"needs {', '.join(each.needs)}; from {each.reference}", style="dim"))
-                lines += [Text(f"option {name}={value!r}", style="dim") for name, value in each.options.items()]
+            lines.append(Text(f"needs {', '.join(each.needs)}; from {each.reference}", style="dim"))
+            if each.options:
+                said = ", ".join(f"{name}={value!r}" for name, value in each.options.items())
+                lines.append(Text(f"options: {said}", style="dim"))
             yield Padding(Group(*lines), (0, 0, 1, 4))
 
     def __str__(self) -> str:
         return rendered(self)
+
+    def __repr__(self) -> str:
+        return f"<Catalogue of {len(self)} measures>"
 
 
 def catalogue() -> Catalogue:

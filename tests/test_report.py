@@ -676,3 +676,9 @@ def test_every_error_is_one_of_ours() -> None:
     assert issubclass(ReportError, ValueError)
     assert issubclass(MissingPackageError, SaltflatError)
     assert issubclass(MissingPackageError, ImportError)
+
+
+def test_what_one_report_lacks_is_one_sentence() -> None:
+    few, many = report(Reading("a", 1.0)), report(*(Reading(name, 1.0) for name in "abcd"))
+    lacks = [doubt for doubt in compare(few, many).doubts if doubt.startswith("No ")]
+    assert lacks == ["No b, c and d in 1: not asked for."]

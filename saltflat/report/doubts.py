@@ -95,10 +95,12 @@ def _readings(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
             said.setdefault(("Not converged", f"{listed(loose)}."), []).append(label)
         if blind:
             said.setdefault(("Estimates, bounds or searches of unknown error", f"{listed(blind)}."), []).append(label)
+        missing: dict[str, list[str]] = {}
         for name in names:
             if name not in report:
-                reason = report.left_out.get(name, "it was not asked for.")
-                said.setdefault((f"No {name}", reason), []).append(label)
+                missing.setdefault(report.left_out.get(name, "not asked for."), []).append(name)
+        for reason, absent in missing.items():
+            said.setdefault((f"No {listed(absent)}", reason), []).append(label)
     return [f"{what} in {listed(labels)}: {which}" for (what, which), labels in said.items()]
 
 
