@@ -15,7 +15,7 @@ from saltflat.measures.request import Need, Request
 from saltflat.report import Reading
 from saltflat.setting import Found, NotDefinedError, Setting
 from saltflat.statistic import COMPUTED, STATISTICS, Statistic
-from saltflat.sweep import Totals
+from saltflat.totals import Totals
 
 # Where measures take the curvature diagonal from: the sweep, or an estimate.
 DIAGONALS = {

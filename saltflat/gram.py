@@ -13,7 +13,7 @@ from saltflat.passes import Emit
 from saltflat.scratch import scratch
 from saltflat.setting import Setting
 from saltflat.statistic import Statistic
-from saltflat.sweep import Totals
+from saltflat.totals import Totals
 
 Forms = Mapping[str, Form]
 _GRADIENT = Statistic(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from saltflat.curvature import Curvature, Diagonal, Roots, Softmax
 from saltflat.errors import LabelError, OptionError, unknown
 
 
-def _shape(values: Tensor) -> str:
+def shape_of(values: Tensor) -> str:
     """As a reader knows it, whatever part of the examples is at hand."""
     return f"({', '.join(['N', *map(str, values.shape[1:])])}{',' * (values.dim() == 1)})"
 
@@ -92,7 +92,7 @@ class CrossEntropy(Loss):
     def _axis(self, outputs: Tensor, targets: Tensor) -> int:
         if outputs.dim() < 2:
             raise LabelError(
-                f"Got outputs of shape {_shape(outputs)}. Want (N, classes) for cross_entropy. "
+                f"Got outputs of shape {shape_of(outputs)}. Want (N, classes) for cross_entropy. "
                 "Do: use 'mse' or 'bce_with_logits' for a single output."
             )
         last = outputs.dim() - 1
@@ -106,8 +106,8 @@ class CrossEntropy(Loss):
             if targets.shape == outputs.shape[:-1]:
                 return last
         raise LabelError(
-            f"Got targets of type {targets.dtype} and shape {_shape(targets)} "
-            f"for outputs of shape {_shape(outputs)}. "
+            f"Got targets of type {targets.dtype} and shape {shape_of(targets)} "
+            f"for outputs of shape {shape_of(outputs)}. "
             "Want integer class numbers, one for each position of the outputs, or probabilities of the outputs' shape. "
             "Do: pass class numbers as torch.long."
         )
@@ -160,7 +160,7 @@ class _PerOutput(Loss):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:
             raise LabelError(
-                f"Got targets of shape {_shape(targets)} for outputs of shape {_shape(outputs)}. "
+                f"Got targets of shape {shape_of(targets)} for outputs of shape {shape_of(outputs)}. "
                 "Want the same shape: broadcasting one over the other is nearly always a mistake. "
                 "Do: reshape the targets, e.g. targets[:, None]."
             )
@@ -303,52 +303,3 @@ def loss_from(given: Any) -> Loss:
     if callable(given):
         return Custom(given)
     raise unknown("loss", given, LOSSES)
-
-
-def normalized(loss: Loss, logits: str) -> Loss:
-    """The loss of outputs whose scale has been taken away, example by example.
-
-    Args:
-        loss: of the outputs as they are.
-        logits: ``"none"``; ``"std"``: centred over the outputs and divided by their standard deviation; ``"l2"``:
-            centred and divided by their length.
-    """
-    if logits == "none":
-        return loss
-    if logits not in ("std", "l2"):
-        raise unknown("normalisation of the logits", logits, ("none", "std", "l2"))
-    if not isinstance(loss, CrossEntropy) or loss.weight is not None:
-        raise OptionError(
-            f"Got logits={logits!r} with {type(loss).__name__}. Want cross_entropy without class weights: only of its "
-            "outputs does the scale not matter to predictions. Do: leave logits out."
-        )
-    return Normalized(loss, logits)
-
-
-@dataclass(frozen=True)
-class Normalized(Custom):
-    """Cross-entropy of logits brought to unit deviation or length, with its own (indefinite) curvature."""
-
-    function: Callable[[Tensor, Tensor], Tensor] = field(init=False)
-    inner: CrossEntropy = field(kw_only=True)
-    logits: str = field(kw_only=True)
-
-    def __init__(self, inner: CrossEntropy, logits: str) -> None:
-        def of_normalized(outputs: Tensor, targets: Tensor) -> Tensor:
-            centred = outputs - outputs.mean(1, keepdim=True)
-            size = centred.square().mean(1, keepdim=True) if logits == "std" else centred.square().sum(1, keepdim=True)
-            return inner.total(centred / size.sqrt(), targets).sum()
-
-        object.__setattr__(self, "function", of_normalized)
-        object.__setattr__(self, "inner", inner)
-        object.__setattr__(self, "logits", logits)
-
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        self.inner.check(outputs, targets)
-        if outputs.dim() != 2:
-            raise LabelError(
-                f"Got outputs of shape {_shape(outputs)}. Want (N, classes) to normalise. Do: leave logits out."
-            )
-
-    def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.inner.share(outputs, targets)

@@ -19,7 +19,8 @@ from saltflat.columns import plan_from
 from saltflat.errors import NonFiniteError, OptionError, unknown
 from saltflat.gathering import DIAGONALS, Search
 from saltflat.loan import loan
-from saltflat.losses import loss_from, normalized
+from saltflat.logits import normalized
+from saltflat.losses import loss_from
 from saltflat.measures.references import REFERENCES
 from saltflat.measures.request import Request, requests
 from saltflat.problem import Problem, finite

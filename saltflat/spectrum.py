@@ -17,7 +17,7 @@ from torch import Tensor
 from saltflat.forms import Form
 from saltflat.setting import Setting
 from saltflat.statistic import Site, Statistic
-from saltflat.sweep import Totals
+from saltflat.totals import Totals
 
 Vectors = Mapping[str, Tensor]
 # Multiplies the block of every given parameter with its vector.

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from saltflat.data import Batch
 from saltflat.errors import EmptyDataError, NonFiniteError
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Normalized
+from saltflat.logits import Normalized
+from saltflat.losses import BinaryCrossEntropy, CrossEntropy
 from saltflat.problem import real
 from saltflat.setting import NotDefinedError, Setting
 

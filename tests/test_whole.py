@@ -22,7 +22,8 @@ import saltflat
 from saltflat.columns import plan_from
 from saltflat.errors import EmptyDataError, OptionError, UnknownNameError
 from saltflat.loan import loan
-from saltflat.losses import loss_from, normalized
+from saltflat.logits import normalized
+from saltflat.losses import loss_from
 from saltflat.noise import normals
 from saltflat.problem import Problem
 from saltflat.setting import NotDefinedError, Setting
