@@ -117,12 +117,15 @@ class _Keeper(Totals):
         if not forms:
             return forms
         some = next(iter(forms.values()))
+        # A parameter that no example has used yet has a place from the beginning.
+        for name in self.sites:
+            self.written.setdefault(name, True)
         rows = [
             forms[name].dense().reshape(1, some.examples, -1)
             if name in forms
             else site.value.new_zeros(1, some.examples, site.value.numel())
             for name, site in self.sites.items()
-            if self.written.get(name)
+            if self.written[name]
         ]
         kept = {name: form for name, form in forms.items() if not self.written[name]}
         return {**kept, "": Dense(torch.cat(rows, 2))} if rows else kept

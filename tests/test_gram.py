@@ -7,9 +7,10 @@ import pytest
 import torch
 from cases import CASES
 from chains import CHAINS
+from torch import Tensor, nn
 
 from saltflat.columns import plan_from
-from saltflat.gram import gram
+from saltflat.gram import gradient_rows, gram
 from saltflat.loan import loan
 from saltflat.problem import Problem
 from saltflat.setting import Setting
@@ -41,3 +42,33 @@ def test_the_gram_matrix_is_that_of_the_dense_gradients(name: str, limit: int) -
         found = gram(setting, chosen)
     rows = torch.from_numpy(expected)[chosen]
     torch.testing.assert_close(found, rows @ rows.mT, rtol=1e-10, atol=1e-12 * float(rows.square().sum(1).max()))
+
+
+class Routed(nn.Module):
+    """An example goes to one of two layers by its values: the other has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Conv1d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = [self.one(row) if bool(row[0] > 0) else self.two(row[None])[:, 0] for row in x]
+        return torch.stack(each)
+
+
+def test_a_parameter_that_is_first_used_late_is_in_its_place() -> None:
+    torch.manual_seed(0)
+    net = Routed().double()
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(4, (6,))
+    x[:, 0] = torch.tensor([1.0, 2.0, -1.0, 3.0, -2.0, 1.0])
+    rows = []
+    for n in range(6):
+        loss = nn.functional.cross_entropy(net(x[n : n + 1]), y[n : n + 1])
+        found = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+        pairs = zip(found, net.parameters(), strict=True)
+        rows.append(torch.cat([(p * 0 if g is None else g).detach().flatten() for g, p in pairs]))
+    expected = torch.stack(rows)
+    with loan(net, "eval", None):
+        setting = Setting(Problem.of(net, (x, y)), plan_from("exact"), 0, 1 << 30)
+        torch.testing.assert_close(gram(setting, torch.arange(6)), expected @ expected.mT)
+        torch.testing.assert_close(torch.cat(list(gradient_rows(setting))), expected)

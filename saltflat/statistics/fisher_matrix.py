@@ -17,8 +17,7 @@ def fisher_matrix(setting: Setting) -> Found:
     size = sum(value.numel() for value in setting.problem.network.measured.values())
     if size > LARGEST:
         raise NotDefinedError(f"is for models of at most {LARGEST} parameters, and this one has {size}")
-    total, examples = torch.zeros(size, size, dtype=torch.float64), 0
+    total = torch.zeros(size, size, dtype=torch.float64)
     for rows in gradient_rows(setting):
         total += rows.mT @ rows
-        examples += len(rows)
-    return Found(total / examples)
+    return Found(total / setting.examples)
