@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from saltflat.columns import plan_from
 from saltflat.errors import OptionError
+from saltflat.features import input_deviations
 from saltflat.loan import loan
 from saltflat.problem import Problem
 from saltflat.progress import Progress, shown
@@ -73,7 +74,8 @@ def statistics_of(
     Args:
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
-        names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``gradient_second_moment``.
+        names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``unit_forms``, ``unit_trace``,
+            ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
         loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.losses`, the matching loss
             module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
         columns: ``"exact"``, ``"top"`` (or ``"top:5"``) or ``"sampled"`` (or ``"sampled:16"``); see
@@ -101,7 +103,9 @@ def statistics_of(
     seed = check_seed(seed)
     with loan(model, mode, data) as notes:
         problem = Problem.of(model, data, loss, layers, dtype, mode)
-        totals = Totals(Setting(problem, plan, seed, limit), wanted)
+        setting = Setting(problem, plan, seed, limit)
+        deviations = input_deviations(setting)[0] if any(each.features for each in wanted) else {}
+        totals = Totals(setting, wanted, deviations)
         with shown(progress, problem.data) as report:
             totals.sweep(report)
     values, errors = totals.values(), totals.errors()

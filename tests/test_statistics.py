@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import oracle
 import pytest
+import torch
 from cases import CASES, Batch, Case, batched, examples_of, targets_of
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -102,3 +103,15 @@ def test_statistics_taken_together_are_those_taken_alone(name: str) -> None:
         alone = saltflat.statistics_of(case.model, case.batches, [statistic], loss=case.loss)
         assert list(alone) == [statistic]
         assert_agree(together[statistic], alone[statistic], 1e-12)
+
+
+def test_traces_between_units_are_of_normalised_features() -> None:
+    """By themselves as well as behind the measure that is made of them."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False).double()
+    x, y = torch.randn(20, 3).double() * torch.tensor([1.0, 5.0, 0.2]), torch.randint(2, (20,))
+    found = saltflat.statistics_of(net, (x, y), "unit_trace")["unit_trace"]["weight"][0]
+    p = net(x).softmax(1).detach()
+    curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    sizes = (x / x.std(0, correction=0)).square().sum(1)
+    torch.testing.assert_close(found, (curvature * sizes[:, None, None]).mean(0))
