@@ -20,7 +20,7 @@ from torch import nn
 from typer.core import TyperGroup
 
 import saltflat
-from saltflat.errors import DeviceError, ModelError, OptionError, SaltflatError, unknown
+from saltflat.errors import DeviceError, ModelError, OptionError, SaltflatError, first_line, unknown
 from saltflat.readers import read
 from saltflat.readers.factory import made
 from saltflat.readers.foreign import users_model
@@ -314,7 +314,7 @@ def device_named(name: str) -> torch.device:
         torch.empty(1, device=device).tolist()  # the meta device has no numbers to give
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
-            f"Got the device {name!r}, which cannot be used here ({str(error).splitlines()[0]}). "
+            f"Got the device {name!r}, which cannot be used here ({first_line(error)}). "
             "Want one that torch can reach. Do: --device cpu."
         ) from error
     return device

@@ -66,6 +66,15 @@ class ReportError(SaltflatError, ValueError):
     """A report that cannot be written, read or compared."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of someone else's says, in one line.
+
+    >>> first_line(RuntimeError("sizes differ\\nhere"))
+    'RuntimeError: sizes differ'
+    """
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that does not exist, with the nearest that do."""
     names = sorted(known)

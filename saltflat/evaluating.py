@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scipy.stats import norm, t
 from torch import Tensor
 
+from saltflat.errorbars import stretch
 from saltflat.geometry import Geometry, geometries
 from saltflat.measures import Part
 from saltflat.measures.request import Request
@@ -16,7 +16,7 @@ from saltflat.report import Reading
 from saltflat.setting import Found, NotDefinedError, Setting
 from saltflat.statistic import COMPUTED, STATISTICS
 
-# Of statistics that have one value for the network: not to be taken apart by layers.
+# What was found for each parameter of a measure: by layers, or of the network.
 Values = Mapping[str, Any]
 
 
@@ -28,10 +28,9 @@ def reading_of(request: Request, found: Mapping[str, Found], setting: Setting) -
     if not whole:
         raise NotDefinedError("needs weights of two or more axes: there are none among the measured parameters")
     value = _total(request, whole)
-    layers = {name: float(part.value) for name, part in whole.items()} if request.measure.on != "network" else {}
     only = next(iter(whole.values()))
-    if request.measure.on == "network":
-        layers = dict(only.layers)
+    by_layer = {name: float(part.value) for name, part in whole.items()}
+    layers = only.layers if request.measure.on == "network" else by_layer
     draws = {len(each.replicates) for each in needed.values() if each.replicates is not None}
     stderr, layer_stderr = only.stderr if len(whole) == 1 else None, {}
     if draws:
@@ -115,7 +114,7 @@ def _jackknife(values: Sequence[float]) -> float:
     count = len(values)
     mean = math.fsum(values) / count
     spread = math.sqrt((count - 1) / count * math.fsum((value - mean) ** 2 for value in values))
-    return float(spread * t.ppf(0.975, count - 1) / norm.ppf(0.975))
+    return float(spread * stretch(count - 1))
 
 
 def _notes(parts: Mapping[str, Part]) -> Iterable[str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from saltflat.errors import ModelError, SaltflatError
+from saltflat.errors import ModelError, SaltflatError, first_line
 from saltflat.evaluating import reading_of
 from saltflat.measures.request import Need, Request
 from saltflat.report import Reading
@@ -93,13 +93,12 @@ class Search:
                     raise
                 # Models may hold operations that cannot be differentiated twice, or run out of memory in one of many
                 # searches: that is no reason to lose the others.
-                said = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
                 if strict:
                     raise ModelError(
-                        f"Got an error while looking for {need.key}: {said}. Want a model that allows it. "
+                        f"Got {first_line(error)} while looking for {need.key}. Want a model that allows it. "
                         "Do: leave out the measures that need it (saltflat.catalogue() says which), or lower memory=."
                     ) from error
-                self.reasons[need.key] = f"failed: {said}"
+                self.reasons[need.key] = f"failed: {first_line(error)}"
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from saltflat.certificate import certify
 from saltflat.columns import plan_from
-from saltflat.errors import NonFiniteError, OptionError, unknown
+from saltflat.errors import NonFiniteError, OptionError, first_line, unknown
 from saltflat.gathering import DIAGONALS, Search
 from saltflat.loan import loan
 from saltflat.logits import normalized
@@ -173,7 +173,7 @@ def _certified(model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, m
             "gap": torch.nan,
             "examples": 0,
             "gaps": {},
-            "failed": str(error).strip().splitlines()[0],
+            "failed": first_line(error),
         }
     gaps = {name: each.gap for name, each in found.items()}
     return {"holds": found.holds, "gap": found.gap, "examples": found.examples, "gaps": gaps}

@@ -11,9 +11,9 @@ from hashlib import sha256
 
 import numpy as np
 import torch
-from scipy.stats import norm, t
 from torch import Tensor
 
+from saltflat.errorbars import stretch
 from saltflat.setting import Setting
 
 
@@ -48,5 +48,5 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     >>> mean_and_error([1.0, 3.0])  # 1 sqrt(2) / sqrt(2), stretched by 12.71 / 1.96
     (2.0, 6.48287...)
     """
-    stretch = t.ppf(0.975, len(values) - 1) / norm.ppf(0.975)
-    return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5 * stretch)
+    spread = np.std(values, ddof=1) / len(values) ** 0.5
+    return float(np.mean(values)), float(spread * stretch(len(values) - 1))

@@ -20,6 +20,7 @@ from saltflat.errors import (
     NonFiniteError,
     OptionError,
     SaltflatError,
+    first_line,
 )
 from saltflat.forms import Form
 from saltflat.network import Network
@@ -98,7 +99,7 @@ def probe(problem: Problem, batch: Batch) -> Probe:
             raise
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pairs[0].tensors())
         raise ModelError(
-            f"Got {_first_line(error)} from the model on the first examples (inputs {shapes}). "
+            f"Got {first_line(error)} from the model on the first examples (inputs {shapes}). "
             "Want a model that runs on this data. Do: check the inputs' shape and type against the model's."
         ) from error
     problem.check_outputs(outputs, pairs[0])
@@ -108,7 +109,7 @@ def probe(problem: Problem, batch: Batch) -> Probe:
         if isinstance(error, SaltflatError):
             raise
         raise OptionError(
-            f"Got {_first_line(error)} from the loss on the first examples. "
+            f"Got {first_line(error)} from the loss on the first examples. "
             "Want a function of (outputs, targets) that fits them. Do: check it on one batch of the model's outputs."
         ) from error
     taken = [_taken_apart(problem, single) for single in _singles(pairs[0])]
@@ -138,10 +139,6 @@ def probe(problem: Problem, batch: Batch) -> Probe:
     # convolutions take working memory of their own.
     held = 2 if outputs.device.type == "cpu" else 1.3
     return Probe(way, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _singles(batch: Batch) -> list[Batch]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from saltflat.forms import Form
+from saltflat.noise import normals
 from saltflat.setting import Setting
 from saltflat.statistic import Site, Statistic
 from saltflat.totals import Totals
@@ -174,12 +174,7 @@ def curvature_along(setting: Setting, vectors: Vectors) -> tuple[dict[str, Tenso
 
 def start_vectors(setting: Setting, names: Collection[str]) -> dict[str, Tensor]:
     """A random vector for each parameter, the same for the same name and seed."""
-    found = {}
-    for name in names:
-        value = setting.problem.network.measured[name]
-        noise = torch.Generator().manual_seed(crc32(f"{setting.seed} {name}".encode()))
-        found[name] = torch.randn(value.shape, generator=noise, dtype=torch.float64).to(value.device)
-    return found
+    return {name: vector for name, vector in normals(setting, 0).items() if name in names}
 
 
 def basis_within(setting: Setting, names: Collection[str]) -> int:
