@@ -1,0 +1,1 @@
+"""The rescalings of a network that leave its function alone."""

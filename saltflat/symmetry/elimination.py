@@ -1,0 +1,119 @@
+"""Linear equations between logarithms of scales, solved one by one and exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A combination of variables: coefficients by variable. No entry is 0, and an empty one is the number 0.
+Form = dict[int, Fraction | int]
+
+
+class Elimination:
+    """Variables, some of which are known as combinations of others.
+
+    An equation is solved for its latest variable, so that what is solved is expressed by earlier ones only. Nearly all
+    equations here say that two variables are equal, and then this is a union of sets.
+
+    Example:
+        Of a + b = 0 and b = c one number is left free.
+
+        >>> system = Elimination()
+        >>> a, b, c = 0, 1, 2
+        >>> system.vanish({a: 1, b: 1})
+        >>> system.vanish({b: 1, c: -1})
+        >>> system.resolved({c: 2})
+        {0: -2}
+    """
+
+    def __init__(self) -> None:
+        self._solved: dict[int, Form] = {}
+
+    def resolved(self, form: Form) -> Form:
+        """The same combination in free variables."""
+        if not any(variable in self._solved for variable in form):
+            return form
+        total: Form = {}
+        for variable, coefficient in form.items():
+            for free, factor in self._expressed(variable).items():
+                value = total.get(free, 0) + coefficient * factor
+                if value:
+                    total[free] = value
+                else:
+                    total.pop(free, None)
+        return total
+
+    def _expressed(self, variable: int) -> Form:
+        known = self._solved.get(variable)
+        if known is None:
+            return {variable: 1}
+        # Remembered in free variables: chains of equalities, one per layer, are walked once.
+        waiting = [variable]
+        while waiting:
+            last = waiting[-1]
+            behind = [v for v in self._solved[last] if v in self._solved and self._unsettled(v)]
+            if behind:
+                waiting.extend(behind)
+            else:
+                waiting.pop()
+                self._solved[last] = self.resolved(self._solved[last]) if self._unsettled(last) else self._solved[last]
+        return self._solved[variable]
+
+    def _unsettled(self, variable: int) -> bool:
+        return any(v in self._solved for v in self._solved[variable])
+
+    def vanish(self, form: Form) -> None:
+        """From now on this combination is 0."""
+        form = self.resolved(form)
+        if not form:
+            return
+        latest = max(form)
+        pivot = form[latest]
+        self._solved[latest] = {v: _exact(-c, pivot) for v, c in form.items() if v != latest}
+
+    def free(self, variables: Iterable[int]) -> list[int]:
+        return [v for v in variables if v not in self._solved]
+
+
+def _exact(over: Fraction | int, under: Fraction | int) -> Fraction | int:
+    if under in (1, -1):
+        return over * int(under)
+    quotient = Fraction(over) / Fraction(under)
+    return quotient.numerator if quotient.denominator == 1 else quotient
+
+
+def combined(one: Mapping[int, Fraction | int], two: Mapping[int, Fraction | int], factor: Fraction | int = 1) -> Form:
+    """``one + factor * two``."""
+    total = dict(one)
+    for variable, coefficient in two.items():
+        value = total.get(variable, 0) + factor * coefficient
+        if value:
+            total[variable] = value
+        else:
+            total.pop(variable, None)
+    return total
+
+
+def vanish_all(system: Elimination, forms: Mapping[int, Form], quads: NDArray[np.int64]) -> None:
+    """Let ``(h - t) - (H - T)`` be 0 for every row ``h, t, H, T`` of numbers of forms.
+
+    There is a row for every entry of a weight, and far fewer equations among them that say something new: those are
+    found by looking at every pair ``h, H`` and every pair ``t, T`` once, until all rows hold.
+    """
+    while len(quads):
+        first = [np.unique(quads[:, pair], axis=0, return_index=True)[1] for pair in ([0, 2], [1, 3])]
+        for h, t, H, T in quads[np.unique(np.concatenate(first))].tolist():
+            form = combined(forms[h], forms[t], -1)
+            system.vanish(combined(combined(form, forms[H], -1), forms[T]))
+        quads = quads[np.abs(_tried(system, forms, quads) @ np.array([1.0, -1.0, -1.0, 1.0])) > 1e-9]
+
+
+def _tried(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The forms at some values of the free variables that no coincidence makes equal."""
+    different, places = np.unique(numbers, return_inverse=True)
+    values = [sum(float(c) * np.sin(1.0 + v * np.e) for v, c in system.resolved(forms[n]).items()) for n in different]
+    found: NDArray[np.float64] = np.array(values, dtype=np.float64)[places].reshape(numbers.shape)
+    return found

@@ -1,0 +1,67 @@
+"""Which units the entries of parameters lead from and to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltflat.symmetry.elimination import vanish_all
+from saltflat.symmetry.scales import ANY, GROUND, SHIFT, Scales
+
+
+class Entries:
+    """Every entry of every parameter, numbered from 1 on, and the scales it was found between.
+
+    An entry is multiplied by the scale of its ``head`` and divided by that of its ``tail``. A large weight has many
+    entries and few units, so entries have no variables of their own.
+    """
+
+    def __init__(self, scales: Scales, members: Mapping[str, Tensor]) -> None:
+        self.scales = scales
+        self.first: dict[str, int] = {}
+        total = 1
+        for name, value in members.items():
+            self.first[name] = total
+            total += value.numel()
+        # ANY as long as nothing has used the entry.
+        self.head = torch.zeros(total, dtype=torch.int64)
+        self.tail = torch.zeros(total, dtype=torch.int64)
+
+    def numbers(self, name: str, value: Tensor) -> Tensor:
+        """The numbers of a parameter's entries, in its shape."""
+        first = self.first[name]
+        return torch.arange(first, first + value.numel(), dtype=torch.float64).reshape(value.shape)
+
+    def used(self, numbers: Tensor) -> bool:
+        """Whether any of these entries was found somewhere before."""
+        return bool((self.head[numbers.long()] != ANY).any())
+
+    def claim(self, numbers: Tensor, head: Tensor, tail: Tensor | int = GROUND) -> None:
+        """These entries lead from units of the scales ``tail`` to units of the scales ``head``."""
+        tails = tail if isinstance(tail, Tensor) else torch.full((), tail, dtype=torch.float64)
+        shape = torch.broadcast_shapes(numbers.shape, head.shape, tails.shape)
+        N, H, T = (part.expand(shape).reshape(-1).long() for part in (numbers, head, tails))
+        real = (N > 0) & (H != ANY)
+        N, H, T = N[real], H[real], T[real].clamp_min(GROUND)
+        new = self.head[N] == ANY
+        self.head[N[new]], self.tail[N[new]] = H[new], T[new]
+        other = (self.head[N] != H) | (self.tail[N] != T)
+        if bool(other.any()):
+            N, H, T = N[other], H[other], T[other]
+            quads = torch.stack([self.head[N], self.tail[N], H, T], 1).unique(dim=0)
+            vanish_all(self.scales.system, self.scales.forms, quads.numpy().astype(np.int64))
+
+    def read(self, numbers: Tensor) -> Tensor:
+        """The scales of these entries as numbers like others; an entry that nothing has used gets a variable."""
+        N = numbers.long()
+        different = N.unique()
+        different = different[(different > 0) & (self.head[different] == ANY)]
+        self.head[different] = self.scales.fresh(len(different)).long()
+        self.tail[different] = GROUND
+        pairs = self.head[N] * SHIFT + self.tail[N]
+        keys, places = pairs.unique(return_inverse=True)
+        head, tail = (keys // SHIFT).double(), (keys % SHIFT).double()
+        return self.scales.plus(head, tail, -1)[places]

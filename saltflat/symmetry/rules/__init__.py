@@ -1,0 +1,14 @@
+"""What operations do to scales, one file per kind of operation.
+
+    @rule("relu abs")
+    def keeps(call):
+        return call.ids(call.args[0])
+
+What has no rule is taken to fix the scale of everything it touches, and is listed.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")

@@ -1,0 +1,51 @@
+"""Operations on numbers that must have one scale: sums, the larger of two, a choice between two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from saltflat.symmetry.scales import ANY
+from saltflat.symmetry.watch import Call, rule
+
+
+@rule("add sub rsub maximum minimum fmax fmin hypot lerp fmod remainder atan2")
+def joins(call: Call) -> Any:
+    one, two = call.args[:2]
+    found = joined(call, one, two)
+    if call.name == "lerp":
+        call.pin(call.args[2])
+    return call.ground() if call.name == "atan2" else found
+
+
+def joined(call: Call, one: Any, two: Any) -> Tensor:
+    """Both of one scale; the entries of a parameter that nothing has used take the other's."""
+    for parameter, other in ((two, one), (one, two)):
+        numbers = call.raw(parameter)
+        if numbers is not None and call.raw(other) is None and not call.entries.used(numbers):
+            ids = call.ids(other)
+            if not bool((ids == ANY).any()):
+                call.entries.claim(numbers, ids)
+                break
+    return call.scales.join(call.ids(one), call.ids(two))
+
+
+@rule("where")
+def chooses(call: Call) -> Any:
+    return joined(call, *call.args[1:3]).expand(call.out.shape).clone()
+
+
+@rule("addcmul addcdiv")
+def adds_product(call: Call) -> Any:
+    start, one, two = call.args[:3]
+    product = call.scales.plus(call.ids(one), call.ids(two), 1 if call.name == "addcmul" else -1)
+    return call.scales.join(call.ids(start), product)
+
+
+@rule("masked_scatter index_put _unsafe_index_put index_add index_copy scatter scatter_add")
+def writes(call: Call) -> Any:
+    """Where it is written may be elsewhere for another input: all has one scale."""
+    tensors = [arg for arg in call.args if isinstance(arg, Tensor) and arg.is_floating_point()]
+    whole = [call.scales.join_along(ids, range(ids.dim())) for ids in map(call.ids, tensors)]
+    return call.scales.join(*whole).expand(call.out.shape).clone()

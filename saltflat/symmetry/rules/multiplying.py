@@ -1,0 +1,91 @@
+"""Products, quotients and powers: scales add up."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.symmetry.scales import ANY, GROUND
+from saltflat.symmetry.watch import Call, Marks, rule
+
+
+@rule("mul multiply")
+def multiplies(call: Call) -> Any:
+    one, two = call.args[:2]
+    for value, other in ((one, two), (two, one)):
+        if _is_factor(call, other) and tuple(getattr(value, "shape", ())) == tuple(call.out.shape):
+            return call.watch.marks(value)
+    for parameter, other in ((one, two), (two, one)):
+        found = _scaled_by(call, parameter, other)
+        if found is not None:
+            return found
+    return call.scales.plus(call.ids(one), call.ids(two))
+
+
+def _is_factor(call: Call, value: Any) -> bool:
+    """A constant without zeros: it changes no scale, and the entries of a weight stay what they are."""
+    if not call.fixed(value):
+        return False
+    return bool((call.ids(value) == GROUND).all())
+
+
+def _scaled_by(call: Call, parameter: Any, other: Any) -> Tensor | None:
+    """A factor per channel leads from the channel to a new one, as a weight does."""
+    numbers = call.raw(parameter)
+    if numbers is None or call.raw(other) is not None or call.entries.used(numbers):
+        return None
+    ids = call.ids(other)
+    N, x = numbers.expand(call.out.shape).reshape(-1).long(), ids.expand(call.out.shape).reshape(-1).long()
+    different, first = _first(N)
+    # One factor for several scales belongs to none of them.
+    if bool((x == ANY).any()) or not torch.equal(x, x[first][torch.searchsorted(different, N)]):
+        return None
+    new = call.scales.fresh(len(different))
+    call.entries.claim(different.double(), new, x[first].double())
+    return new[torch.searchsorted(different, N)].reshape(call.out.shape)
+
+
+def _first(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The different ones, and where each is first met."""
+    different, places = numbers.unique(return_inverse=True)
+    first = torch.full((len(different),), len(numbers)).scatter_reduce(0, places, torch.arange(len(numbers)), "amin")
+    return different, first
+
+
+@rule("div divide true_divide")
+def divides(call: Call) -> Any:
+    one, two = call.args[:2]
+    if _is_factor(call, two) and tuple(one.shape) == tuple(call.out.shape):
+        if call.argument(2, "rounding_mode") is not None:
+            call.pin(one)
+        return call.watch.marks(one)
+    return call.scales.plus(call.ids(one), call.ids(two), -1)
+
+
+@rule("sqrt rsqrt reciprocal square pow")
+def raises(call: Call) -> Any:
+    powers: dict[str, Any] = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": -1, "square": 2}
+    power = powers.get(call.name) if call.name != "pow" else call.args[1]
+    if isinstance(power, Tensor) or isinstance(call.args[0], int | float) or not isinstance(call.args[0], Tensor):
+        call.pin(*call.args[:2])
+        return call.ground()
+    return call.scales.times(call.ids(call.args[0]), exact(power))
+
+
+def exact(power: Any) -> Fraction | int:
+    found = Fraction(power).limit_denominator(1000)
+    return found.numerator if found.denominator == 1 else found
+
+
+@rule("_weight_norm_interface _weight_norm")
+def normalizes_weight(call: Call) -> Any:
+    """A length times a direction: the direction's own length plays no part."""
+    v, g = call.args[:2]
+    dim = call.argument(2, "dim", 0)
+    axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()]
+    call.scales.join_along(call.ids(v), axes)
+    found = Marks(call.ids(g).expand(v.shape).clone(), False, [False])
+    return found if isinstance(call.out, Tensor) else [found, Marks(call.ids(g), False, [False])]

@@ -1,0 +1,42 @@
+"""Operations that notice the scale of what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from saltflat.errors import ModelError
+from saltflat.symmetry.watch import Call, rule
+
+NAMES = """
+    gelu silu sigmoid tanh elu celu selu softplus mish hardswish hardsigmoid log_sigmoid log_sigmoid_forward
+    hardtanh relu6 hardshrink softshrink glu _softmax softmax _safe_softmax _log_softmax log_softmax logsumexp
+    exp exp2 expm1 log log2 log10
+    log1p erf erfc erfinv sin cos tan asin acos atan sinh cosh asinh acosh atanh round floor ceil trunc frac bucketize
+    nll_loss_forward prod cumprod
+"""
+
+
+@rule(NAMES)
+def pins(call: Call) -> Any:
+    tensors = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, Tensor)]
+    call.pin(*tensors)
+    return [call.ground(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
+
+
+@rule("_local_scalar_dense equal is_nonzero nonzero masked_select _unique2 unique_dim _assert_async")
+def branches(call: Call) -> Any:
+    """A number or a shape that depends on the input's values: the next line may do what it likes with it."""
+    of_parameters = all(call.raw(arg) is not None or call.fixed(arg) for arg in call.args if isinstance(arg, Tensor))
+    if of_parameters:
+        call.pin(*[arg for arg in call.args if isinstance(arg, Tensor)])
+        return [call.ground(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
+    at = call.watch.place()
+    where = f" at {at.line}" if at.line else f" in {at.module!r}" if at.module else ""
+    raise ModelError(
+        f"Got a forward pass that takes a value out of a tensor{where}: what it does next depends on the input, so one "
+        "pass does not show what it does with others. Want a forward pass that does the same for every input. "
+        "Do: write the choice with torch.where, or take it out of forward."
+    )

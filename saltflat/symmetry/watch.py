@@ -1,0 +1,240 @@
+"""Watching a forward pass: every operation is done as always, and what it does to scales is written down.
+
+Operations are seen where torch itself hands them to its kernels. There every model looks alike: attention is matrix
+products and a softmax, whoever wrote it, and a forward pass may take any path that does not depend on the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from saltflat.symmetry.entries import Entries
+from saltflat.symmetry.place import Place, place
+from saltflat.symmetry.scales import ANY, GROUND, Scales
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What is known of a tensor's entries.
+
+    Attributes:
+        ids: an array of its shape with the number of each entry's scale, or of the parameter entry it is.
+        entries: which of the two.
+        fixed: one item, whether the tensor depends on nothing but constants; shared with its views.
+    """
+
+    ids: Tensor
+    entries: bool
+    fixed: list[bool]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """An operation that does not let the scale of what it is given vary.
+
+    Attributes:
+        operation: its name in torch.
+        where: the module it happened in, "" for the model itself.
+        line: the line of code that called it.
+        known: False if there is no rule for it: everything it touches was then taken as fixed.
+        pinned: how many scales were free before.
+    """
+
+    operation: str
+    where: str
+    line: str
+    known: bool
+    pinned: int
+
+
+class Call:
+    """One operation that was done, as its rule sees it."""
+
+    def __init__(self, watch: Watch, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any):
+        self.watch, self.name, self.func, self.args, self.kwargs, self.out = watch, name, func, args, kwargs, out
+        self.scales, self.entries = watch.scales, watch.entries
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def ids(self, value: Any) -> Tensor:
+        """The scales of a tensor or number."""
+        marks = self.watch.marks(value)
+        return self.entries.read(marks.ids) if marks.entries else marks.ids
+
+    def raw(self, value: Any) -> Tensor | None:
+        """The numbers of the parameter entries that a tensor holds, if it does."""
+        if not isinstance(value, Tensor):
+            return None
+        marks = self.watch.marks(value)
+        return marks.ids if marks.entries else None
+
+    def fixed(self, value: Any) -> bool:
+        """Whether a value depends on constants only."""
+        return not isinstance(value, Tensor) or self.watch.marks(value).fixed[0]
+
+    def ground(self, like: Any = None) -> Tensor:
+        """Fixed scales for an array of this one's shape, or of the result's."""
+        like = self.out if like is None else like
+        return torch.full(like.shape, GROUND, dtype=torch.float64)
+
+    def pin(self, *values: Any, known: bool = True) -> None:
+        self.watch.pin(self.name, [self.ids(value) for value in values], known)
+
+
+Rule = Callable[[Call], Any]
+RULES: dict[str, Rule] = {}
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Register what operations of these names do to scales; one with ``_`` behind its name does it in place.
+
+    A rule gives an array of scales for the result, :class:`Marks`, or one of them for each tensor of several results.
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return register
+
+
+def is_view(name: str) -> bool:
+    """Whether an operation only moves numbers about, so that its result may be a part of what it is given."""
+    return getattr(RULES.get(name), "moves", False)
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, what happens to the tensors it was told of.
+
+    Args:
+        members: parameters, and the running statistics that follow what they are taken of, by name.
+        inputs: what the forward pass is given.
+        names: of the modules, to say where something happened.
+    """
+
+    def __init__(self, members: Mapping[str, Tensor], inputs: Any, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.scales = Scales()
+        self.entries = Entries(self.scales, members)
+        self.names = names
+        self.obstacles: dict[tuple[str, str, str], Obstacle] = {}
+        self.epsilons: dict[int, float] = {}  # by the number of a variance's first entry
+        # The tensors are kept, so that no other takes the place of one that is gone.
+        self._known: dict[int, tuple[Tensor, Marks]] = {}
+        for name, value in members.items():
+            self._know(value, Marks(self.entries.numbers(name, value), True, [False]))
+        for leaf in tree_flatten(inputs)[0]:
+            if isinstance(leaf, Tensor):
+                self._know(leaf, Marks(torch.full(leaf.shape, GROUND, dtype=torch.float64), False, [False]))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        full = func._schema.name.removeprefix("aten::")
+        in_place = func._schema.is_mutable and full.endswith("_") and bool(args) and isinstance(args[0], Tensor)
+        name = full.removesuffix("_") if in_place else full
+        call = Call(self, name, func, args, kwargs, out)
+        found = self._found(call)
+        outs = tree_flatten(out)[0]
+        for tensor, marks in zip(outs, found if isinstance(found, list | tuple) else [found], strict=True):
+            if isinstance(tensor, Tensor):
+                self._settle(tensor, marks, in_place, is_view(name))
+        return out
+
+    def _found(self, call: Call) -> Any:
+        tensors = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, Tensor)]
+        function = RULES.get(call.name)
+        if all(self.marks(tensor).fixed[0] for tensor in tensors):
+            # Of views, what is written to one is written to all.
+            if tensors and function is not None and is_view(call.name):
+                return function(call)
+            return [_by_value(t) for t in tree_flatten(call.out)[0]]
+        if function is None:
+            self.pin(call.name, [call.ids(tensor) for tensor in tensors], known=False)
+            return [call.ground(t) if isinstance(t, Tensor) else None for t in tree_flatten(call.out)[0]]
+        return function(call)
+
+    def _settle(self, tensor: Tensor, found: Any, written: bool, view: bool) -> None:
+        marks = found if isinstance(found, Marks) else Marks(found, False, [False])
+        if not view and not marks.entries:
+            # An array of its own: what is written to the result is not written to what it was made of.
+            marks = Marks(marks.ids.clone(), False, [marks.fixed[0]])
+        assert marks.ids.shape == tensor.shape, (marks.ids.shape, tensor.shape)
+        before = self._known.get(id(tensor))
+        if written and before is not None and not before[1].entries:
+            # In place: what is a view of the same memory sees it too.
+            old = before[1]
+            ids = self.entries.read(marks.ids) if marks.entries else marks.ids
+            old.ids.copy_(ids)
+            old.fixed[0] = old.fixed[0] and marks.fixed[0]
+        else:
+            self._know(tensor, marks)
+
+    def _know(self, tensor: Tensor, marks: Marks) -> None:
+        self._known[id(tensor)] = tensor, marks
+
+    def marks(self, value: Any) -> Marks:
+        """What is known of a tensor; of one that was never seen, what its values say."""
+        if not isinstance(value, Tensor):
+            return _by_value(torch.as_tensor(value, dtype=torch.float64))
+        known = self._known.get(id(value))
+        if known is None:
+            self._know(value, _by_value(value))
+            known = self._known[id(value)]
+        return known[1]
+
+    def constant(self, value: Any) -> Marks:
+        return _by_value(value)
+
+    def pin(self, name: str, arrays: list[Tensor], known: bool) -> None:
+        pinned = sum([self.scales.pin(ids) for ids in arrays])
+        if pinned or not known:
+            at = self.place()
+            key = name, at.module, at.line
+            already = self.obstacles[key].pinned if key in self.obstacles else 0
+            self.obstacles[key] = Obstacle(f"aten.{name}", at.module, at.line, known, pinned + already)
+
+    def place(self) -> Place:
+        return place(self.names)
+
+
+def _by_value(tensor: Tensor) -> Marks:
+    """A constant; nothing makes zeros and infinities larger."""
+    if not isinstance(tensor, Tensor):
+        return Marks(torch.zeros(()), False, [True])
+    free = ((tensor == 0) | tensor.isinf()).cpu() if tensor.is_floating_point() else (tensor == 0).cpu()
+    ids = torch.where(free, float(ANY), float(GROUND)).double()
+    # In the constant's own memory order, since views will be taken of both.
+    return Marks(torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids), False, [True])
+
+
+def mirrored(call: Call) -> Any:
+    """The same operation, done to the numbers instead of the values."""
+    tensors = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, Tensor)]
+    seen = [call.watch.marks(t) for t in tensors if t.is_floating_point() or len(tensors) == 1]
+    entries = bool(seen) and all(m.entries for m in seen)
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.is_floating_point() and len(tensors) > 1:
+            return leaf.cpu()  # an index or a mask
+        return call.watch.marks(leaf).ids if entries else call.ids(leaf)
+
+    args, kwargs = tree_map(one, (call.args, call.kwargs))
+    # Views of one constant or of one array share whether it still is constant.
+    fixed = seen[0].fixed if len(seen) == 1 else [all(m.fixed[0] for m in seen)]
+    result = call.func(*args, **kwargs)
+    return [Marks(ids, entries, fixed) if isinstance(ids, Tensor) else None for ids in tree_flatten(result)[0]]
