@@ -9,6 +9,10 @@ from saltflat.errors import SaltflatError
 from saltflat.measuring import measure
 from saltflat.report import Comparison, Reading, Report, compare
 from saltflat.sweep import Statistics, statistics_of
+from saltflat.symmetry.canonical import canonical, same_up_to_rescaling
+from saltflat.symmetry.graph import symmetries
+from saltflat.symmetry.rebalance import rebalance
+from saltflat.symmetry.rescale import rescale
 
 __all__ = [
     "Certificate",
@@ -17,10 +21,15 @@ __all__ = [
     "Report",
     "SaltflatError",
     "Statistics",
+    "canonical",
     "catalogue",
     "certify",
     "compare",
     "eigenvalues_of",
     "measure",
+    "rebalance",
+    "rescale",
+    "same_up_to_rescaling",
     "statistics_of",
+    "symmetries",
 ]

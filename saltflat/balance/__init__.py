@@ -12,7 +12,8 @@ Everything is in float64 and on the device of what is given. A :class:`Balanced`
 """
 
 from saltflat.balance.balanced import Balanced
+from saltflat.balance.forms import BalancedForms, balance_forms
 from saltflat.balance.graph import balance_graph
 from saltflat.balance.matrix import balance_bipartite, balance_factored
 
-__all__ = ["Balanced", "balance_bipartite", "balance_factored", "balance_graph"]
+__all__ = ["Balanced", "BalancedForms", "balance_bipartite", "balance_factored", "balance_forms", "balance_graph"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from saltflat.balance.balanced import Balanced, checked, checked_effort, unfinished
 from saltflat.balance.components import on_cycles
-from saltflat.balance.settle import Flow, Point, settle
+from saltflat.balance.settle import Flow, Point, laplacian, settle
 from saltflat.errors import OptionError
 
 # Logarithms of 0, kept finite so that differences of two are no nan; its exponential is 0.
@@ -200,17 +200,15 @@ class ColumnsPoint(Point):
         log_P, log_Q = self._log_shares()
         return (log_P + scale).exp(), (log_Q + scale).exp()
 
-    def coupled(self, v: Tensor) -> Tensor:
+    def stiff(self, v: Tensor) -> Tensor:
         P, Q = self._roots
         p, up, down = self.power, _times(P.mT, v), _times(Q.mT, v)
-        return _times(P, (1 - p) * up + p * down) + _times(Q, p * up + (1 - p) * down)
+        return v - _times(P, (1 - p) * up + p * down) - _times(Q, p * up + (1 - p) * down)
 
-    def coupling(self) -> Tensor:
+    def stiffness(self, root: Tensor) -> Tensor:
         P, Q = self._roots
-        if self.power == 0.5:
-            return (P + Q) @ (P + Q).mT / 2
-        N = P @ Q.mT
-        return N + N.mT
+        N = (P + Q) @ (P + Q).mT / 2 if self.power == 0.5 else P @ Q.mT + Q @ P.mT
+        return laplacian(N, root)
 
 
 def _shares(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -39,12 +39,12 @@ class Point(ABC):
         """``(groups, nodes)``: ln(out + in)."""
 
     @abstractmethod
-    def coupled(self, v: Tensor) -> Tensor:
-        """``(groups, nodes)``: N v with ``N[p, q] = W[p, q] / sqrt(d[p] d[q])``."""
+    def stiff(self, v: Tensor) -> Tensor:
+        """``(groups, nodes)``: S v with S the second derivative over ``sqrt(d[p] d[q])``."""
 
     @abstractmethod
-    def coupling(self) -> Tensor:
-        """``(groups, nodes, nodes)``: N itself."""
+    def stiffness(self, root: Tensor) -> Tensor:
+        """``(groups, nodes, nodes)``: S itself, given sqrt(d) in any unit."""
 
 
 class Flow(ABC):
@@ -124,15 +124,20 @@ def _newton_step(point: Point, noise: float) -> Tensor:
     return step / root
 
 
-def _factorised(point: Point, root: Tensor, want: Tensor) -> Tensor:
-    N = point.coupling()
+def laplacian(N: Tensor, root: Tensor) -> Tensor:
+    """1 - N for a graph whose links over the roots of the flows at both ends are N."""
     N.diagonal(dim1=1, dim2=2).zero_()
     # The diagonal of a Laplacian is the sum of the rest of its row. Added up it is right to the last digit, however
     # thin the threads; as a difference it would not be.
-    thickness = (N @ root[:, :, None])[:, :, 0] / root
+    return torch.diag_embed((N @ root[:, :, None])[:, :, 0] / root) - N
+
+
+def _factorised(point: Point, root: Tensor, want: Tensor) -> Tensor:
+    S = point.stiffness(root)
+    one = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
     # A Laplacian is singular; and threads thinner than the first of these move no imbalance that counts.
     for ridge in (1e-13, 1e-12, 1e-11, 1e-10):
-        factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(thickness + ridge) - N)
+        factor, failed = torch.linalg.cholesky_ex(S + ridge * one)
         if not bool(failed.any()):
             return torch.cholesky_solve(want[:, :, None], factor)[:, :, 0]
     return torch.zeros_like(want)
@@ -146,7 +151,7 @@ def _conjugate_gradients(point: Point, want: Tensor, iterations: int = 500) -> T
     for _ in range(iterations):
         if bool((power <= enough).all()):
             break
-        image = direction - point.coupled(direction)
+        image = point.stiff(direction)
         stiffness = (direction * image).sum(1, keepdim=True)
         length = torch.where(stiffness > 0, power / stiffness, 0.0)
         x = x + length * direction

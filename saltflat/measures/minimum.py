@@ -1,14 +1,15 @@
-"""Minimum sharpness (Ibayashi, Hamaguchi, Imaizumi, 2021)."""
+"""Minimum sharpness (Ibayashi, Hamaguchi, Imaizumi, 2021), and the same over the scales of all units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from saltflat.balance import balance_graph
 from saltflat.measures import Part, measure
+from saltflat.symmetry.graph import Symmetries
+from saltflat.symmetry.smallest import Smallest, by_entry, by_layer
 
 
 @measure(
@@ -17,64 +18,78 @@ from saltflat.measures import Part, measure
     reference="ibayashi2021minimum",
     formula="trace of the Hessian, smallest over factors of the layers that cancel",
 )
-def minimum_sharpness(curvature_trace: Mapping[str, Tensor], layer_chain: Sequence[tuple[str, str | None]]) -> Part:
+def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetries) -> Part:
     r"""The smallest Hessian trace among all networks that differ only by factors of their layers.
 
     .. math::
-        \min_{\alpha > 0,\; \prod_d \alpha_d = 1} \; \sum_d \alpha_d^{-2} \, \mathrm{tr}\, H_{W_d}
-        + \Big(\prod_{k \le d} \alpha_k\Big)^{-2} \mathrm{tr}\, H_{b_d}
+        \min_{\alpha} \sum_p \alpha_p^{-2} \, \mathrm{tr}\, H_p
 
-    without biases :math:`D (\prod_d \mathrm{tr}\, H_{W_d})^{1/D}`. The layers' readings are the traces at the minimum,
-    and ``details["scales"]`` holds the factors that reach it.
+    over all factors :math:`\alpha_p > 0` of the parameters :math:`p` that leave the function alone. In a chain of D
+    layers without biases that is :math:`D (\prod_d \mathrm{tr}\, H_{W_d})^{1/D}`; sums of a residual network tie
+    factors together. The layers' readings are the traces at the minimum, and ``details["scales"]`` holds the factors
+    that reach it.
 
     Args:
         curvature_trace: of every parameter.
-        layer_chain: names of weight and bias (None if there is none) of the layers, in order.
+        rescalings: of the network.
 
     Example:
+        >>> from saltflat.symmetry.graph import symmetries
+        >>> net = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 2, bias=False))
         >>> traces = {"0.weight": torch.tensor(1.0), "2.weight": torch.tensor(16.0)}
-        >>> found = minimum_sharpness(traces, [("0.weight", None), ("2.weight", None)])
+        >>> found = minimum_sharpness(traces, symmetries(net, torch.randn(1, 2)))
         >>> round(float(found.value), 9), round(found.details["scales"]["2.weight"], 9)
         (8.0, 2.0)
     """
-    chained = {name for pair in layer_chain for name in pair}
-    # Parameters that no factor touches keep their part.
-    constant = sum(float(value) for name, value in curvature_trace.items() if name not in chained)
-    edges = [
-        (name, tail, head, float(curvature_trace[name]))
-        for number, (weight, bias) in enumerate(layer_chain)
-        # The scale of what a layer gives is a node; inputs and outputs have the fixed scale of node 0.
-        for head in [(number + 1) % len(layer_chain)]
-        for name, tail in ((weight, number), (bias, 0))
-        if name is not None and name in curvature_trace
-    ]
-    if any(trace < 0 for *_, trace in edges):
+    if any(float(trace) < 0 for trace in curvature_trace.values()):
         return Part(torch.nan, notes=("a layer has a negative curvature trace: there is no minimum over scales",))
-    names, tails, heads, traces = zip(*edges, strict=True)
-    found = balance_graph(
-        torch.tensor(tails), torch.tensor(heads), torch.tensor(traces, dtype=torch.float64), len(layer_chain)
-    )
-    z = found.potentials / 2
-    scales = {
-        weight: float((z[(number + 1) % len(z)] - z[number]).exp()) for number, (weight, _) in enumerate(layer_chain)
-    }
-    at_minimum = {
-        name: trace * float((2 * (z[tail] - z[head])).exp()) if trace else 0.0
-        for name, tail, head, trace in zip(names, tails, heads, traces, strict=True)
-    }
-    notes = found.notes
-    if not found.attained:
-        at_minimum = {}
-        notes = (
-            "a layer without curvature lets the others' be scaled away: the infimum is reached by no finite factors",
-        )
-    if len(layer_chain) == 1:
-        notes = ("the network has no hidden layer: nothing can be rescaled, this is its Hessian trace",)
+    group = rescalings.by_layer()
+    found = by_layer(group, {name: float(trace) for name, trace in curvature_trace.items()})
+    logs = group.logs(found.logs)
+    scales = {name: float(torch.tensor(logs[name]).flatten()[0].exp()) for name in curvature_trace if logs[name].size}
+    return _part(found, {"scales": scales})
+
+
+@measure(
+    on="network",
+    invariant_to=("layer_scale", "unit_scale"),
+    reference="ibayashi2021minimum",
+    formula="trace of the Hessian, smallest over sizes of all units",
+)
+def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings: Symmetries) -> Part:
+    r"""The smallest Hessian trace among all networks that differ only by the sizes of their units.
+
+    .. math::
+        \min_{s} \sum_{p, ij} H_{p, ij} \, e^{-2 (s_i - s_j)}
+
+    where the entry :math:`ij` of the parameter :math:`p` leads from unit j to unit i, and inputs, outputs and all that
+    notices a change of scale have :math:`s = 0`. An extension of minimum sharpness, and never above it.
+
+    Args:
+        curvature_diagonal: of every parameter.
+        rescalings: of the network.
+
+    Example:
+        Two hidden units by themselves: 2 (sqrt(1 * 16) + sqrt(4 * 4)); one scale for both has 2 sqrt(5 * 20).
+
+        >>> from saltflat.symmetry.graph import symmetries
+        >>> net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
+        >>> diagonal = {"0.weight": torch.tensor([[1.0], [4.0]]), "2.weight": torch.tensor([[16.0, 4.0]])}
+        >>> round(float(minimum_unit_sharpness(diagonal, symmetries(net, torch.randn(1, 1))).value), 9)
+        16.0
+    """
+    if any(bool((values < 0).any()) for values in curvature_diagonal.values()):
+        return Part(torch.nan, notes=("some curvatures are negative: there is no minimum over scales",))
+    found = by_entry(rescalings, curvature_diagonal)
+    return _part(found, {"scales": rescalings.scales})
+
+
+def _part(found: Smallest, details: dict[str, object]) -> Part:
     return Part(
-        found.value + constant,
+        found.value,
         residual=found.residual,
         converged=found.converged,
-        layers=at_minimum,
-        notes=notes,
-        details={"scales": scales, "attained": found.attained},
+        layers=found.layers,
+        notes=found.notes,
+        details={**details, "attained": found.attained},
     )

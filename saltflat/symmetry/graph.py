@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -28,6 +28,7 @@ __all__ = ["Member", "Obstacle", "Symmetries", "symmetries", "symmetries_on"]
 
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Symmetries:
         sizes = self.forms @ np.asarray(logs, dtype=np.float64)
         return {name: sizes[each.head] - sizes[each.tail] for name, each in self.members.items()}
 
-    def moving(self) -> dict[str, NDArray[np.bool_]]:
+    def moving(self) -> dict[str, Mask]:
         """Whether an entry can move at all, by parameter."""
         # Combinations that differ are told apart by numbers without relations.
         moved = self.logs(np.sin(1.0 + np.e * np.arange(self.scales)))
@@ -101,15 +102,31 @@ class Symmetries:
 
     def by_layer(self) -> Symmetries:
         """Those rescalings that multiply each parameter by one number."""
-        system = Elimination()
-        rows = _rows(self.forms)
-        for each in self.members.values():
-            if each.kind == "parameter" and each.head.size:
-                pairs = np.unique(np.stack([each.head.reshape(-1), each.tail.reshape(-1)], 1), axis=0)
-                vanish_all(system, rows, np.concatenate([pairs, np.broadcast_to(pairs[:1], pairs.shape)], 1))
+        # Every entry has the factor of the first.
+        pairs = [_pairs(each) for each in self.members.values() if each.kind == "parameter" and each.head.size]
+        equal = [np.concatenate([of, np.broadcast_to(of[:1], of.shape)], 1) for of in pairs]
+        return replace(self, forms=self._where(equal), kind="layer")
+
+    def fixing(self, names: Iterable[str]) -> Symmetries:
+        """Those rescalings that leave these parameters alone."""
+        pairs = [_pairs(self.members[name]) for name in names]
+        return replace(self, forms=self._where([np.pad(of, ((0, 0), (0, 2)), constant_values=GROUND) for of in pairs]))
+
+    def _where(self, equations: list[Numbers]) -> csr_array:
+        """The sizes of units when factors ``h - t`` and ``H - T`` are the same, for rows ``h, t, H, T``."""
+        system, rows = Elimination(), _rows(self.forms)
+        for quads in equations:
+            vanish_all(system, rows, quads)
         free = system.free(range(self.scales))
         basis = _matrix([system.resolved({scale: 1}) for scale in range(self.scales)], free)
-        return replace(self, forms=csr_array(self.forms @ basis), kind="layer")
+        return csr_array(self.forms @ basis)
+
+
+def _pairs(member: Member) -> Numbers:
+    """The heads and tails of its entries, each pair once."""
+    high = int(member.tail.max(initial=0)) + 1
+    keys = np.unique(member.head.reshape(-1).astype(np.int64) * high + member.tail.reshape(-1))
+    return np.stack([keys // high, keys % high], 1)
 
 
 def symmetries(model: nn.Module, example: Any) -> Symmetries:

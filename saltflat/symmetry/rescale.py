@@ -84,8 +84,7 @@ def copied(model: nn.Module) -> nn.Module:
 def check_same(model: nn.Module, group: Symmetries, logs: Array, example: Any) -> None:
     """Compare the outputs of both, in float64."""
     args, kwargs = inputs_of(example)
-    wide = copied(model).double()
-    args, kwargs = tree_map(_double, (args, kwargs))
+    wide, (args, kwargs) = widened(model, (args, kwargs))
     with loan(wide, "eval"), torch.no_grad():
         before = outputs(wide, args, kwargs)
         with loan(other := rescaled(wide, group, logs), "eval"):
@@ -111,5 +110,10 @@ def difference(one: Tensor, two: Tensor) -> float:
     return float((one - two).abs().max()) / max(largest, 1e-300) if one.numel() else 0.0
 
 
-def _double(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def widened(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
+    """A copy of the model and its inputs in float64."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return copied(model).double(), tree_map(one, inputs)

@@ -1,0 +1,140 @@
+"""One network for all those that differ by rescaling."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from saltflat.errors import ModelError
+from saltflat.loan import loan
+from saltflat.symmetry.graph import Array, Mask, Member, Numbers, Symmetries, inputs_of, symmetries
+from saltflat.symmetry.rescale import difference, outputs, rescaled, widened
+
+# Relative, per entry: what rounding in each precision can make of a factor.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+COARSE = 0.05  # for half precision
+
+
+def canonical(model: nn.Module, example: Any) -> nn.Module:
+    """The member of a network's family whose units have incoming weights of length one.
+
+    Networks that are the same function up to rescaling become equal. A unit whose size depends on no weight (all its
+    incoming weights are zero) keeps it. Where a BatchNorm or LayerNorm gives a unit its size, the length is that of its
+    factor and shift; where several layers lead to one unit, as in the sums of a residual network, it is that of the
+    weights of the first.
+
+    Args:
+        model: any module; it is left as it is.
+        example: an input like those it will get: a tensor, a tuple of positional inputs or a dict of named ones.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> new = canonical(net, torch.randn(1, 2))
+        >>> torch.allclose(new[0].weight.norm(dim=1), torch.ones(3))
+        True
+    """
+    group = symmetries(model, example)
+    return rescaled(model, group, unit_lengths(model, group))
+
+
+def same_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
+    """Whether two networks are the same function with weights that differ only by a rescaling.
+
+    Args:
+        a: any module.
+        b: another with the same parameters, for instance another checkpoint.
+        example: an input of both. On it the outputs are compared, too.
+
+    Example:
+        >>> from saltflat import rescale
+        >>> net, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(5, 2)
+        >>> same_up_to_rescaling(net, rescale(net, x, seed=1), x)
+        True
+    """
+    shapes = [{name: tuple(v.shape) for name, v in _members(model).items()} for model in (a, b)]
+    if shapes[0] != shapes[1]:
+        different = sorted({*shapes[0].items()} ^ {*shapes[1].items()})
+        raise ModelError(
+            f"Got two models of which only one has {different[0][0]!r} with the shape {different[0][1]}. Want two of "
+            "one architecture. Do: compare checkpoints of the same model."
+        )
+    tolerance = max(_tolerance(a), _tolerance(b))
+    args, kwargs = inputs_of(example)
+    found = []
+    for model in (a, b):
+        wide, (inputs, named) = widened(model, (args, kwargs))
+        group = symmetries(wide, inputs or named)
+        with loan(wide, "eval"), torch.no_grad():
+            found.append((rescaled(wide, group, unit_lengths(wide, group)), group, outputs(wide, inputs, named)))
+    (one, group, before), (two, _, after) = found
+    if len(before) != len(after) or any(x.shape != y.shape for x, y in zip(before, after, strict=True)):
+        return False
+    # Rounding of the weights adds up on the way to the outputs.
+    if any(difference(x, y) > 10 * tolerance for x, y in zip(before, after, strict=True)):
+        return False
+    others = _members(two)
+    return all(_close(value, others[name], name, group, tolerance) for name, value in _members(one).items())
+
+
+def unit_lengths(model: nn.Module, group: Symmetries) -> Array:
+    """Logarithms of the scales that give every unit's incoming weights the length one."""
+    values = _members(model)
+    ends = _ends(group)
+    members = [each for each in group.members.values() if each.kind == "parameter"]
+    found = [_incoming(each, values[each.name], *ends) for each in members]
+    if not found:
+        return np.zeros(0)
+    scale, wide, tail, squares = (np.concatenate(part) for part in zip(*found, strict=True))
+    # Weights say how large a unit is; where there are none, factors and shifts do.
+    order = np.lexsort([~wide, scale])
+    starts = np.searchsorted(scale[order], np.arange(group.scales + 1))
+    logs = np.zeros(group.scales)
+    for number, (start, stop) in enumerate(pairwise(starts)):
+        # Scales are in the order in which units were met: what a unit's weights come from is settled already.
+        mine = order[start:stop]
+        sizes = group.forms[tail[mine]] @ logs
+        parts = squares[mine] * np.exp(-2 * sizes)
+        total = parts[wide[mine]].sum() or parts.sum()
+        logs[number] = -np.log(total) / 2 if total > 0 else 0.0
+    return logs
+
+
+def _incoming(member: Member, values: Tensor, last: Numbers, single: Mask) -> tuple[Any, ...]:
+    """Of the entries that lead to a unit from earlier ones: its scale, whether they are weights, whence, squares."""
+    head, tail = member.head.reshape(-1), member.tail.reshape(-1)
+    leads = single[head] & (last[tail] < last[head])
+    squares = values.detach().double().cpu().numpy().reshape(-1)[leads] ** 2
+    return last[head[leads]], np.full(len(squares), len(member.shape) > 1), tail[leads], squares
+
+
+def _ends(group: Symmetries) -> tuple[Numbers, Mask]:
+    """For every unit the latest scale in its size, -1 for none; and whether its size is just this scale."""
+    forms = group.forms
+    counts = np.diff(forms.indptr)
+    last = np.full(forms.shape[0], -1, dtype=np.int64)
+    np.maximum.at(last, np.repeat(np.arange(len(counts)), counts), forms.indices)
+    single = counts == 1
+    single[single] = forms.data[forms.indptr[:-1][single]] == 1
+    return last, single
+
+
+def _members(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def _tolerance(model: nn.Module) -> float:
+    kinds = {value.dtype for value in _members(model).values() if value.is_floating_point()}
+    return max((TOLERANCE.get(kind, COARSE) for kind in kinds), default=TOLERANCE[torch.float64])
+
+
+def _close(one: Tensor, two: Tensor, name: str, group: Symmetries, tolerance: float) -> bool:
+    if not one.is_floating_point():
+        # Counters of batches seen are no part of the function.
+        return name.endswith("num_batches_tracked") or torch.equal(one.cpu(), two.cpu())
+    eps = group.members[name].eps if name in group.members else 0.0
+    one, two = one.detach().double().cpu() + eps, two.detach().double().cpu() + eps
+    return bool(((one - two).abs() <= tolerance * torch.maximum(one.abs(), two.abs())).all())

@@ -1,0 +1,73 @@
+"""The same function with the smallest Hessian trace."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from saltflat.data import batches, checked
+from saltflat.errors import ModelError
+from saltflat.progress import Progress
+from saltflat.sweep import statistics_of
+from saltflat.symmetry.graph import symmetries
+from saltflat.symmetry.rescale import check_kind, check_same, rescaled
+from saltflat.symmetry.smallest import by_entry, by_layer
+
+
+def rebalance(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    kind: str = "unit",
+    *,
+    columns: str = "exact",
+    memory: str | int = "1GiB",
+    seed: int = 0,
+    progress: bool | Progress | None = None,
+    strict: bool = True,
+) -> nn.Module:
+    """A new model with the same function, rescaled so that its Hessian has the smallest trace.
+
+    Args:
+        model: any module; it is left as it is.
+        data: as for :func:`saltflat.measure`.
+        loss: the same.
+        kind: ``"unit"`` for a size of every unit, ``"layer"`` for one factor per parameter.
+        columns: how the loss's curvature is taken.
+        memory: working memory.
+        seed: of random columns.
+        progress: True or False for a progress bar, or a function of ``(done, total)``.
+        strict: whether to check, in float64 and on a few examples, that the function is the same.
+
+    Example:
+        >>> from saltflat import measure
+        >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))
+        >>> data = torch.randn(20, 2), torch.randint(3, (20,))
+        >>> names = ["hessian_trace", "minimum_unit_sharpness"]
+        >>> before, after = (measure(m, data, measures=names) for m in (net, rebalance(net, data)))
+        >>> round(after["hessian_trace"].value / before["minimum_unit_sharpness"].value, 4)
+        1.0
+    """
+    check_kind(kind)
+    few = next(iter(batches(checked(data)))).cut(0, 2)
+    example = few.kwargs or few.args
+    name = "curvature_diagonal" if kind == "unit" else "curvature_trace"
+    found = statistics_of(model, data, [name], loss, columns=columns, memory=memory, seed=seed, progress=progress)[name]
+    group = symmetries(model, example)
+    others = [each for each, member in group.members.items() if member.kind == "parameter" and each not in found]
+    group = group.fixing(others)
+    if kind == "unit":
+        best = by_entry(group, found)
+    else:
+        group = group.by_layer()
+        best = by_layer(group, {each: float(trace) for each, trace in found.items()})
+    if best.absorbed:
+        raise ModelError(f"Got a model without a rescaling of smallest trace: {best.notes[0]} Do: fold it first.")
+    if best.lost:
+        # What could be scaled away without end is left where it is.
+        warnings.warn(f"The trace could be made smaller without end: {best.notes[0]}.", stacklevel=2)
+    if strict:
+        check_same(model, group, best.logs, example)
+    return rescaled(model, group, best.logs)
