@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
@@ -100,20 +101,45 @@ def combined(one: Mapping[int, Fraction | int], two: Mapping[int, Fraction | int
 def vanish_all(system: Elimination, forms: Mapping[int, Form], quads: NDArray[np.int64]) -> None:
     """Let ``(h - t) - (H - T)`` be 0 for every row ``h, t, H, T`` of numbers of forms.
 
-    There is a row for every entry of a weight, and far fewer equations among them that say something new: those are
-    found by looking at every pair ``h, H`` and every pair ``t, T`` once, until all rows hold.
+    There is a row for every entry of a weight, and far fewer equations among them that say something new: if each of
+    the four depends on the entry's row or column only, it is enough to look at every row and every column once. Which
+    two of them belong together is seen from how many pairs there are. All rows are tried at the end.
     """
     while len(quads):
-        first = [np.unique(quads[:, pair], axis=0, return_index=True)[1] for pair in ([0, 2], [1, 3])]
-        for h, t, H, T in quads[np.unique(np.concatenate(first))].tolist():
+        pairings = [[(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0, 1), (2, 3)]]
+        firsts = [np.concatenate([first_of(quads[:, a], quads[:, b]) for a, b in pairs]) for pairs in pairings]
+        for h, t, H, T in quads[np.unique(min(firsts, key=len))].tolist():
             form = combined(forms[h], forms[t], -1)
             system.vanish(combined(combined(form, forms[H], -1), forms[T]))
         quads = quads[np.abs(_tried(system, forms, quads) @ np.array([1.0, -1.0, -1.0, 1.0])) > 1e-9]
 
 
+def first_of(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each pair is first met."""
+    (a, size), (b, width) = _counted(one), _counted(two)
+    keys = a * width + b
+    if size * width > 4 * len(keys):
+        found: NDArray[np.int64] = np.unique(keys, return_index=True)[1]
+        return found
+    places = np.full(size * width, -1)
+    places[keys[::-1]] = np.arange(len(keys))[::-1]
+    return places[places >= 0]
+
+
+def _counted(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """The numbers in their order, from 0 on without gaps, and how many there are. Faster than sorting."""
+    there = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=bool)
+    there[numbers] = True
+    return (np.cumsum(there) - 1)[numbers], int(there.sum())
+
+
 def _tried(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """The forms at some values of the free variables that no coincidence makes equal."""
-    different, places = np.unique(numbers, return_inverse=True)
-    values = [sum(float(c) * np.sin(1.0 + v * np.e) for v, c in system.resolved(forms[n]).items()) for n in different]
-    found: NDArray[np.float64] = np.array(values, dtype=np.float64)[places].reshape(numbers.shape)
+    there = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=bool)
+    there[numbers] = True
+    values = np.zeros(len(there))
+    for number in np.flatnonzero(there).tolist():
+        form = system.resolved(forms[number])
+        values[number] = sum(float(c) * math.sin(1.0 + v * math.e) for v, c in form.items())
+    found: NDArray[np.float64] = values[numbers]
     return found

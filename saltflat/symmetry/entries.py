@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,8 +50,8 @@ class Entries:
         other = (self.head[N] != H) | (self.tail[N] != T)
         if bool(other.any()):
             N, H, T = N[other], H[other], T[other]
-            quads = torch.stack([self.head[N], self.tail[N], H, T], 1).unique(dim=0)
-            vanish_all(self.scales.system, self.scales.forms, quads.numpy().astype(np.int64))
+            quads = torch.stack([self.head[N], self.tail[N], H, T], 1)
+            vanish_all(self.scales.system, self.scales.forms, quads.numpy())
 
     def read(self, numbers: Tensor) -> Tensor:
         """The scales of these entries as numbers like others; an entry that nothing has used gets a variable."""

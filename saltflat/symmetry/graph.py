@@ -20,7 +20,7 @@ from saltflat.errors import ModelError, OptionError, SaltflatError, first_line
 from saltflat.loan import loan
 from saltflat.network import Network
 from saltflat.symmetry import rules as rules
-from saltflat.symmetry.elimination import Elimination, Form, vanish_all
+from saltflat.symmetry.elimination import Elimination, Form, first_of, vanish_all
 from saltflat.symmetry.scales import ANY, GROUND
 from saltflat.symmetry.watch import Obstacle, Watch
 
@@ -124,9 +124,9 @@ class Symmetries:
 
 def _pairs(member: Member) -> Numbers:
     """The heads and tails of its entries, each pair once."""
-    high = int(member.tail.max(initial=0)) + 1
-    keys = np.unique(member.head.reshape(-1).astype(np.int64) * high + member.tail.reshape(-1))
-    return np.stack([keys // high, keys % high], 1)
+    head, tail = member.head.reshape(-1), member.tail.reshape(-1)
+    first = first_of(head, tail)
+    return np.stack([head[first], tail[first]], 1)
 
 
 def symmetries(model: nn.Module, example: Any) -> Symmetries:

@@ -130,10 +130,11 @@ class Watch(TorchDispatchMode):
         # The tensors are kept, so that no other takes the place of one that is gone.
         self._known: dict[int, tuple[Tensor, Marks]] = {}
         for name, value in members.items():
-            self._know(value, Marks(self.entries.numbers(name, value), True, [False]))
+            self._know(value, Marks(_laid_out(self.entries.numbers(name, value), value), True, [False]))
         for leaf in tree_flatten(inputs)[0]:
             if isinstance(leaf, Tensor):
-                self._know(leaf, Marks(torch.full(leaf.shape, GROUND, dtype=torch.float64), False, [False]))
+                ground = torch.full(leaf.shape, GROUND, dtype=torch.float64)
+                self._know(leaf, Marks(_laid_out(ground, leaf), False, [False]))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -168,7 +169,7 @@ class Watch(TorchDispatchMode):
         marks = found if isinstance(found, Marks) else Marks(found, False, [False])
         if not view and not marks.entries:
             # An array of its own: what is written to the result is not written to what it was made of.
-            marks = Marks(marks.ids.clone(), False, [marks.fixed[0]])
+            marks = Marks(_laid_out(marks.ids, tensor), False, [marks.fixed[0]])
         assert marks.ids.shape == tensor.shape, (marks.ids.shape, tensor.shape)
         before = self._known.get(id(tensor))
         if written and before is not None and not before[1].entries:
@@ -214,8 +215,12 @@ def _by_value(tensor: Tensor) -> Marks:
         return Marks(torch.zeros(()), False, [True])
     free = ((tensor == 0) | tensor.isinf()).cpu() if tensor.is_floating_point() else (tensor == 0).cpu()
     ids = torch.where(free, float(ANY), float(GROUND)).double()
-    # In the constant's own memory order, since views will be taken of both.
-    return Marks(torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids), False, [True])
+    return Marks(_laid_out(ids, tensor), False, [True])
+
+
+def _laid_out(ids: Tensor, tensor: Tensor) -> Tensor:
+    """A copy in the tensor's own memory order, since views will be taken of both."""
+    return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
 
 
 def mirrored(call: Call) -> Any:

@@ -51,10 +51,10 @@ def _product(call: Call, one: Marks, two: Marks) -> Tensor:
     B = B[:, None] if B.dim() == 1 else B
     if two.entries and B.dim() == 2:
         rows = call.entries.read(A) if one.entries else A
-        return _weighted(call, rows.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
+        return weighted(call, rows.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
     if one.entries and A.dim() == 2 and B.dim() == 2:
         columns = call.entries.read(B) if two.entries else B
-        return _weighted(call, columns.mT, A.mT).mT.contiguous()
+        return weighted(call, columns.mT, A.mT).mT.contiguous()
     A, B = (call.entries.read(m.ids).reshape(ids.shape) if m.entries else ids for m, ids in ((one, A), (two, B)))
     if A.dim() == 2 and B.dim() == 2:
         return _contracted(call, A, B)
@@ -71,24 +71,50 @@ def _product(call: Call, one: Marks, two: Marks) -> Tensor:
     return torch.stack(found).reshape(*shape, A.shape[-2], B.shape[-1])
 
 
-def _weighted(call: Call, rows: Tensor, weight: Tensor) -> Tensor:
+def weighted(call: Call, rows: Tensor, weight: Tensor) -> Tensor:
     """Rows of scales times a matrix of parameter entries: a new scale for every column."""
     different, places = rows.unique(dim=0, return_inverse=True)
-    offsets, tail = _aligned(call, different)
-    head = call.scales.fresh(weight.shape[1])
-    call.entries.claim(weight, head, tail[:, None])
-    return call.scales.plus(offsets[:, None], head)[places]
+    found = torch.zeros(len(different), weight.shape[1], dtype=torch.float64)
+    for linked, middle in _parts(different != ANY):
+        offsets, tail = _aligned(call, different[linked][:, middle])
+        head = call.scales.fresh(weight.shape[1])
+        call.entries.claim(weight[middle], head, tail[:, None])
+        found[linked] = call.scales.plus(offsets[:, None], head)
+    return found[places]
+
+
+def _parts(there: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Rows that have something in common, and what they have; parts that share nothing may differ as they like."""
+    if bool(there.all()):
+        return [(torch.arange(len(there)), torch.arange(there.shape[1]))]
+    waiting, found = set(torch.nonzero(there.any(1)).flatten().tolist()), []
+    while waiting:
+        rows = {min(waiting)}
+        middle = there[list(rows)].any(0)
+        while len(more := {number for number in waiting if bool((there[number] & middle).any())}) > len(rows):
+            rows, middle = more, there[sorted(more)].any(0)
+        waiting -= rows
+        found.append((torch.tensor(sorted(rows)), torch.nonzero(middle).flatten()))
+    # Entries that only ever meet zeros have no effect.
+    return found
 
 
 def _aligned(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Let the rows differ from one of them by one number each; give the numbers, and that row."""
-    # Zeros say nothing: where the first row has some, others fill in.
-    base = rows[0]
-    for row in rows[1:]:
-        base = torch.where(base == ANY, row, base)
-    base = torch.where(base == ANY, float(GROUND), base)
-    differences = torch.where(rows == ANY, float(ANY), call.scales.plus(rows, base.expand(rows.shape), -1))
-    return call.scales.join_along(differences, [1]), base
+    base = rows[0].clone()
+    offsets = torch.full((len(rows),), float(GROUND), dtype=torch.float64)
+    if not bool((rows == ANY).any()):
+        differences = call.scales.plus(rows, base.expand(rows.shape), -1)
+        return call.scales.join_along(differences, [1]), base
+    # Zeros say nothing: where the first row has some, others that overlap with what is known fill in.
+    waiting = list(range(len(rows)))
+    while waiting:
+        number = next(each for each in waiting if bool(((rows[each] != ANY) & (base != ANY)).any()))
+        both, new = (rows[number] != ANY) & (base != ANY), (rows[number] != ANY) & (base == ANY)
+        offsets[number] = call.scales.join_along(call.scales.plus(rows[number][both], base[both], -1), [0])
+        base[new] = call.scales.plus(rows[number][new], offsets[number], -1)
+        waiting.remove(number)
+    return offsets, base
 
 
 def _contracted(call: Call, A: Tensor, B: Tensor) -> Tensor:
@@ -101,37 +127,3 @@ def _contracted(call: Call, A: Tensor, B: Tensor) -> Tensor:
     down = scales.join_along(scales.plus(columns, rows[:1]), [1])
     found = scales.plus(across[:, None], scales.plus(down, down[:1], -1)[None, :])
     return found[row_places][:, column_places]
-
-
-@rule("convolution _convolution convolution_overrideable cudnn_convolution cudnn_convolution_transpose")
-def convolves(call: Call) -> Any:
-    x, weight = call.args[:2]
-    bias = call.argument(2, "bias") if "convolution" in call.name and "cudnn" not in call.name else None
-    transposed = bool(call.argument(6, "transposed")) if "cudnn" not in call.name else "transpose" in call.name
-    groups = call.argument(8, "groups") if "cudnn" not in call.name else _cudnn_groups(x, weight, transposed)
-    space = weight.dim() - 2
-    images = call.ids(x)
-    channels = call.scales.join_along(images, [d for d in range(images.dim()) if d != images.dim() - 1 - space])
-    tail = torch.where(channels == ANY, float(GROUND), channels).reshape(groups, 1, -1)
-    marks = call.watch.marks(weight)
-    numbers = marks.ids.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
-    if transposed:  # its first axis counts inputs
-        numbers = numbers.transpose(1, 2)
-    if marks.entries:
-        head = call.scales.fresh(groups * numbers.shape[1])
-        call.entries.claim(numbers, head.reshape(groups, -1, 1, 1), tail[..., None])
-    else:
-        products = call.scales.plus(numbers, tail[..., None].expand(numbers.shape))
-        head = call.scales.join_along(products, [2, 3]).reshape(-1)
-    head = plus_bias(call, head, bias)
-    return head.reshape(-1, *[1] * space).expand(call.out.shape).clone()
-
-
-def _cudnn_groups(x: Tensor, weight: Tensor, transposed: bool) -> int:
-    return 1 if transposed else x.shape[1] // weight.shape[1]
-
-
-@rule("_trilinear")
-def multiplies_thrice(call: Call) -> Any:
-    call.pin(*call.args[:3])
-    return call.ground()
