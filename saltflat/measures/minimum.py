@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saltflat.measures import Part, measure
-from saltflat.symmetry.graph import Symmetries
+from saltflat.symmetry.group import Symmetries
 from saltflat.symmetry.smallest import Smallest, by_entry, by_layer
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from saltflat.errors import ModelError
 from saltflat.loan import loan
-from saltflat.symmetry.graph import Array, Mask, Member, Numbers, Symmetries, inputs_of, symmetries
+from saltflat.symmetry.graph import inputs_of, symmetries
+from saltflat.symmetry.group import Array, Mask, Member, Numbers, Symmetries
 from saltflat.symmetry.rescale import difference, outputs, rescaled, widened
 
 # Relative, per entry: what rounding in each precision can make of a factor.

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from saltflat.data import batches, checked
 from saltflat.errors import ModelError
 from saltflat.progress import Progress
 from saltflat.sweep import statistics_of
+from saltflat.symmetry.example import example_of
 from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.rescale import check_kind, check_same, rescaled
 from saltflat.symmetry.smallest import by_entry, by_layer
@@ -51,8 +51,7 @@ def rebalance(
         1.0
     """
     check_kind(kind)
-    few = next(iter(batches(checked(data)))).cut(0, 2)
-    example = few.kwargs or few.args
+    example = example_of(data)
     name = "curvature_diagonal" if kind == "unit" else "curvature_trace"
     found = statistics_of(model, data, [name], loss, columns=columns, memory=memory, seed=seed, progress=progress)[name]
     group = symmetries(model, example)

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from saltflat.errors import ModelError, OptionError, first_line
 from saltflat.loan import loan
 from saltflat.sweep import check_seed
-from saltflat.symmetry.graph import Array, Symmetries, inputs_of, symmetries
+from saltflat.symmetry.graph import inputs_of, symmetries
+from saltflat.symmetry.group import Array, Symmetries
 
 KINDS = ("unit", "layer")
 SAME = 1e-9  # relative, in float64

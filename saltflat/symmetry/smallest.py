@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saltflat.balance.forms import BalancedForms, balance_forms
-from saltflat.symmetry.graph import Array, Symmetries
+from saltflat.symmetry.group import Array, Symmetries
 
 
 @dataclass(frozen=True)
