@@ -5,10 +5,16 @@ Given weights :math:`B_{pq} \ge 0` on the edges of a directed graph, find potent
 .. math::
     \sum_{pq} B_{pq} e^{z_p - z_q}.
 
-The problem is convex, and at its minimum as much flows out of every node as flows in. Normalized sharpness, its printed
-form and minimum sharpness are this problem on three kinds of graph: one function each.
+The problem is convex, and at its minimum as much flows out of every node as flows in. Normalized sharpness and its
+printed form are this problem on two kinds of graph, one function each. A network's rescalings lead to a wider one,
 
-Everything is in float64 and on the device of what is given. A :class:`Balanced` says how far from balance it stopped.
+.. math::
+    \sum_e b_e e^{A_e \cdot s},
+
+with the logarithm of every term any linear form of the scales; a graph is the case of a difference of two.
+
+Everything is in float64. Matrices stay on the device they are on; graphs and forms are solved on the CPU. The answer
+says how far from balance it stopped.
 """
 
 from saltflat.balance.balanced import Balanced

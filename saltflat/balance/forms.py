@@ -122,7 +122,7 @@ def balance_forms(
 
 
 def _checked_terms(forms: csr_array, weights: Array | Tensor) -> tuple[csr_array, Array]:
-    A, b = csr_array(forms).astype(np.float64), checked(torch.as_tensor(weights), "weights").cpu().numpy()
+    A, b = csr_array(forms).astype(np.float64, copy=False), checked(torch.as_tensor(weights), "weights").cpu().numpy()
     if A.ndim != 2 or b.shape != A.shape[:1] or not np.isfinite(A.data).all():
         raise OptionError(
             f"Got forms of shape {A.shape} and weights of shape {b.shape}. Want (terms, scales) and (terms,), with "

@@ -3,7 +3,7 @@ r"""Bringing a flow into balance: closed-form sweeps, and Newton's method where 
 A node's *imbalance* is :math:`r_p = \ln(\mathrm{out}_p / \mathrm{in}_p)`. Lowering its potential by
 :math:`r_p / 2` balances it exactly (Osborne, 1960). Doing so again and again never increases the distance to the
 solution, however badly the weights are scaled, but takes long where groups of nodes hang together by thin threads.
-There Newton's method moves each group as one: the second derivative is the Laplacian of a graph,
+There Newton's method moves each group as one: on a graph the second derivative is a Laplacian,
 :math:`\mathrm{diag}(d) - W` with :math:`d = \mathrm{out} + \mathrm{in}`.
 """
 
