@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
+from saltflat.sweep import Statistics
 
 CLASSES, EXAMPLES = 100, 1000
 CHOICES = ("exact", "top:1", "top:3", "top:5", "sampled:4", "sampled:8", "sampled:16")
@@ -65,7 +66,7 @@ def main() -> None:
         accuracy = float((net(data[0]).argmax(1) == data[1]).float().mean())
 
     seconds: dict[str, list[float]] = {choice: [] for choice in CHOICES}
-    found: dict[str, saltflat.Statistics] = {}
+    found: dict[str, Statistics] = {}
     for repeat in track(range(options.repeats + 1), "Measuring"):
         for choice in CHOICES:
             started = time.perf_counter()

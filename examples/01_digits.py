@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import saltflat
 from saltflat.readers import read
+from saltflat.report import Comparison
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 CLASSES = 10
@@ -129,7 +130,7 @@ def rescaled(model: nn.Sequential) -> nn.Sequential:
     return twin
 
 
-def moved(comparison: saltflat.Comparison) -> tuple[list[str], list[str]]:
+def moved(comparison: Comparison) -> tuple[list[str], list[str]]:
     """The measures that rescaling changed, and those it did not."""
     changed: list[str] = []
     same: list[str] = []

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from saltflat.layers.affine import Affine
+
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 Batch = tuple[Inputs, Tensor] | dict[str, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -410,6 +412,14 @@ def batch_norm_of_vectors_sequences_and_volumes() -> Case:
         head=nn.Linear(8, 3),
     )
     return problem(with_history(model, 8, 3), reals(5, 3), integers(3, 5))
+
+
+@case
+def factors_and_shifts_of_channels() -> Case:
+    model = nn.Sequential(
+        Affine(2), nn.Conv2d(2, 3, 2), Affine(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4), Affine(4), nn.Tanh()
+    )
+    return problem(model, reals(4, 2, 3, 3), integers(4, 4))
 
 
 @case

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import saltflat
 from saltflat import errors
+from saltflat.sweep import Statistics
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -26,7 +27,7 @@ def net(*, bad: float | None = None) -> nn.Sequential:
 
 def measure(
     model: Any = None, data: Any = (X, Y), names: Any = "curvature_trace", **options: Any
-) -> saltflat.Statistics:
+) -> Statistics:
     return saltflat.statistics_of(net() if model is None else model, data, names, **options)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat
 from saltflat import errors
+from saltflat.sweep import Statistics
 
 NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
 
@@ -25,7 +26,7 @@ def labels(count: int) -> Tensor:
     return torch.arange(count) % 3
 
 
-def check_with_single_examples(model: nn.Module, batches: list[Any], **options: Any) -> saltflat.Statistics:
+def check_with_single_examples(model: nn.Module, batches: list[Any], **options: Any) -> Statistics:
     """The batches as they are, against all examples one by one."""
     whole = saltflat.statistics_of(model, batches, NAMES, **options)
     singles = [

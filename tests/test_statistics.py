@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import saltflat
+from saltflat.sweep import Statistics
 
 DEFINITIONS = {
     "curvature_diagonal": oracle.curvature_diagonal,
@@ -22,7 +23,7 @@ STATISTICS = list(DEFINITIONS)
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 
-def measured(case: Case, batches: Sequence[Batch] | None = None) -> saltflat.Statistics:
+def measured(case: Case, batches: Sequence[Batch] | None = None) -> Statistics:
     return saltflat.statistics_of(case.model, batches or case.batches, STATISTICS, loss=case.loss)
 
 

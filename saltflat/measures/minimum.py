@@ -34,6 +34,7 @@ def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetr
         rescalings: of the network.
 
     Example:
+        >>> from torch import nn
         >>> from saltflat.symmetry.graph import symmetries
         >>> net = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 2, bias=False))
         >>> traces = {"0.weight": torch.tensor(1.0), "2.weight": torch.tensor(16.0)}
@@ -72,6 +73,7 @@ def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings:
     Example:
         Two hidden units by themselves: 2 (sqrt(1 * 16) + sqrt(4 * 4)); one scale for both has 2 sqrt(5 * 20).
 
+        >>> from torch import nn
         >>> from saltflat.symmetry.graph import symmetries
         >>> net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
         >>> diagonal = {"0.weight": torch.tensor([[1.0], [4.0]]), "2.weight": torch.tensor([[16.0, 4.0]])}

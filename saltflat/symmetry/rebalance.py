@@ -42,6 +42,7 @@ def rebalance(
         strict: whether to check, in float64 and on a few examples, that the function is the same.
 
     Example:
+        >>> import torch
         >>> from saltflat import measure
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))
         >>> data = torch.randn(20, 2), torch.randint(3, (20,))
