@@ -72,6 +72,9 @@ def test_the_benchmark_of_measures_finds_everybody_in_agreement(
     ours, *others = found["balance"]["rows"]
     assert ours["residual"] <= 1e-10
     assert all(ours["value"] < other["value"] for other in others)
+    # Ours is the minimum, and above nothing that a general optimizer finds.
+    assert found["minimum"]["residual"] <= 1e-10
+    assert found["minimum"]["minimum"] < found["minimum"]["lbfgs"] * (1 + 1e-9) < found["minimum"]["trace"]
     assert max(row["difference"] for row in found["spectrum"]["rows"]) < 1e-8
     assert all(row["sweeps_alone"] in (None, row["steps"]) for row in found["spectrum"]["rows"])
     assert set(found["gram"]["difference"]) == {"saltflat", "vmap"}
