@@ -3,29 +3,29 @@
 __version__ = "0.1.0"
 
 from saltflat.catalogue import catalogue
-from saltflat.certificate import Certificate, certify
+from saltflat.certificate import certify
 from saltflat.eigenvalues import eigenvalues_of
 from saltflat.errors import SaltflatError
 from saltflat.measuring import measure
-from saltflat.report import Comparison, Reading, Report, compare
-from saltflat.sweep import Statistics, statistics_of
+from saltflat.report import Report, compare
+from saltflat.sweep import statistics_of
+from saltflat.symmetry.audit import audit
 from saltflat.symmetry.canonical import canonical, same_up_to_rescaling
+from saltflat.symmetry.fold import fold
 from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.rebalance import rebalance
 from saltflat.symmetry.rescale import rescale
 
 __all__ = [
-    "Certificate",
-    "Comparison",
-    "Reading",
     "Report",
     "SaltflatError",
-    "Statistics",
+    "audit",
     "canonical",
     "catalogue",
     "certify",
     "compare",
     "eigenvalues_of",
+    "fold",
     "measure",
     "rebalance",
     "rescale",

@@ -1,4 +1,4 @@
-"""Reports on disk: strict JSON that names its schema, written whole or not at all."""
+"""Reports and audits on disk: strict JSON that names its schema, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,29 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from saltflat.errors import ReportError
 
-SCHEMA = "saltflat.report/1"
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of file: what it calls itself, and what people call it."""
+
+    schema: str
+    what: str
+    writer: str
+
+    @property
+    def family(self) -> str:
+        """The schema without its version."""
+        return self.schema.partition("/")[0]
+
+
+REPORT = Form("saltflat.report/1", "a report", "Report.save")
+AUDIT = Form("saltflat.audit/1", "an audit", "Audit.save")
 
 
 def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -74,35 +91,49 @@ def _unwritable(what: str, path: str | os.PathLike[str], problem: OSError) -> Re
     )
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What was written, once it is known to be whole and of the schema understood here."""
-    shown = os.fspath(path)
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
-    except OSError as problem:
-        raise ReportError(
-            f"Got the path {shown!r}, which cannot be read ({problem.strerror}). Want a report written by Report.save. "
-            "Do: check the path."
-        ) from problem
-    except (ValueError, RecursionError) as problem:
-        raise ReportError(
-            f"Got the file {shown!r}, which is broken or cut short ({problem}). Want a report written by Report.save. "
-            "Do: measure again, or take the file from a backup."
-        ) from problem
-    check_schema(content, f"the file {shown!r}")
+def read(path: str | os.PathLike[str], form: Form = REPORT) -> dict[str, Any]:
+    """What was written, once it is known to be whole and of the form understood here."""
+    content = _parsed(path, f"{form.what} written by {form.writer}")
+    check_schema(content, f"the file {os.fspath(path)!r}", form)
     return dict(content)
 
 
-def check_schema(content: Any, source: str) -> None:
-    """Refuse what was not written as a report, or was written in a form that is not known here."""
+def form_of(path: str | os.PathLike[str], *forms: Form) -> Form:
+    """Which of these forms the file has; the first where it has none of them, which then says what is wrong with it."""
+    content = _parsed(path, " or ".join(f"{form.what} written by {form.writer}" for form in forms))
     schema = content.get("schema") if isinstance(content, Mapping) else None
-    if schema == SCHEMA:
+    family = schema.partition("/")[0] if isinstance(schema, str) else None
+    return next((form for form in forms if form.family == family), forms[0])
+
+
+def check_schema(content: Any, source: str, form: Form = REPORT) -> None:
+    """Refuse what was not written in this form, or was written in a version of it that is not known here."""
+    schema = content.get("schema") if isinstance(content, Mapping) else None
+    if schema == form.schema:
         return
-    if isinstance(schema, str) and schema.startswith("saltflat.report/"):
+    if isinstance(schema, str) and schema.startswith(f"{form.family}/"):
         raise ReportError(
-            f"Got {source} with the schema {schema!r}. Want {SCHEMA!r}. Do: read it with the saltflat that wrote it."
+            f"Got {source} with the schema {schema!r}. Want {form.schema!r}. "
+            "Do: read it with the saltflat that wrote it."
         )
-    raise ReportError(f"Got {source}, which is not a report. Want the schema {SCHEMA!r}. Do: check which file it is.")
+    raise ReportError(
+        f"Got {source}, which is not {form.what}. Want the schema {form.schema!r}. Do: check which file it is."
+    )
+
+
+def _parsed(path: str | os.PathLike[str], want: str) -> Any:
+    shown = os.fspath(path)
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
+    except OSError as problem:
+        raise ReportError(
+            f"Got the path {shown!r}, which cannot be read ({problem.strerror}). Want {want}. Do: check the path."
+        ) from problem
+    except (ValueError, RecursionError) as problem:
+        raise ReportError(
+            f"Got the file {shown!r}, which is broken or cut short ({problem}). Want {want}. "
+            "Do: measure again, or take the file from a backup."
+        ) from problem
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saltflat.errors import ReportError, UnknownNameError, unknown
-from saltflat.report.file import SCHEMA, check_schema, read, write
+from saltflat.report.file import REPORT, check_schema, read, write
 from saltflat.report.frame import frame_of, rows_of
 from saltflat.report.page import page_of
 from saltflat.report.plain import coded, coded_key, decoded, plain
@@ -114,7 +114,7 @@ class Report(Mapping[str, Reading]):
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
         parts = {each.name: coded(getattr(self, each.name)) for each in fields(self) if each.name != "readings"}
         readings = {coded_key(name): reading.to_dict() for name, reading in self.items()}
-        return {"schema": SCHEMA, "readings": readings, **parts}
+        return {"schema": REPORT.schema, "readings": readings, **parts}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Report:

@@ -1,0 +1,70 @@
+"""The program that the commands belong to, and how it fails."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import saltflat
+from saltflat.cli.screen import say
+from saltflat.errors import SaltflatError
+
+
+class Commands(TyperGroup):
+    """Bad input is one line and exit code 2; what nobody foresaw keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SaltflatError as error:
+            say(" ".join(str(error).split()), "red")
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as stop:
+            say("Interrupted.", "red")
+            raise typer.Exit(130) from stop
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="How flat is a trained network's minimum, measured so that rescaling its weights cannot fool you?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"saltflat {saltflat.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """How flat is a trained network's minimum, measured so that rescaling its weights cannot fool you?"""
+
+
+@contextmanager
+def users_session(show_traceback: bool) -> Iterator[None]:
+    """Modules in this folder can be imported, as with ``python -m``; errors are told in full first, where wanted."""
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except SaltflatError:
+        if show_traceback:
+            traceback.print_exc()
+        raise
+    finally:
+        sys.path.remove(folder)

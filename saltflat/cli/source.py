@@ -1,0 +1,90 @@
+"""The model and the data that a command is about."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.cli.names import DTYPES, device_named
+from saltflat.errors import ModelError, OptionError
+from saltflat.readers import read
+from saltflat.readers.factory import made
+from saltflat.readers.foreign import users_model
+from saltflat.readers.placed import placed
+from saltflat.sweep import check_seed
+from saltflat.weights import fitted, load_weights, put_weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where model and data come from, as the options say it."""
+
+    model: str
+    model_args: str
+    weights: Path | None
+    data: str
+    data_dir: Path
+    split: str | None
+    skip: int
+    limit: int | None
+    normalize: str
+    device: torch.device
+
+    @classmethod
+    def of(cls, device: str, **options: Any) -> Source:
+        """The same with a device that is known to be there."""
+        return cls(device=device_named(device), **options)
+
+    def network(self, seed: int) -> tuple[nn.Module, list[str]]:
+        """The model with its weights, on its device; and what is to be said of the weights."""
+        torch.manual_seed(check_seed(seed))
+        network = made(self.model, "model", self._arguments())
+        if not isinstance(network, nn.Module):
+            raise ModelError(
+                f"Got a {type(network).__name__} from {self.model!r}. Want a torch.nn.Module. Do: return the model."
+            )
+        notes: list[str] = []
+        if self.weights is not None:
+            loaded = load_weights(self.weights)
+            rounded = put_weights(network, loaded)
+            notes = [f"Weights: {self.weights}.", *loaded.notes, *rounded]
+        return network.to(self.device), notes
+
+    def examples(self, network: nn.Module, dtype: torch.dtype | None = None) -> Any:
+        """The data, where the model is; in its precision if no other is given."""
+        own = next((p.dtype for p in network.parameters() if p.dtype in DTYPES.values()), torch.float32)
+        found = read(self.data, self.data_dir, self.split, self.skip, self.limit, self.normalize)
+        return placed(found, self.device, dtype or own)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Inside of it our code calls the model and reads the data: errors in these are told as theirs."""
+        return users_model(self.model, self.data)
+
+    def told(self) -> str:
+        """The data in a sentence."""
+        options = {"split": self.split, "skip": self.skip or None, "limit": self.limit, "normalize": self.normalize}
+        said = [f"{name} {value}" for name, value in options.items() if value not in (None, "none")]
+        return f"Data: {', '.join([self.data, *said])}."
+
+    def _arguments(self) -> dict[str, Any]:
+        try:
+            given = json.loads(self.model_args)
+        except (ValueError, RecursionError) as error:
+            given = error
+        if not isinstance(given, dict):
+            raise OptionError(
+                f"Got --model-args {self.model_args[:200]!r}{f' ({given})' if isinstance(given, Exception) else ''}. "
+                "Want a JSON object. Do: for instance '{\"width\": 3}', with the quotes."
+            )
+        return given
+
+
+def weights_before(network: nn.Module, path: Path | None) -> dict[str, Tensor] | None:
+    """The weights before training, by the network's own names."""
+    return None if path is None else fitted(network, load_weights(path))

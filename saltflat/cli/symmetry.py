@@ -1,0 +1,157 @@
+"""saltflat audit and symmetries: what rescaling a network does"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saltflat.cli import options
+from saltflat.cli.names import names_from
+from saltflat.cli.outputs import check_outputs, draw, keep
+from saltflat.cli.program import app, users_session
+from saltflat.cli.screen import show_on_screen
+from saltflat.cli.source import Source, weights_before
+from saltflat.symmetry import audit as auditing
+from saltflat.symmetry import graph
+from saltflat.symmetry.example import example_of
+from saltflat.symmetry.rescale import check_kind
+
+
+# Given as texts: from docstrings, the lines of all paragraphs but the first would stay broken where they are here.
+@app.command(
+    help="Rescale a network at random and see which measures notice, though its function stays the same.\n\n"
+    "For each measure: whether it stays or moves, by how much, and whether that is what it claims. The network is "
+    "measured in float64, 1 + 2 * draws times in all. The exit code is 1 if a measure moved that claims to stay, 2 for "
+    "bad input, else 0."
+)
+def audit(
+    model: options.Model,
+    data: options.Data,
+    model_args: options.ModelArgs = "{}",
+    weights: options.Weights = None,
+    data_dir: options.DataDir = Path("data"),
+    split: options.Split = None,
+    skip: options.Skip = 0,
+    limit: options.Limit = None,
+    normalize: options.Normalize = "none",
+    loss: options.Loss = "cross_entropy",
+    measures: options.Measures = None,
+    draws: Annotated[int, typer.Option(help="How many random rescalings of each kind.")] = 20,
+    spread: Annotated[
+        float, typer.Option(help="Deviation of the logarithms of the factors: 2 gives e^-4 to e^4.")
+    ] = 2.0,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option(help="layer (one factor for a whole parameter), unit (one for each unit), or both if not given."),
+    ] = None,
+    columns: options.Columns = "exact",
+    layers: options.Layers = None,
+    device: options.Device = "cpu",
+    memory: options.Memory = "1GiB",
+    seed: Annotated[
+        int, typer.Option(help="Of the rescalings, of random columns, and of weights that the model's function draws.")
+    ] = 0,
+    logits: options.Logits = "none",
+    diagonal: options.Diagonal = "exact",
+    initial: options.Initial = None,
+    quiet: options.Quiet = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the audit to this file, as JSON; show prints it again.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the audit into this file, .png, .svg or .pdf.")] = None,
+    show_traceback: options.Traceback = False,
+) -> None:
+    """Rescale a network at random and see which measures notice, though its function stays the same."""
+    check_outputs(out, plot, quiet)
+    source = Source.of(
+        device,
+        model=model,
+        model_args=model_args,
+        weights=weights,
+        data=data,
+        data_dir=data_dir,
+        split=split,
+        skip=skip,
+        limit=limit,
+        normalize=normalize,
+    )
+    with users_session(show_traceback):
+        network, notes = source.network(seed)
+        examples = source.examples(network)
+        before = weights_before(network, initial)
+        with source.running():
+            found = auditing.audit(
+                network,
+                examples,
+                loss,
+                names_from(measures),
+                draws=draws,
+                spread=spread,
+                kinds=names_from(kinds) or tuple(auditing.KINDS),
+                seed=seed,
+                columns=columns,
+                layers=names_from(layers),
+                memory=memory,
+                progress=False if quiet else None,
+                logits=logits,
+                diagonal=diagonal,
+                initial=before,
+            )
+    found = dataclasses.replace(found, notes=(*found.notes, *notes, source.told()))
+    if not quiet:
+        show_on_screen(found)
+    keep(found, out, plot, quiet)
+    if not found.holds:
+        raise typer.Exit(1)
+
+
+@app.command(
+    help="Find the rescalings of a network: which weights can grow, if others shrink, so that its function stays the "
+    "same.\n\nThe model is run once, on the first examples of the data. Printed is what can be scaled, and which "
+    "operations hold the rest fixed."
+)
+def symmetries(
+    model: options.Model,
+    data: options.Data,
+    model_args: options.ModelArgs = "{}",
+    weights: options.Weights = None,
+    data_dir: options.DataDir = Path("data"),
+    split: options.Split = None,
+    normalize: options.Normalize = "none",
+    kind: Annotated[
+        str, typer.Option(help="unit for a factor of each unit, layer for one factor of each whole parameter.")
+    ] = "unit",
+    device: options.Device = "cpu",
+    seed: Annotated[int, typer.Option(help="Of weights that the model's function draws.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the network's scales into this file, .png, .svg or .pdf.")
+    ] = None,
+    show_traceback: options.Traceback = False,
+) -> None:
+    """Find which weights can grow, if others shrink, so that the function stays the same."""
+    check_kind(kind)
+    check_outputs(None, plot, quiet=False)
+    source = Source.of(
+        device,
+        model=model,
+        model_args=model_args,
+        weights=weights,
+        data=data,
+        data_dir=data_dir,
+        split=split,
+        skip=0,
+        limit=None,
+        normalize=normalize,
+    )
+    with users_session(show_traceback):
+        network, _ = source.network(seed)
+        examples = source.examples(network)
+        with source.running():
+            group = graph.symmetries(network, example_of(examples))
+    group = group.by_layer() if kind == "layer" else group
+    show_on_screen(group)
+    if plot is not None:
+        draw(group.plot(), plot)

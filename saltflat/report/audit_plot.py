@@ -1,0 +1,182 @@
+"""An audit as a picture: a row per measure, a dot per draw at the factor by which it moved the measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from saltflat.report.audit_view import KINDS, missing, ordered
+from saltflat.report.change import BROKEN, STAYS, UNDEFINED, UNMEASURED
+from saltflat.report.optional import package
+from saltflat.report.text import printable
+
+if TYPE_CHECKING:
+    from saltflat.report.audit import Audit, AuditLine
+
+# Told apart without colours, too.
+COLOURS = {"layer": "#0072b2", "unit": "#d55e00"}
+SHAPES = {"layer": "o", "unit": "D"}
+WRONG, BAND, FAINT = "#b00020", "#eef3f1", "#8a8a8a"
+LONGEST_NAME = 44
+ROW = 0.25  # inches
+LEAST_DECADES = 0.5  # from the line at 1 to the edges of the axis
+
+
+def figure_of(audit: Audit) -> Any:
+    """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
+    figures = package("matplotlib.figure", "plot()")
+    names = ordered(audit)
+    kinds = list(dict.fromkeys(kind for line in audit.values() for kind in line.changes))
+    figure = figures.Figure(figsize=(9.5, ROW * max(len(names), 2) + 1.9), layout="constrained")
+    many = "rescaling" + "s" * (audit.draws != 1)
+    title = f"{audit.report.model}: {audit.draws} {many} of each kind, the same function"
+    if not kinds:
+        figure.suptitle(printable(audit.report.model), parse_math=False)
+        told = " ".join(missing(audit)) if names else "Nothing was measured."
+        figure.text(0.5, 0.4, printable(told), ha="center", wrap=True, parse_math=False)
+        return figure
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+    figure.suptitle(printable(title), fontsize=11, parse_math=False)
+    axis = figure.add_subplot()
+    # Differences of logarithms may be of hundreds of powers of ten: they do not choose the axis, if others do.
+    plain = [name for name in names if not audit[name].logarithmic] or names
+    edges = _edges(audit[name].decades(kind) for name in plain for kind in kinds)
+    for row, name in enumerate(names):
+        _draw_row(axis, row, audit[name], kinds, edges)
+    _draw_axis(axis, [audit[name] for name in names], names, edges)
+    _draw_claims(axis, [audit[name] for name in names], kinds)
+    _draw_legend(figure, audit, kinds)
+    return figure
+
+
+def _edges(decades: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """From where to where the axis goes, in powers of ten."""
+    found = [each for draws in decades for each in draws if math.isfinite(each)]
+    low, high = min(found, default=0.0), max(found, default=0.0)
+    room = 0.04 * (high - low)
+    return min(low - room, -LEAST_DECADES), max(high + room, LEAST_DECADES)
+
+
+def _draw_row(axis: Any, row: int, line: AuditLine, kinds: Sequence[str], edges: tuple[float, float]) -> None:
+    if line.claims:
+        axis.axhspan(row - 0.5, row + 0.5, color=BAND, linewidth=0, zorder=0)
+    shift = 0.4 / len(kinds)
+    for index, kind in enumerate(kinds):
+        place = row + (2 * index - len(kinds) + 1) * shift / 2
+        colour = COLOURS.get(kind, "black")
+        decades = line.decades(kind)
+        inside = [each for each in decades if edges[0] <= each <= edges[1]]
+        axis.plot(
+            inside,
+            [place] * len(inside),
+            SHAPES.get(kind, "s"),
+            color=colour,
+            markersize=4.5 if SHAPES.get(kind) == "o" else 3.8,
+            alpha=0.55,
+            markeredgewidth=0,
+            zorder=3,
+        )
+        # What the axis does not reach is shown at the edge that it has gone beyond.
+        for edge, shape, beyond in (
+            (edges[0], "<", any(each < edges[0] for each in decades)),
+            (edges[1], ">", any(each > edges[1] for each in decades)),
+        ):
+            if beyond:
+                axis.plot([edge], [place], shape, color=colour, markersize=6, clip_on=False, zorder=4)
+    lost = _lost(line)
+    if lost:
+        axis.text(edges[1], row, f"{lost}  ", fontsize=7, ha="right", va="center", color=FAINT, zorder=4)
+
+
+def _lost(line: AuditLine) -> str:
+    """Why a row has fewer dots than draws."""
+    if set(line.verdicts.values()) <= {UNDEFINED, UNMEASURED}:
+        return ", ".join(dict.fromkeys(line.verdicts.values()))
+    count = sum(math.isnan(each) for kind in line.changes for each in line.decades(kind))
+    return f"{count} draw{'s' * (count != 1)} undefined or of another sign" if count else ""
+
+
+def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edges: tuple[float, float]) -> None:
+    tickers = package("matplotlib.ticker", "plot()")
+    axis.axvline(0, color="black", linewidth=0.8, zorder=2)
+    axis.set_xlim(*edges)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.xaxis.set_major_locator(tickers.MaxNLocator(9, integer=True))
+    axis.xaxis.set_major_formatter(tickers.FuncFormatter(_power))
+    axis.set_xlabel("value after the rescaling / value before", fontsize=9)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=1)
+    axis.set_axisbelow(True)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    labels = [
+        _short(printable(name)) + (" (e^difference)" if line.logarithmic else "")
+        for name, line in zip(names, lines, strict=True)
+    ]
+    axis.set_yticks(range(len(names)), labels, fontsize=8, parse_math=False)
+    for label, line in zip(axis.get_yticklabels(), lines, strict=True):
+        if BROKEN in line.verdicts.values():
+            label.set(color=WRONG, fontweight="bold")
+        elif line.claims:
+            label.set_fontweight("bold")
+
+
+def _power(decade: float, _: int) -> str:
+    return "1" if decade == 0 else f"$10^{{{decade:g}}}$"
+
+
+def _draw_claims(axis: Any, lines: Sequence[AuditLine], kinds: Sequence[str]) -> None:
+    """Beside the rows, a column per kind: what is claimed, and whether it held."""
+    across = axis.get_yaxis_transform()  # a part of the axis' width, and a row
+    for index, kind in enumerate(kinds):
+        place = 1.035 + 0.055 * index
+        axis.text(place, -0.75, kind, transform=across, fontsize=7.5, ha="center", va="bottom", color=COLOURS.get(kind))
+        for row, line in enumerate(lines):
+            change = line.changes.get(kind)
+            if change is None or not change.claimed:
+                continue
+            broken, held = change.verdict == BROKEN, change.verdict == STAYS
+            axis.plot(
+                [place],
+                [row],
+                "X" if broken else "s",
+                transform=across,
+                color=WRONG if broken else COLOURS.get(kind, "black"),
+                fillstyle="full" if broken or held else "none",
+                markersize=7 if broken else 5,
+                clip_on=False,
+            )
+    axis.text(
+        1.035 + 0.0275 * (len(kinds) - 1), -1.55, "claims", transform=across, fontsize=7.5, ha="center", va="bottom"
+    )
+
+
+def _draw_legend(figure: Any, audit: Audit, kinds: Sequence[str]) -> None:
+    line = package("matplotlib.lines", "plot()").Line2D
+    handles = [
+        line(
+            [],
+            [],
+            linestyle="none",
+            marker=SHAPES.get(kind, "s"),
+            color=COLOURS.get(kind, "black"),
+            markersize=5,
+            label=f"a draw {KINDS.get(kind, kind)} ({audit.scales[kind]} scale{'s' * (audit.scales[kind] != 1)})",
+        )
+        for kind in kinds
+    ]
+    verdicts = {verdict for each in audit.values() for verdict in each.verdicts.values()}
+    if STAYS in verdicts:
+        handles.append(
+            line([], [], linestyle="none", marker="s", color="#444444", markersize=5, label="claims to stay, and does")
+        )
+    if BROKEN in verdicts:
+        handles.append(
+            line([], [], linestyle="none", marker="X", color=WRONG, markersize=7, label="claims to stay, and MOVES")
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."

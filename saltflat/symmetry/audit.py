@@ -1,0 +1,189 @@
+"""Rescale a network at random, measure it again, and see which numbers noticed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from saltflat.amounts import check_count, check_positive
+from saltflat.errors import OptionError, SaltflatError, first_line, unknown
+from saltflat.loan import loan
+from saltflat.measures.request import requests
+from saltflat.measuring import measure
+from saltflat.progress import steps_shown
+from saltflat.report.audit import Audit, AuditLine
+from saltflat.report.change import TOLERANCE, change_of
+from saltflat.report.report import Report
+from saltflat.sweep import check_seed
+from saltflat.symmetry.example import example_of
+from saltflat.symmetry.graph import symmetries
+from saltflat.symmetry.group import Array, Symmetries
+from saltflat.symmetry.rescale import check_same, copied, rescaled
+
+# The symmetry that a measure claims, for each kind of rescaling.
+KINDS = {"layer": "layer_scale", "unit": "unit_scale"}
+# By how much the loss may differ after a rescaling, which leaves the function alone: rounding is far below.
+SAME_LOSS = 1e-9
+STEP = "Measuring rescaled networks"
+
+
+def audit(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    measures: str | Sequence[str] | None = None,
+    *,
+    draws: int = 20,
+    spread: float = 2.0,
+    kinds: str | Sequence[str] = ("layer", "unit"),
+    seed: int = 0,
+    columns: str = "exact",
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    progress: bool | Callable[[str, int, int | None], None] | None = None,
+    logits: str = "none",
+    diagonal: str = "exact",
+    initial: nn.Module | Mapping[str, Tensor] | None = None,
+) -> Audit:
+    """Which measures notice that the weights were rescaled and the function was not, and by how much they move.
+
+    The rescalings of the network are found first. Then the network is measured as it is, and again after each of
+    ``draws`` random rescalings of each kind: ``1 + 2 * draws`` measurements in all. Everything is done in float64, for
+    rounding is not what is audited, and with the same seed, so that random columns and directions are the same.
+
+    Args:
+        model: any module that the rescalings can be found of. It is left bit for bit as it was.
+        data: as for :func:`saltflat.measure`; the rescalings are found on its first examples.
+        loss: as for :func:`saltflat.measure`.
+        measures: names, with options where wanted; if None, all that this model allows.
+        draws: how many random rescalings of each kind.
+        spread: standard deviation of the logarithms of the factors; none is beyond twice that.
+        kinds: ``"layer"`` for rescalings that multiply every parameter by one number, ``"unit"`` for those that
+            multiply the weights of every unit by one, or both.
+        seed: of the measurements; draw ``i`` of a kind has the seed ``seed + i``.
+        columns: as for :func:`saltflat.measure`, and so are the others.
+        layers: names of modules or parameters to measure.
+        memory: working memory beyond the model and the results.
+        progress: True or False for a progress bar (shown on a terminal if None), or a function of
+            ``(step, done, total)``, called after each measurement.
+        logits: how outputs are brought to one scale.
+        diagonal: where measures take the curvature diagonal from.
+        initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> data = torch.randn(20, 2), torch.randint(3, (20,))
+        >>> found = audit(net, data, measures=["normalized_sharpness", "hessian_trace"], draws=3)
+        >>> found.holds, found["hessian_trace"].verdicts["unit"]
+        (True, 'moves, as expected')
+    """
+    started = time.perf_counter()
+    check_count(1, draws=draws)
+    check_positive(spread=spread)
+    chosen, seed = _kinds(kinds), check_seed(seed)
+    requests(measures)  # misspelt names are told before the model is looked at
+    options: dict[str, Any] = {
+        "columns": columns,
+        "layers": layers,
+        "memory": memory,
+        "dtype": torch.float64,
+        "seed": seed,
+        "progress": False,
+        "logits": logits,
+        "diagonal": diagonal,
+        "initial": initial,
+    }
+    with loan(model, "eval", data) as notes:
+        exact, example = copied(model).double(), example_of(data, torch.float64)
+    with steps_shown(progress) as tick:
+        group = symmetries(exact, example)
+        groups = {kind: group.by_layer() if kind == "layer" else group for kind in chosen}
+        report = measure(exact, data, loss, measures, **options)
+        again = partial(measure, data=data, loss=loss, measures=list(report), certificate=False, **options)
+        tried = {kind: draws if each.scales and report else 0 for kind, each in groups.items()}
+        tick(STEP, 1, 1 + sum(tried.values()))
+        after: dict[str, list[Report | str]] = {kind: [] for kind in groups}
+        for kind, each in groups.items():
+            for draw in range(tried[kind]):
+                # Beyond the largest seed they begin again at 0.
+                logs = each.sample((seed + draw) % 2**63, spread)
+                after[kind].append(_measured_again(exact, each, logs, example, report.loss, again))
+                tick(STEP, 1 + sum(map(len, after.values())), 1 + sum(tried.values()))
+    return Audit(
+        report=report,
+        lines=_lines(report, after),
+        scales={kind: each.scales for kind, each in groups.items()},
+        obstacles=tuple(asdict(each) for each in group.obstacles),
+        failed={
+            kind: {str(draw): each for draw, each in enumerate(found) if isinstance(each, str)}
+            for kind, found in after.items()
+        },
+        draws=draws,
+        spread=spread,
+        seed=seed,
+        tolerance=TOLERANCE,
+        seconds=time.perf_counter() - started,
+        notes=tuple(notes),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _kinds(given: str | Sequence[str]) -> list[str]:
+    kinds = [given] if isinstance(given, str) else list(given)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise unknown("kind of rescaling", kind, KINDS)
+    if not kinds:
+        raise OptionError("Got no kinds. Want 'layer', 'unit' or both. Do: leave kinds out for both.")
+    return list(dict.fromkeys(kinds))
+
+
+def _measured_again(
+    model: nn.Module,
+    group: Symmetries,
+    logs: Array,
+    example: Any,
+    loss: float,
+    again: Callable[[nn.Module], Report],
+) -> Report | str:
+    """The rescaled network, or why it could not be measured."""
+    try:
+        with np.errstate(over="ignore"):  # factors beyond all numbers are told by what they do to the weights
+            check_same(model, group, logs, example)
+            found = again(rescaled(model, group, logs))
+    except SaltflatError as error:
+        return str(error)
+    except (RuntimeError, ArithmeticError, np.linalg.LinAlgError) as error:
+        return first_line(error)
+    if abs(found.loss - loss) > SAME_LOSS * max(1.0, abs(loss)):
+        return (
+            f"Got the loss {found.loss} after the rescaling and {loss} before: not the same function on all the data."
+        )
+    return found
+
+
+def _lines(before: Report, after: Mapping[str, Sequence[Report | str]]) -> dict[str, AuditLine]:
+    lines = {}
+    for request in requests(list(before)) if before else []:
+        of, name = request.measure, request.key
+        changes = {
+            kind: change_of(
+                before[name],
+                [found[name] if isinstance(found, Report) else None for found in draws],
+                KINDS[kind] in of.invariant_to,
+                of.logarithmic,
+            )
+            for kind, draws in after.items()
+            if draws
+        }
+        lines[name] = AuditLine(before[name], of.invariant_to, of.logarithmic, changes)
+    return lines
