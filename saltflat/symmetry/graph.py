@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -42,8 +43,10 @@ def symmetries(model: nn.Module, example: Any) -> Symmetries:
     """
     args, kwargs = inputs_of(example)
     with loan(model, "eval"):
-        network = Network(model, [name for name, _ in model.named_parameters()] or None, None)
-        return found_in(network, args, kwargs)
+        names = [name for name, _ in model.named_parameters()]
+        if not names:
+            return Symmetries({}, csr_array((2, 0)), ())
+        return found_in(Network(model, names, None), args, kwargs)
 
 
 def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 
 from saltflat.errors import OptionError
+from saltflat.report.table import rendered
 from saltflat.symmetry.elimination import Elimination, Form, first_of, vanish_all
+from saltflat.symmetry.picture import figure_of
 from saltflat.symmetry.scales import GROUND
+from saltflat.symmetry.table import Tabled, page_of
 from saltflat.symmetry.watch import Obstacle
 
 Array = NDArray[np.float64]
@@ -110,6 +114,22 @@ class Symmetries:
         free = system.free(range(self.scales))
         basis = matrix_of([system.resolved({scale: 1}) for scale in range(self.scales)], free)
         return csr_array(self.forms @ basis)
+
+    def __repr__(self) -> str:
+        return f"<Symmetries: {self.scales} independent scales of {len(self.members)} tensors; print() shows them>"
+
+    def __str__(self) -> str:
+        return rendered(self.__rich__())
+
+    def __rich__(self) -> Tabled:
+        return Tabled(self)
+
+    def _repr_html_(self) -> str:
+        return page_of(self)
+
+    def plot(self) -> Any:
+        """A ``matplotlib`` Figure of blocks of scales and the layers between them; nothing is shown or kept."""
+        return figure_of(self)
 
 
 def _pairs(member: Member) -> Numbers:

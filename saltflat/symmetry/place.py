@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-LIBRARY = str(Path(__file__).parents[1])
-TORCH = str(Path(torch.__file__).parent)
+LIBRARY = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
 class Place(NamedTuple):

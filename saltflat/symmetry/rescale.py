@@ -102,7 +102,7 @@ def check_same(model: nn.Module, group: Symmetries, logs: Array, example: Any) -
 def outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     given = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
     found = model(*given[0], **given[1])
-    return [each for each in tree_flatten(found)[0] if isinstance(each, Tensor) and each.is_floating_point()]
+    return [each.detach() for each in tree_flatten(found)[0] if isinstance(each, Tensor) and each.is_floating_point()]
 
 
 def difference(one: Tensor, two: Tensor) -> float:

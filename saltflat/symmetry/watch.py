@@ -141,15 +141,21 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        full = func._schema.name.removeprefix("aten::")
-        in_place = func._schema.is_mutable and full.endswith("_") and bool(args) and isinstance(args[0], Tensor)
+        schema = func._schema
+        full = schema.name.removeprefix("aten::")
+        in_place = schema.is_mutable and full.endswith("_") and bool(args) and isinstance(args[0], Tensor)
         name = full.removesuffix("_") if in_place else full
-        call = Call(self, name, func, args, kwargs, out)
-        found = self._found(call)
+        # Where a result goes (out=...) is no part of what it is made of.
+        results = {
+            arg.name for arg in schema.arguments if arg.kwarg_only and arg.alias_info and arg.alias_info.is_write
+        }
+        if results & kwargs.keys():
+            func, kwargs = func.overloadpacket, {key: kwargs[key] for key in kwargs.keys() - results}
+        found = self._found(Call(self, name, func, args, kwargs, out))
         outs = tree_flatten(out)[0]
         for tensor, marks in zip(outs, found if isinstance(found, list | tuple) else [found], strict=True):
             if isinstance(tensor, Tensor):
-                self._settle(tensor, marks, in_place, is_view(name))
+                self._settle(tensor, marks, schema.is_mutable, is_view(name))
         return out
 
     def _found(self, call: Call) -> Any:
@@ -167,19 +173,29 @@ class Watch(TorchDispatchMode):
 
     def _settle(self, tensor: Tensor, found: Any, written: bool, view: bool) -> None:
         marks = found if isinstance(found, Marks) else Marks(found, False, [False])
-        if not view and not marks.entries:
+        if not view:
             # An array of its own: what is written to the result is not written to what it was made of.
-            marks = Marks(_laid_out(marks.ids, tensor), False, [marks.fixed[0]])
+            marks = Marks(_laid_out(marks.ids, tensor), marks.entries, [marks.fixed[0]])
         assert marks.ids.shape == tensor.shape, (marks.ids.shape, tensor.shape)
         before = self._known.get(id(tensor))
-        if written and before is not None and not before[1].entries:
-            # In place: what is a view of the same memory sees it too.
-            old = before[1]
-            ids = self.entries.read(marks.ids) if marks.entries else marks.ids
-            old.ids.copy_(ids)
-            old.fixed[0] = old.fixed[0] and marks.fixed[0]
-        else:
+        if not written or before is None or before[1].ids.shape != tensor.shape:
             self._know(tensor, marks)
+            return
+        # In place: what is a view of the same memory sees it too.
+        old = before[1]
+        if old.entries and not marks.entries and bool((marks.ids != ANY).any()):
+            self._open(old)
+            old = self._known[id(tensor)][1]
+        old.ids.copy_(self.entries.read(marks.ids) if marks.entries and not old.entries else marks.ids)
+        old.fixed[0] = old.fixed[0] and marks.fixed[0]
+
+    def _open(self, marks: Marks) -> None:
+        """A copy of a parameter, and all views of it, are numbers like others from now on."""
+        for tensor, each in [*self._known.values()]:
+            if each.entries and same_memory(each.ids, marks.ids):
+                self._know(tensor, Marks(each.ids, False, each.fixed))
+        every = torch.empty(0, dtype=torch.float64).set_(marks.ids.untyped_storage())
+        every.copy_(self.entries.read(every))
 
     def _know(self, tensor: Tensor, marks: Marks) -> None:
         self._known[id(tensor)] = tensor, marks
@@ -203,7 +219,8 @@ class Watch(TorchDispatchMode):
             at = self.place()
             key = name, at.module, at.line
             already = self.obstacles[key].pinned if key in self.obstacles else 0
-            self.obstacles[key] = Obstacle(f"aten.{name}", at.module, at.line, known, pinned + already)
+            operation = name.replace("::", ".") if "::" in name else f"aten.{name}"
+            self.obstacles[key] = Obstacle(operation, at.module, at.line, known, pinned + already)
 
     def place(self) -> Place:
         return place(self.names)
@@ -223,10 +240,11 @@ def _laid_out(ids: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
 
 
-def mirrored(call: Call) -> Any:
-    """The same operation, done to the numbers instead of the values."""
-    tensors = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, Tensor)]
-    seen = [call.watch.marks(t) for t in tensors if t.is_floating_point() or len(tensors) == 1]
+def mirrored(call: Call, indices: Any = ()) -> Any:
+    """The same operation, done to the numbers instead of the values; ``indices`` say where and stay as they are."""
+    where = {id(leaf) for leaf in tree_flatten(indices)[0]}
+    leaves = tree_flatten((call.args, call.kwargs))[0]
+    seen = [call.watch.marks(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in where]
     entries = bool(seen) and all(m.entries for m in seen)
 
     def one(leaf: Any) -> Any:
@@ -234,12 +252,19 @@ def mirrored(call: Call) -> Any:
             return torch.device("cpu")
         if not isinstance(leaf, Tensor):
             return leaf
-        if not leaf.is_floating_point() and len(tensors) > 1:
-            return leaf.cpu()  # an index or a mask
+        if id(leaf) in where:
+            return leaf.cpu()
         return call.watch.marks(leaf).ids if entries else call.ids(leaf)
 
     args, kwargs = tree_map(one, (call.args, call.kwargs))
-    # Views of one constant or of one array share whether it still is constant.
-    fixed = seen[0].fixed if len(seen) == 1 else [all(m.fixed[0] for m in seen)]
-    result = call.func(*args, **kwargs)
-    return [Marks(ids, entries, fixed) if isinstance(ids, Tensor) else None for ids in tree_flatten(result)[0]]
+    found: list[Marks | None] = []
+    for ids in tree_flatten(call.func(*args, **kwargs))[0]:
+        # Views of one constant or of one array share whether it still is constant.
+        shared = len(seen) == 1 and isinstance(ids, Tensor) and same_memory(ids, seen[0].ids)
+        fixed = seen[0].fixed if shared else [all(m.fixed[0] for m in seen)]
+        found.append(Marks(ids, entries, fixed) if isinstance(ids, Tensor) else None)
+    return found
+
+
+def same_memory(one: Tensor, two: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: each sum runs over products of one scale."""
+"""Matrix products: each sum runs over products of one scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saltflat.symmetry.scales import ANY, GROUND
 from saltflat.symmetry.watch import Call, Marks, rule
 
 
-@rule("mm matmul mv dot bmm")
+@rule("mm matmul mv dot vdot bmm")
 def multiplies(call: Call) -> Any:
     return product(call, *call.args[:2]).reshape(call.out.shape)
 
@@ -49,12 +49,18 @@ def _product(call: Call, one: Marks, two: Marks) -> Tensor:
     A, B = one.ids, two.ids
     A = A[None] if A.dim() == 1 else A
     B = B[:, None] if B.dim() == 1 else B
+    # A weight repeated for every example is still one weight.
+    while two.entries and B.dim() > 2 and bool((B == B[:1]).all()):
+        B = B[0]
+    while one.entries and A.dim() > 2 and bool((A == A[:1]).all()):
+        A = A[0]
     if two.entries and B.dim() == 2:
         rows = call.entries.read(A) if one.entries else A
         return weighted(call, rows.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
-    if one.entries and A.dim() == 2 and B.dim() == 2:
-        columns = call.entries.read(B) if two.entries else B
-        return weighted(call, columns.mT, A.mT).mT.contiguous()
+    if one.entries and A.dim() == 2:
+        columns = (call.entries.read(B) if two.entries else B).mT
+        found = weighted(call, columns.reshape(-1, A.shape[-1]), A.mT)
+        return found.reshape(*columns.shape[:-1], A.shape[0]).mT
     A, B = (call.entries.read(m.ids).reshape(ids.shape) if m.entries else ids for m, ids in ((one, A), (two, B)))
     if A.dim() == 2 and B.dim() == 2:
         return _contracted(call, A, B)
@@ -78,6 +84,8 @@ def weighted(call: Call, rows: Tensor, weight: Tensor) -> Tensor:
     for linked, middle in _parts(different != ANY):
         offsets, tail = _aligned(call, different[linked][:, middle])
         head = call.scales.fresh(weight.shape[1])
+        # Behind a mask all weights of a unit may be zeros: then it is zero, too.
+        head = torch.where((weight[middle] != ANY).any(0), head, float(ANY))
         call.entries.claim(weight[middle], head, tail[:, None])
         found[linked] = call.scales.plus(offsets[:, None], head)
     return found[places]
@@ -122,8 +130,24 @@ def _contracted(call: Call, A: Tensor, B: Tensor) -> Tensor:
     rows, row_places = A.unique(dim=0, return_inverse=True)
     columns, column_places = B.mT.contiguous().unique(dim=0, return_inverse=True)
     scales = call.scales
+    if bool((rows == ANY).any() or (columns == ANY).any()):
+        # Zeros say nothing, so every row has to be tried against every column.
+        tried = [scales.join_along(scales.plus(rows, column), [1]) for column in columns]
+        return torch.stack(tried, 1)[row_places][:, column_places]
     # All rows against the first column, and the first row against all columns, is enough.
     across = scales.join_along(scales.plus(rows, columns[:1]), [1])
     down = scales.join_along(scales.plus(columns, rows[:1]), [1])
     found = scales.plus(across[:, None], scales.plus(down, down[:1], -1)[None, :])
     return found[row_places][:, column_places]
+
+
+@rule("_trilinear")
+def multiplies_thrice(call: Call) -> Any:
+    """Sums of products of three, as in a bilinear layer."""
+    total = call.ids(1.0)
+    for value, axes in zip(call.args[:3], call.args[3:6], strict=True):
+        ids = call.ids(value)
+        for axis in sorted(axes):
+            ids = ids.unsqueeze(axis)
+        total = call.scales.plus(total, ids)
+    return call.scales.join_along(total, call.args[6])

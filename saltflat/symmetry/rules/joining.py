@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from saltflat.symmetry.scales import ANY
-from saltflat.symmetry.watch import Call, rule
+from saltflat.symmetry.watch import Call, mirrored, rule
 
 
 @rule("add sub rsub maximum minimum fmax fmin hypot lerp fmod remainder atan2")
@@ -43,9 +43,35 @@ def adds_product(call: Call) -> Any:
     return call.scales.join(call.ids(start), product)
 
 
-@rule("masked_scatter index_put _unsafe_index_put index_add index_copy scatter scatter_add")
+@rule("masked_scatter index_put _unsafe_index_put")
 def writes(call: Call) -> Any:
     """Where it is written may be elsewhere for another input: all has one scale."""
     tensors = [arg for arg in call.args if isinstance(arg, Tensor) and arg.is_floating_point()]
+    if call.name != "masked_scatter":
+        indices = [index for index in call.args[1] if index is not None]
+        if call.args[2].numel() == 1:
+            return call.scales.join(call.ids(call.args[0]), call.ids(call.args[2]).reshape(()))
+        if all(map(call.fixed, indices)) and not call.argument(3, "accumulate", False):
+            return mirrored(call, indices)[0]
+    return _whole(call, *tensors)
+
+
+@rule("index_add index_copy index_fill scatter scatter_add scatter_reduce")
+def writes_along(call: Call) -> Any:
+    """The same along one axis."""
+    target, dim, _, source = call.args[:4]
+    if call.argument(4, "reduce") in ("prod", "multiply"):
+        call.pin(target, source)
+        return call.ground()
+    one, two = call.ids(target), call.ids(source)
+    if two.dim() == 0:
+        return call.scales.join(one, two)
+    one, two = (call.scales.join_along(ids, [dim], keepdim=True) for ids in (one, two))
+    if one.shape != two.shape:
+        return _whole(call, target, source)
+    return call.scales.join(one, two).expand(call.out.shape).clone()
+
+
+def _whole(call: Call, *tensors: Tensor) -> Tensor:
     whole = [call.scales.join_along(ids, range(ids.dim())) for ids in map(call.ids, tensors)]
     return call.scales.join(*whole).expand(call.out.shape).clone()

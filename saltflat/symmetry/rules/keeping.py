@@ -31,12 +31,12 @@ def slopes(call: Call) -> Any:
 
 @rule("clamp clamp_min clamp_max threshold")
 def clamps(call: Call) -> Any:
-    """Cut at zero or not at all."""
-    bounds = [*call.args[1:], *call.kwargs.values()]
-    if any(isinstance(b, Tensor) or (b is not None and not _keeps(b)) for b in bounds):
-        call.pin(call.args[0], *[b for b in bounds if isinstance(b, Tensor)])
+    """Cut at zero or not at all, or at numbers of the same scale."""
+    bounds = [bound for bound in (*call.args[1:], *call.kwargs.values()) if bound is not None]
+    if any(not isinstance(bound, Tensor) and not _keeps(bound) for bound in bounds):
+        call.pin(call.args[0])
         return call.ground()
-    return call.ids(call.args[0])
+    return call.scales.join(call.ids(call.args[0]), *[call.ids(b) for b in bounds if isinstance(b, Tensor)])
 
 
 def _keeps(bound: float) -> bool:
@@ -59,7 +59,7 @@ def compares(call: Call) -> Any:
 @rule(
     """
     logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__
-    sign sgn isnan isinf isfinite signbit any all
+    sign sgn isnan isinf isfinite signbit any all count_nonzero
     """
 )
 def answers(call: Call) -> Any:

@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.symmetry.scales import GROUND
 from saltflat.symmetry.watch import Call, Marks, mirrored, rule
 
 NAMES = """
     view _unsafe_view reshape _reshape_alias expand permute t transpose mT swapaxes movedim squeeze unsqueeze flatten
     unflatten slice select narrow split split_with_sizes chunk tensor_split unbind unsafe_split unsafe_chunk
     detach alias clone contiguous lift_fresh lift
-    flip roll rot90 repeat repeat_interleave tile diagonal diag_embed as_strided unfold
+    flip roll rot90 repeat tile diagonal diag_embed as_strided unfold
     constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d
     replication_pad1d replication_pad2d replication_pad3d _pad_circular
     pixel_shuffle pixel_unshuffle channel_shuffle im2col tril triu
     cat stack hstack vstack
-    slice_scatter select_scatter diagonal_scatter resolve_conj resolve_neg view_as_real _conj
+    slice_scatter select_scatter diagonal_scatter resolve_conj resolve_neg _conj
 """
 
 
 def moves(call: Call) -> Any:
     if call.name == "constant_pad_nd" and call.argument(2, "value", 0) not in (0, float("inf"), -float("inf")):
-        call.pin(call.args[0])
-        return call.ground()
+        return call.func(call.ids(call.args[0]), call.args[1], float(GROUND))
     return mirrored(call)
 
 
@@ -92,7 +92,7 @@ def selects(call: Call) -> Any:
 
 def _chosen(call: Call, source: Tensor, dims: list[int]) -> Marks:
     if not dims:
-        found: Marks = mirrored(call)[0]
+        found: Marks = mirrored(call, call.args[1:])[0]
         return found
     ids = call.scales.join_along(call.ids(source), dims, keepdim=True).expand(source.shape)
     numbers = [arg.cpu() if isinstance(arg, Tensor) else arg for arg in call.args[1:]]
@@ -101,14 +101,33 @@ def _chosen(call: Call, source: Tensor, dims: list[int]) -> Marks:
     return Marks(call.func(ids, *numbers), False, [False])
 
 
+@rule("repeat_interleave")
+def counts(call: Call) -> Any:
+    """Places, each as often as a tensor of counts says."""
+    return call.ground()
+
+
 @rule("embedding")
 def looks_up(call: Call) -> Any:
     """Any row may be asked for: all rows of a table have the scales of what it gives."""
-    table, index = call.args[:2]
+    return _row(call, call.args[0]).expand(call.out.shape)
+
+
+def _row(call: Call, table: Tensor) -> Tensor:
     numbers = call.raw(table)
     if numbers is None:
-        row = call.scales.join_along(call.ids(table), [0])
-    else:
-        row = call.scales.fresh(table.shape[1])
-        call.entries.claim(numbers, row)
-    return row.expand(*index.shape, table.shape[1]).clone()
+        return call.scales.join_along(call.ids(table), [0])
+    row = call.scales.fresh(table.shape[1])
+    call.entries.claim(numbers, row)
+    return row
+
+
+@rule("_embedding_bag _embedding_bag_forward_only")
+def looks_up_several(call: Call) -> Any:
+    """Sums, means or largest values of rows, which may have factors."""
+    table, factors = call.args[0], call.argument(6, "per_sample_weights")
+    row = _row(call, table)
+    if factors is not None:
+        row = call.scales.plus(row, call.scales.join_along(call.ids(factors), [0]).expand(row.shape))
+    first, *others = call.out
+    return [row.expand(first.shape), *(call.ground(other) for other in others)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -16,8 +17,13 @@ from saltflat.symmetry.watch import Call, Marks, rule
 def multiplies(call: Call) -> Any:
     one, two = call.args[:2]
     for value, other in ((one, two), (two, one)):
-        if _is_factor(call, other) and tuple(getattr(value, "shape", ())) == tuple(call.out.shape):
-            return call.watch.marks(value)
+        if tuple(getattr(value, "shape", ())) == tuple(call.out.shape) and call.fixed(other):
+            marks, factor = call.watch.marks(value), call.ids(other)
+            if bool((factor == GROUND).all()):
+                return marks
+            if marks.entries:
+                # Under a mask some of the entries are zeros instead.
+                return Marks(torch.where(factor == ANY, float(ANY), marks.ids), True, marks.fixed)
     for parameter, other in ((one, two), (two, one)):
         found = _scaled_by(call, parameter, other)
         if found is not None:
@@ -43,7 +49,7 @@ def _scaled_by(call: Call, parameter: Any, other: Any) -> Tensor | None:
     # One factor for several scales belongs to none of them.
     if bool((x == ANY).any()) or not torch.equal(x, x[first][torch.searchsorted(different, N)]):
         return None
-    new = call.scales.fresh(len(different))
+    new = torch.where(different > 0, call.scales.fresh(len(different)), float(ANY))
     call.entries.claim(different.double(), new, x[first].double())
     return new[torch.searchsorted(different, N)].reshape(call.out.shape)
 
@@ -58,9 +64,10 @@ def _first(numbers: Tensor) -> tuple[Tensor, Tensor]:
 @rule("div divide true_divide")
 def divides(call: Call) -> Any:
     one, two = call.args[:2]
+    if call.argument(2, "rounding_mode") is not None:
+        call.pin(one, two)
+        return call.ground()
     if _is_factor(call, two) and tuple(one.shape) == tuple(call.out.shape):
-        if call.argument(2, "rounding_mode") is not None:
-            call.pin(one)
         return call.watch.marks(one)
     return call.scales.plus(call.ids(one), call.ids(two), -1)
 
@@ -69,14 +76,20 @@ def divides(call: Call) -> Any:
 def raises(call: Call) -> Any:
     powers: dict[str, Any] = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": -1, "square": 2}
     power = powers.get(call.name) if call.name != "pow" else call.args[1]
-    if isinstance(power, Tensor) or isinstance(call.args[0], int | float) or not isinstance(call.args[0], Tensor):
+    exact = _exact(power) if isinstance(call.args[0], Tensor) and isinstance(power, Fraction | int | float) else None
+    if not exact:  # to the power of 0 everything is 1
         call.pin(*call.args[:2])
         return call.ground()
-    return call.scales.times(call.ids(call.args[0]), exact(power))
+    return call.scales.times(call.ids(call.args[0]), exact)
 
 
-def exact(power: Any) -> Fraction | int:
+def _exact(power: Fraction | float) -> Fraction | int | None:
+    """A power as a fraction, if it is one."""
+    if not math.isfinite(power):
+        return None
     found = Fraction(power).limit_denominator(1000)
+    if float(found) != float(power):
+        return None
     return found.numerator if found.denominator == 1 else found
 
 

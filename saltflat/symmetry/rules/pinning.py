@@ -34,9 +34,9 @@ def branches(call: Call) -> Any:
         call.pin(*[arg for arg in call.args if isinstance(arg, Tensor)])
         return [call.ground(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
     at = call.watch.place()
-    where = f" at {at.line}" if at.line else f" in {at.module!r}" if at.module else ""
+    where = f" ({at.line})" if at.line else f" in {at.module!r}" if at.module else ""
     raise ModelError(
-        f"Got a forward pass that takes a value out of a tensor{where}: what it does next depends on the input, so one "
+        f"Got a forward pass that takes a value out of a tensor{where}. What it does next depends on the input, so one "
         "pass does not show what it does with others. Want a forward pass that does the same for every input. "
         "Do: write the choice with torch.where, or take it out of forward."
     )

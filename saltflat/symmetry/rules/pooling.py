@@ -16,7 +16,7 @@ POOLS = """
     adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-    _upsample_bilinear2d_aa _upsample_bicubic2d_aa mkldnn_max_pool2d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa mkldnn_max_pool2d max_unpool2d max_unpool3d
 """
 
 
@@ -51,6 +51,8 @@ def finds(call: Call) -> Any:
 
 @rule("linalg_vector_norm norm")
 def measures(call: Call) -> Any:
+    if call.argument(1, "ord" if call.name == "linalg_vector_norm" else "p") == 0:
+        return call.ground()  # how many are not zero
     dims = call.argument(2, "dim")
     return _reduced(call, call.args[0], dims, bool(call.argument(3, "keepdim", False)))
 
