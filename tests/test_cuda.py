@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import CASES
 from chains import CHAINS
+from networks import NETWORKS
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -70,3 +71,26 @@ def test_measures_on_a_gpu_are_those_on_a_cpu(name: str) -> None:
     assert there.certificate is not None
     assert here.certificate is not None
     assert there.certificate["holds"] == here.certificate["holds"]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_rescalings_found_on_a_gpu_are_those_found_on_a_cpu(name: str) -> None:
+    case = NETWORKS[name]()
+    x, _ = case.batches[0]
+    assert isinstance(x, torch.Tensor)
+    here = saltflat.symmetries(case.model, x)
+    model = case.model.cuda()
+    there = saltflat.symmetries(model, x.cuda())
+    assert there.scales == here.scales
+    moving = there.moving()
+    for member, moves in here.moving().items():
+        assert (moving[member] == moves).all(), member
+    other = saltflat.rescale(model, x.cuda(), seed=1)
+    assert saltflat.same_up_to_rescaling(model, other, x.cuda())
+    batches = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, case.batches)
+    names = ["minimum_sharpness", "minimum_unit_sharpness"]
+    one, two = (saltflat.measure(m, batches, case.loss, names, certificate=False) for m in (model, other))
+    assert two["minimum_unit_sharpness"].value == pytest.approx(one["minimum_unit_sharpness"].value, rel=1e-6)
+    folded = saltflat.fold(model, x.cuda())
+    with torch.no_grad():
+        torch.testing.assert_close(folded.eval()(x.cuda()), model.eval()(x.cuda()), rtol=1e-9, atol=1e-9)
