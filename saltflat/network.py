@@ -87,12 +87,12 @@ class Network:
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (batch.args, batch.kwargs))
         if tap is not None and not plain and self.channels_last:
             args, kwargs = tree_map(_channels_last, (args, kwargs))
-        with self._lent(parameters), self._tapped(tap, plain):
+        with self.lent(parameters), self._tapped(tap, plain):
             outputs = self.model(*args, **kwargs)
         return logits(outputs)
 
     @contextmanager
-    def _lent(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    def lent(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """The modules with these parameters and buffers; all their attributes are put back afterwards.
 
         That includes what a forward pass leaves behind (caches, counters, buffers registered on the fly), and modules

@@ -77,7 +77,7 @@ def found_in(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
     modules = {id(module): name for name, module in model.named_modules()}
     watch = Watch(real, (args, kwargs), modules)
-    with torch.no_grad(), network._lent(network.constants), _users_errors(model), watch:
+    with torch.no_grad(), network.lent(network.constants), _users_errors(model), watch:
         outputs = model(*args, **kwargs)
     for leaf in tree_flatten(outputs)[0]:
         tensor = getattr(leaf, "logits", leaf)
