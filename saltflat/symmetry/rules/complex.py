@@ -22,6 +22,11 @@ def takes_apart(call: Call) -> Any:
     return call.ids(call.args[0])[..., None].expand(call.out.shape)
 
 
+@rule("_conj _conj_physical _neg_view")
+def turns(call: Call) -> Any:
+    return call.ids(call.args[0])
+
+
 @rule("_fft_r2c _fft_c2r _fft_c2c")
 def mixes(call: Call) -> Any:
     """Every number of the result is a sum of all along the axes."""

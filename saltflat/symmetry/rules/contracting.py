@@ -83,10 +83,10 @@ def weighted(call: Call, rows: Tensor, weight: Tensor) -> Tensor:
     found = torch.zeros(len(different), weight.shape[1], dtype=torch.float64)
     for linked, middle in _parts(different != ANY):
         offsets, tail = _aligned(call, different[linked][:, middle])
-        head = call.scales.fresh(weight.shape[1])
+        part = weight[middle]
         # Behind a mask all weights of a unit may be zeros: then it is zero, too.
-        head = torch.where((weight[middle] != ANY).any(0), head, float(ANY))
-        call.entries.claim(weight[middle], head, tail[:, None])
+        head = torch.where((part != ANY).any(0), call.scales.fresh(weight.shape[1]), float(ANY))
+        call.entries.claim(part, head, tail[:, None])
         found[linked] = call.scales.plus(offsets[:, None], head)
     return found[places]
 

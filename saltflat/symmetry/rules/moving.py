@@ -19,7 +19,7 @@ NAMES = """
     replication_pad1d replication_pad2d replication_pad3d _pad_circular
     pixel_shuffle pixel_unshuffle channel_shuffle im2col tril triu
     cat stack hstack vstack
-    slice_scatter select_scatter diagonal_scatter resolve_conj resolve_neg _conj
+    slice_scatter select_scatter diagonal_scatter resolve_conj resolve_neg
 """
 
 
