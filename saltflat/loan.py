@@ -80,8 +80,10 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
 def _check_kind(model: nn.Module) -> None:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ModelError(f"Got a {type(model).__name__}. Want the model inside of it. Do: pass model.module.")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ModelError("Got a TorchScript model. Want an ordinary module. Do: pass the model it was made from.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"a TorchScript module as {name!r}" if name else "a TorchScript model"
+            raise ModelError(f"Got {which}. Want an ordinary module. Do: pass the model it was made from.")
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(value, UninitializedParameter | UninitializedBuffer):
             raise ModelError(

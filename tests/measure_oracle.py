@@ -223,6 +223,40 @@ def minimum_sharpness(case: Case, chain: Sequence[tuple[str, str | None]]) -> Or
     return Oracle(value, shares, scales=scales)
 
 
+def minimum_unit_sharpness(case: Case, chain: Sequence[tuple[str, str | None]]) -> Oracle:
+    """The least trace of the curvature that multiplying hidden units can reach.
+
+    Args:
+        case: with parameters of which only those of the chain count.
+        chain: the names of each layer's weight and bias, first layer first.
+
+    Returns:
+        ``layers``: each parameter's share of the minimum; empty where it is only approached.
+    """
+    places = [positions(case, weight) for weight, _ in chain]
+    widths = [place.shape[0] * place.shape[1] for place in places]
+    # The logarithms of the units' sizes as rows of a matrix, layer by layer; inputs and outputs of the network have 0.
+    hidden = np.split(np.eye(sum(widths[:-1])), np.cumsum(widths[:-1]))[:-1]
+    ends = [*hidden, np.zeros((widths[-1], sum(widths[:-1])))]
+    exponents: dict[str, Array] = {}
+    for d, (weight, bias) in enumerate(chain):
+        groups, out, into, kernel = places[d].shape
+        before = ends[d - 1] if d else np.zeros((groups * into, sum(widths[:-1])))
+        # After a flattened image, a unit is a channel and owns a run of inputs.
+        before = before.repeat(groups * into // len(before), axis=0)
+        each = ends[d].reshape(groups, out, 1, 1, -1) - before.reshape(groups, 1, into, 1, -1)
+        logs = np.empty((places[d].size, each.shape[-1]))
+        logs[places[d]] = each.repeat(kernel, axis=3)
+        exponents[weight] = -2 * logs
+        if bias is not None:
+            exponents[bias] = -2 * ends[d]
+    coefficients = np.concatenate([diagonal(case, name) for name in exponents])
+    value, at = infimum(coefficients.tolist(), list(np.concatenate(list(exponents.values()))))
+    if at is None:
+        return Oracle(value)
+    return Oracle(value, {name: float(diagonal(case, name) @ np.exp(A @ at)) for name, A in exponents.items()})
+
+
 # Fisher information (Jia and Su, 2020; Liang et al., 2019), over all trainable parameters.
 
 
@@ -562,7 +596,7 @@ def minimizer(function: Callable[[Array], Expansion], still: Array) -> Array:
         gain = float(-slope @ step)
         # Half of this is how much lower the minimum lies, up to higher orders.
         if abs(gain) < 1e-18:
-            return z
+            return z + step
         length = 1.0
         while pinned(z + length * step)[0] > value - 0.25 * length * gain + 1e-15 * abs(value) and length > 1e-9:
             length /= 2

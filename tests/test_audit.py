@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import NETWORKS
 from chains import CHAINS
-from networks import NETWORKS
 from torch import Tensor, nn
 
 import saltflat

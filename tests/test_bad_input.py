@@ -25,9 +25,7 @@ def net(*, bad: float | None = None) -> nn.Sequential:
     return nn.Sequential(first, nn.ReLU(), last)
 
 
-def measure(
-    model: Any = None, data: Any = (X, Y), names: Any = "curvature_trace", **options: Any
-) -> Statistics:
+def measure(model: Any = None, data: Any = (X, Y), names: Any = "curvature_trace", **options: Any) -> Statistics:
     return saltflat.statistics_of(net() if model is None else model, data, names, **options)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures import NETWORKS
 from cases import CASES
 from chains import CHAINS
-from networks import NETWORKS
 from torch import nn
 from torch.utils._pytree import tree_map
 

@@ -23,6 +23,7 @@ CURVATURE = (
     "rho",
     "relative_flatness",
     "minimum_sharpness",
+    "minimum_unit_sharpness",
     "hessian_trace",
 )
 
@@ -171,14 +172,17 @@ def test_examples_without_gradients_make_the_determinant_zero() -> None:
 
 
 def test_a_network_without_hidden_layers_has_nothing_to_rescale() -> None:
-    report = saltflat.measure(*no_hidden_layer(), measures=["minimum_sharpness", "hessian_trace"])
-    assert report["minimum_sharpness"].value == pytest.approx(report["hessian_trace"].value)
-    assert any("no hidden layer" in note for note in report["minimum_sharpness"].notes)
+    names = ["minimum_sharpness", "minimum_unit_sharpness"]
+    report = saltflat.measure(*no_hidden_layer(), measures=[*names, "hessian_trace"])
+    for name in names:
+        assert report[name].value == pytest.approx(report["hessian_trace"].value)
+        assert any("no rescaling" in note for note in report[name].notes)
 
 
 def test_negative_curvature_is_no_number_where_a_minimum_needs_none() -> None:
     report = saltflat.measure(mlp(), examples(), lambda outputs, targets: -F.cross_entropy(outputs, targets))
-    for name in ("normalized_sharpness", "parameterwise_normalized_sharpness", "minimum_sharpness"):
+    sharpnesses = ("normalized_sharpness", "parameterwise_normalized_sharpness")
+    for name in (*sharpnesses, "minimum_sharpness", "minimum_unit_sharpness"):
         assert math.isnan(report[name].value)
         assert any("negative" in note for note in report[name].notes)
     assert report["hessian_trace"].value < 0
@@ -186,14 +190,34 @@ def test_negative_curvature_is_no_number_where_a_minimum_needs_none() -> None:
 
 
 def test_a_measure_that_is_asked_for_but_not_defined_is_nan_with_the_reason() -> None:
-    norm = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)).double()
-    (reading,) = saltflat.measure(norm, examples(), measures="minimum_sharpness").values()
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            return out if out.sum() < 1e9 else out / 2
+
+    net = Chosen()
+    (reading,) = saltflat.measure(net, examples(), measures="minimum_sharpness").values()
     assert math.isnan(reading.value)
-    assert any("changes its outputs" in note for note in reading.notes)
-    assert "minimum_sharpness" in saltflat.measure(norm, examples()).left_out
+    assert any("out.sum() < 1e9" in note for note in reading.notes)
+    assert "minimum_sharpness" in saltflat.measure(net, examples()).left_out
 
 
-def test_weights_outside_of_the_chain_leave_minimum_sharpness_out() -> None:
+def test_norms_leave_as_much_to_rescale_as_comes_after_them() -> None:
+    norm = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)).double()
+    report = saltflat.measure(norm, examples(), measures=["minimum_sharpness", "hessian_trace"])
+    traces, least = report["hessian_trace"].layers, report["minimum_sharpness"]
+    # The norm's factor and shift against the last weight; all else is fixed.
+    wanted = 2 * math.sqrt((traces["1.weight"] + traces["1.bias"]) * traces["3.weight"])
+    wanted += traces["0.weight"] + traces["0.bias"] + traces["3.bias"]
+    assert least.value == pytest.approx(wanted, rel=1e-9)
+    assert least.details["attained"]
+
+
+def test_what_cannot_be_rescaled_counts_as_it_is() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,6 +228,8 @@ def test_weights_outside_of_the_chain_leave_minimum_sharpness_out() -> None:
             found: Tensor = self.out(self.lstm(x.unsqueeze(1))[0][:, -1])
             return found
 
-    (reading,) = saltflat.measure(Recurrent().double(), examples(), measures="minimum_sharpness").values()
-    assert math.isnan(reading.value)
-    assert any("lstm" in note for note in reading.notes)
+    names = ["minimum_sharpness", "minimum_unit_sharpness"]
+    report = saltflat.measure(Recurrent().double(), examples(), measures=[*names, "hessian_trace"])
+    for name in names:
+        assert report[name].value == pytest.approx(report["hessian_trace"].value, rel=1e-9)
+        assert any("no rescaling" in note for note in report[name].notes)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import NETWORKS
 from cases import CASES, Net, reals, shaken, with_history
-from networks import NETWORKS
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations, prune

@@ -44,6 +44,7 @@ TO_ALL: dict[str, Measure] = {
     "rho_max(column)": measures.rho_max,
     "rho_max(row)": lambda case: measures.rho_max(case, "row"),
     "relative_flatness": measures.relative_flatness,
+    "minimum_unit_sharpness": lambda case: measures.minimum_unit_sharpness(case, weights_and_biases(case.model)),
     "fisher_rao_norm": measures.fisher_rao_norm,
     "input_robustness": measures.input_robustness,
     "adaptive_sharpness_limit(average)": lambda case: measures.adaptive_sharpness_limit(case, "average", 0.05),
@@ -430,6 +431,27 @@ def test_minimum_sharpness_of_a_layer_without_curvature_is_approached_only() -> 
     least = measures.minimum_sharpness(replace(case, model=model), weights_and_biases(model))
     assert least.value == 0
     assert least.scales == {}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_units_by_themselves_do_no_worse_than_whole_layers(name: str) -> None:
+    case = chain(name)
+    units = measures.minimum_unit_sharpness(case, weights_and_biases(case.model))
+    layers = measures.minimum_sharpness(case, weights_and_biases(case.model))
+    assert units.value < layers.value
+    assert sum(units.layers.values()) == pytest.approx(units.value, rel=1e-12)
+
+
+def test_minimum_unit_sharpness_of_one_hidden_layer_by_its_closed_form() -> None:
+    # Alone, a unit's h_in e^-2s + h_out e^2s is smallest where both are sqrt(h_in h_out).
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    case = problem(model, reals(9, 4), integers(3, 9))
+    H = oracle.curvature_diagonal(case)
+    into, out = H["0.weight"].sum(1) + H["0.bias"], H["2.weight"].sum(0)
+    wanted = float(2 * (into * out).sqrt().sum() + H["2.bias"].sum())
+    found = measures.minimum_unit_sharpness(case, weights_and_biases(model))
+    assert found.value == pytest.approx(wanted, rel=1e-12)
+    assert found.layers["2.weight"] == pytest.approx(float((into * out).sqrt().sum()), rel=1e-9)
 
 
 # Fisher information.

@@ -79,6 +79,7 @@ EXPECTED: dict[str, tuple[Oracle, float]] = {
     "quotient_sharpness": (dense.quotient_sharpness, 1e-8),
     "squared_norm": (dense.squared_norm, 1e-10),
     "minimum_sharpness": (lambda c: dense.minimum_sharpness(c, weights_and_biases(c.model)), 1e-8),
+    "minimum_unit_sharpness": (lambda c: dense.minimum_unit_sharpness(c, weights_and_biases(c.model)), 1e-8),
 }
 # Against limits, bounds and statistics in test_whole.py.
 ELSEWHERE = {"adaptive_sharpness", "sharpness", "pac_bayes_flatness", "distance_from_init"}
@@ -104,7 +105,7 @@ def report_of(name: str) -> saltflat.Report:
 
 def applies(measure: str, name: str) -> bool:
     """Whether the oracle defines the measure for this case."""
-    if measure == "minimum_sharpness":
+    if measure in ("minimum_sharpness", "minimum_unit_sharpness"):  # for other networks in test_minimum.py
         return name in CHAINS
     if measure == "input_robustness":
         return name in CHAINS and name != "regression_mlp"
@@ -172,6 +173,7 @@ def test_measures_are_ordered_as_the_theory_says(name: str) -> None:
         assert value <= math.sqrt(traces[layer] * norms[layer]) * slack
         for side in ("normalized_sharpness_printed", "normalized_sharpness_printed(side='columns')"):
             assert layers(side)[layer] <= value * slack
+    assert report["minimum_unit_sharpness"].value <= report["minimum_sharpness"].value * slack
     assert report["minimum_sharpness"].value <= report["hessian_trace"].value * slack
     count = sum(p.numel() for p in case.model.parameters())
     assert report["parameterwise_normalized_sharpness"].value <= slack * math.sqrt(

@@ -871,24 +871,13 @@ def run(model: nn.Module, inputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
 
 
-# What is not right yet.
-ONE_NUMBER = pytest.mark.xfail(reason="a parameter of one number cannot be multiplied", raises=TypeError)
-WITH_GRADIENTS = pytest.mark.xfail(reason="the check runs the new model with gradients on", raises=RuntimeError)
-WAITING = {"weight_norm_of_the_whole": ONE_NUMBER, "factor_for_all": ONE_NUMBER}
-CHECK_WAITING = {**WAITING, "results_put_where_told": WITH_GRADIENTS}
-
-
-def marked(waiting: dict[str, pytest.MarkDecorator]) -> list[Any]:
-    return [pytest.param(name, marks=[waiting[name]] if name in waiting else []) for name in OPERATIONS]
-
-
-@pytest.mark.parametrize("name", marked(WAITING))
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_rescalings_keep_the_function_on_inputs_never_seen(name: str) -> None:
     tried, group = OPERATIONS[name](), group_of(name)
     same_on_fresh_inputs(tried, [rescaled(tried.model, group, group.sample(seed)) for seed in range(4)])
 
 
-@pytest.mark.parametrize("name", marked(CHECK_WAITING))
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_rescalings_pass_the_check(name: str) -> None:
     tried = OPERATIONS[name]()
     same_on_fresh_inputs(tried, [rescale(tried.model, tried.inputs, seed=5, strict=True)])

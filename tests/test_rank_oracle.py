@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import rank_oracle
 import torch
+from architectures import LISTED, NETWORKS
 from cases import Case, Net, integers, problem, reals, targets_of
-from networks import LISTED, NETWORKS
 from rank_oracle import Freedom, UnclearGapError, batch_norms, freedom, inputs_of, outputs_of, zeros
 from torch import Tensor, nn
 from torch.testing import assert_close

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import LISTED, NETWORKS
 from cases import Net, shaken, with_history
-from networks import LISTED, NETWORKS
 from rank_oracle import inputs_of
 from scipy.sparse import csr_array
 from torch import Tensor, nn
@@ -575,29 +575,31 @@ def test_a_model_without_values_is_refused() -> None:
         rescale(model, torch.randn(2, 4))
 
 
-# What is not right yet.
-
-
-@pytest.mark.xfail(
-    reason="a model on the meta device and an example there end in an error of torch's own", raises=RuntimeError
-)
 def test_a_model_and_an_example_without_values_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to("meta")
     with pytest.raises(SaltflatError):
         rescale(model, torch.randn(2, 4, device="meta"))
 
 
-@pytest.mark.xfail(
-    reason="outputs in an object are not looked at: everything is taken to be free", raises=pytest.fail.Exception
-)
-@pytest.mark.parametrize("wrap", [lambda y: SimpleNamespace(scores=y), lambda y: None, lambda y: float(3)])
+def test_outputs_in_an_object_are_looked_for() -> None:
+    def forward(net: Any, x: Tensor) -> Any:
+        return SimpleNamespace(scores=net.last(net.first(x).relu()), others=SimpleNamespace(number=3))
+
+    model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3)).double()
+    group = symmetries(model, example(2, 4))
+    assert group.scales == 6
+    assert not group.moving()["last.bias"].any()
+    x = example(5, 4)
+    assert_close(rescale(model, x)(x).scores, model(x).scores)
+
+
+@pytest.mark.parametrize("wrap", [lambda y: None, lambda y: float(3)])
 def test_outputs_that_cannot_be_seen_are_refused(wrap: Callable[[Tensor], Any]) -> None:
     model = Net(lambda net, x: wrap(net.last(net.first(x).relu())), first=nn.Linear(4, 6), last=nn.Linear(6, 3))
     with pytest.raises(ModelError):
         rescale(model, torch.randn(2, 4))
 
 
-@pytest.mark.xfail(reason="outputs with logits are not compared", raises=pytest.fail.Exception)
 def test_outputs_that_carry_logits_are_compared() -> None:
     def forward(net: Any, x: Tensor) -> Any:
         return SimpleNamespace(logits=net.last(torch.from_numpy(net.first(x).detach().numpy())))
@@ -607,7 +609,6 @@ def test_outputs_that_carry_logits_are_compared() -> None:
         rescale(model, example(2, 4))
 
 
-@pytest.mark.xfail(reason="a scripted module inside of a model ends in an AttributeError", raises=AttributeError)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_modules_inside_are_refused_or_looked_into() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)).double()
@@ -615,7 +616,6 @@ def test_scripted_modules_inside_are_refused_or_looked_into() -> None:
         assert symmetries(model, example(2, 4)).scales in (0, 6)
 
 
-@pytest.mark.xfail(reason="computed weights that are left on a module cannot be copied", raises=ModelError)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("computed", [lambda m: prune.l1_unstructured(m, "weight", 5), torch.nn.utils.weight_norm])
 def test_weights_that_hooks_compute_are_no_obstacle(computed: Callable[[nn.Module], Any]) -> None:
@@ -625,7 +625,6 @@ def test_weights_that_hooks_compute_are_no_obstacle(computed: Callable[[nn.Modul
     assert_close(rescale(model, x)(x), model(x), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.xfail(reason="the check runs in float64, where this model does not run", raises=RuntimeError)
 def test_a_model_that_insists_on_single_precision_is_rescaled_or_refused() -> None:
     forward = lambda net, x: net.last(net.first(x).relu().float())  # noqa: E731
     model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3))

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import LISTED, NETWORKS
 from cases import Case
-from networks import LISTED, NETWORKS
 from numpy.typing import NDArray
 from rank_oracle import Freedom, inputs_of, zeros
 from test_rank_oracle import found as freedom_of

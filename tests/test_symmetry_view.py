@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import NETWORKS
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from networks import NETWORKS
 from rich.console import Console
 from scipy.sparse import csr_array
 from torch import Tensor, nn

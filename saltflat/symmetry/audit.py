@@ -26,7 +26,8 @@ from saltflat.sweep import check_seed
 from saltflat.symmetry.example import example_of
 from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.group import Array, Symmetries
-from saltflat.symmetry.rescale import check_same, copied, rescaled
+from saltflat.symmetry.rescale import check_same, rescaled
+from saltflat.symmetry.same import copied
 
 # The symmetry that a measure claims, for each kind of rescaling.
 KINDS = {"layer": "layer_scale", "unit": "unit_scale"}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import logsumexp
 from torch import Tensor, nn
 
 from saltflat.errors import ModelError
-from saltflat.loan import loan
-from saltflat.symmetry.graph import inputs_of, symmetries
+from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.group import Array, Mask, Member, Numbers, Symmetries
-from saltflat.symmetry.rescale import difference, outputs, rescaled, widened
+from saltflat.symmetry.rescale import rescaled
+from saltflat.symmetry.running import inputs_of
+from saltflat.symmetry.same import apart, widened
 
 # Relative, per entry: what rounding in each precision can make of a factor.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -23,10 +26,10 @@ COARSE = 0.05  # for half precision
 def canonical(model: nn.Module, example: Any) -> nn.Module:
     """The member of a network's family whose units have incoming weights of length one.
 
-    Networks that are the same function up to rescaling become equal. A unit whose size depends on no weight (all its
-    incoming weights are zero) keeps it. Where a BatchNorm or LayerNorm gives a unit its size, the length is that of its
-    factor and shift; where several layers lead to one unit, as in the sums of a residual network, it is that of the
-    weights of the first.
+    Networks that are the same function up to rescaling become equal. Where several layers lead to one unit from
+    earlier ones, as in the sums of a residual network, the length is that of all their weights together. Where a
+    BatchNorm or LayerNorm gives a unit its size, it is that of factor and shift. A unit that is always zero, because
+    all weights that lead to it are, has outgoing weights of length one instead.
 
     Args:
         model: any module; it is left as it is.
@@ -64,18 +67,14 @@ def same_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
             "one architecture. Do: compare checkpoints of the same model."
         )
     tolerance = max(_tolerance(a), _tolerance(b))
-    args, kwargs = inputs_of(example)
     found = []
     for model in (a, b):
-        wide, (inputs, named) = widened(model, (args, kwargs))
-        group = symmetries(wide, inputs or named)
-        with loan(wide, "eval"), torch.no_grad():
-            found.append((rescaled(wide, group, unit_lengths(wide, group)), group, outputs(wide, inputs, named)))
-    (one, group, before), (two, _, after) = found
-    if len(before) != len(after) or any(x.shape != y.shape for x, y in zip(before, after, strict=True)):
-        return False
+        wide, inputs, least = widened(model, inputs_of(example))
+        group = symmetries(wide, inputs[0] or inputs[1])
+        found.append((wide, rescaled(wide, group, unit_lengths(wide, group))))
+    (wide_a, one), (wide_b, two) = found
     # Rounding of the weights adds up on the way to the outputs.
-    if any(difference(x, y) > 10 * tolerance for x, y in zip(before, after, strict=True)):
+    if not apart(wide_a, wide_b, inputs) <= max(10 * tolerance, least):
         return False
     others = _members(two)
     return all(_close(value, others[name], name, group, tolerance) for name, value in _members(one).items())
@@ -86,30 +85,56 @@ def unit_lengths(model: nn.Module, group: Symmetries) -> Array:
     values = _members(model)
     ends = _ends(group)
     members = [each for each in group.members.values() if each.kind == "parameter"]
-    found = [_incoming(each, values[each.name], *ends) for each in members]
+    found = [_entries(each, values[each.name], *ends) for each in members]
     if not found:
         return np.zeros(0)
-    scale, wide, tail, squares = (np.concatenate(part) for part in zip(*found, strict=True))
-    # Weights say how large a unit is; where there are none, factors and shifts do.
-    order = np.lexsort([~wide, scale])
+    scale, wide, tail, entries = (np.concatenate(part) for part in zip(*(into for into, _ in found), strict=True))
+    order = np.argsort(scale, kind="stable")
     starts = np.searchsorted(scale[order], np.arange(group.scales + 1))
     logs = np.zeros(group.scales)
     for number, (start, stop) in enumerate(pairwise(starts)):
         # Scales are in the order in which units were met: what a unit's weights come from is settled already.
         mine = order[start:stop]
-        sizes = group.forms[tail[mine]] @ logs
-        parts = squares[mine] * np.exp(-2 * sizes)
-        total = parts[wide[mine]].sum() or parts.sum()
-        logs[number] = -np.log(total) / 2 if total > 0 else 0.0
+        # What comes from a unit of no size (nan) is nothing.
+        parts = _known(entries[mine] - group.forms[tail[mine]] @ logs)
+        # Weights say how large a unit is; where there are none, factors and shifts do.
+        length = _length(parts[wide[mine]])
+        logs[number] = -length if np.isfinite(length) else -_length(parts)
+        logs[number] = logs[number] if np.isfinite(logs[number]) else np.nan
+    return _with_dead(group, logs, [out for _, out in found])
+
+
+def _with_dead(group: Symmetries, logs: Array, leaving: Sequence[tuple[Any, ...]]) -> Array:
+    """Units that nothing leads to are zero whatever their size, which is then that of their outgoing weights."""
+    scale, head, entries = (np.concatenate(part) for part in zip(*leaving, strict=True))
+    for number in np.flatnonzero(np.isnan(logs))[::-1]:
+        mine = np.flatnonzero(scale == number)
+        length = _length(_known(entries[mine] + group.forms[head[mine]] @ logs))
+        logs[number] = length if np.isfinite(length) else 0.0
     return logs
 
 
-def _incoming(member: Member, values: Tensor, last: Numbers, single: Mask) -> tuple[Any, ...]:
-    """Of the entries that lead to a unit from earlier ones: its scale, whether they are weights, whence, squares."""
+def _known(logs: Array) -> Array:
+    return np.where(np.isnan(logs), -np.inf, logs)
+
+
+def _length(logs: Array) -> float:
+    """The logarithm of the length of what has these logarithms of sizes: no square is too small or too large."""
+    return float(logsumexp(2 * logs)) / 2 if len(logs) else -np.inf
+
+
+def _entries(member: Member, values: Tensor, last: Numbers, single: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Entries that lead to a unit from earlier ones: its scale, whether they are weights, whence, how large.
+
+    And those that lead away from a unit: its scale, where to, how large.
+    """
     head, tail = member.head.reshape(-1), member.tail.reshape(-1)
-    leads = single[head] & (last[tail] < last[head])
-    squares = values.detach().double().cpu().numpy().reshape(-1)[leads] ** 2
-    return last[head[leads]], np.full(len(squares), len(member.shape) > 1), tail[leads], squares
+    with np.errstate(divide="ignore"):
+        logs = np.log(np.abs(values.detach().double().cpu().numpy().reshape(-1)))
+    into = single[head] & (last[tail] < last[head])
+    away = single[tail] & (last[head] != last[tail])
+    leading = last[head[into]], np.full(int(into.sum()), len(member.shape) > 1), tail[into], logs[into]
+    return leading, (last[tail[away]], head[away], logs[away])
 
 
 def _ends(group: Symmetries) -> tuple[Numbers, Mask]:

@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from saltflat.errors import DataError, ModelError
 from saltflat.layers.affine import Affine
 from saltflat.loan import loan
-from saltflat.symmetry.rescale import copied
+from saltflat.symmetry.same import copied
 from saltflat.symmetry.uses import Norm, Transposed, dimensions, is_norm, traced
 from saltflat.symmetry.uses_seen import watched
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from scipy.sparse import csr_array
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
-from saltflat.errors import ModelError, OptionError, SaltflatError, first_line
+from saltflat.errors import ModelError
 from saltflat.loan import loan
 from saltflat.network import Network
 from saltflat.symmetry import rules as rules
 from saltflat.symmetry.group import Member, Symmetries, matrix_of
+from saltflat.symmetry.running import inputs_of, tensors_in, users_errors
 from saltflat.symmetry.scales import ANY, GROUND
 from saltflat.symmetry.watch import Obstacle, Watch
 
@@ -44,22 +44,10 @@ def symmetries(model: nn.Module, example: Any) -> Symmetries:
     args, kwargs = inputs_of(example)
     with loan(model, "eval"):
         names = [name for name, _ in model.named_parameters()]
+        _check_values(model)
         if not names:
             return Symmetries({}, csr_array((2, 0)), ())
         return found_in(Network(model, names, None), args, kwargs)
-
-
-def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named inputs of a model."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    args = tuple(example) if isinstance(example, tuple | list) else (example,)
-    if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(args)[0]):
-        raise OptionError(
-            f"Got an example of type {type(example).__name__} without a tensor. Want an input of the model: a tensor, "
-            "a tuple of inputs or a dict of named ones. Do: for instance next(iter(loader))[0]."
-        )
-    return args, {}
 
 
 def symmetries_on(network: Network, batch: Batch) -> Symmetries:
@@ -77,14 +65,25 @@ def found_in(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
     modules = {id(module): name for name, module in model.named_modules()}
     watch = Watch(real, (args, kwargs), modules)
-    with torch.no_grad(), network.lent(network.constants), _users_errors(model), watch:
+    with torch.no_grad(), network.lent(network.constants), users_errors(model), watch:
         outputs = model(*args, **kwargs)
-    for leaf in tree_flatten(outputs)[0]:
-        tensor = getattr(leaf, "logits", leaf)
-        if isinstance(tensor, Tensor):
-            marks = watch.marks(tensor)
-            watch.scales.pin(watch.entries.read(marks.ids) if marks.entries else marks.ids)
+    for tensor in tensors_in(outputs):
+        marks = watch.marks(tensor)
+        watch.scales.pin(watch.entries.read(marks.ids) if marks.entries else marks.ids)
+    for name, kind in statistics.items():
+        if kind == "variance" and watch.entries.first[name] not in watch.epsilons:
+            # Used by something else than a BatchNorm: who knows how.
+            watch.scales.pin(watch.entries.read(watch.entries.numbers(name, real[name])))
     return _gathered(watch, real, statistics)
+
+
+def _check_values(model: nn.Module) -> None:
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if value.is_meta:
+            raise ModelError(
+                f"Got {name!r} on the meta device, without values. Want a model that can be run. "
+                "Do: load its weights first."
+            )
 
 
 def _statistics(network: Network) -> dict[str, str]:
@@ -96,20 +95,6 @@ def _statistics(network: Network) -> dict[str, str]:
             if value is not None and isinstance(module, nn.modules.batchnorm._NormBase):
                 found[network.names[id(value)]] = kind
     return found
-
-
-@contextmanager
-def _users_errors(model: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except SaltflatError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, KeyError) as error:
-        raise ModelError(
-            f"Got an error from the model on this example ({first_line(error)}). "
-            f"Want an example that {type(model).__name__} accepts. "
-            "Do: pass inputs of the right shape and kind, with the axis of examples; several inputs as a tuple."
-        ) from error
 
 
 def _gathered(watch: Watch, members: Mapping[str, Tensor], statistics: Mapping[str, str]) -> Symmetries:

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from saltflat.errors import ModelError, first_line
 from saltflat.symmetry.place import LIBRARY, TORCH
-from saltflat.symmetry.rescale import copied
+from saltflat.symmetry.same import copied
 
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Layer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import DataError, first_line
-from saltflat.symmetry.graph import inputs_of
-from saltflat.symmetry.rescale import SAME, copied, difference
+from saltflat.symmetry.running import inputs_of
+from saltflat.symmetry.same import SAME, copied, difference
 from saltflat.symmetry.uses import Uses, dimensions, foldable, is_norm, parts_of, tensors_of
 
 

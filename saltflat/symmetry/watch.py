@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from saltflat.errors import SaltflatError
 from saltflat.symmetry.entries import Entries
 from saltflat.symmetry.place import Place, place
 from saltflat.symmetry.scales import ANY, GROUND, Scales
@@ -151,32 +152,38 @@ class Watch(TorchDispatchMode):
         }
         if results & kwargs.keys():
             func, kwargs = func.overloadpacket, {key: kwargs[key] for key in kwargs.keys() - results}
-        found = self._found(Call(self, name, func, args, kwargs, out))
-        outs = tree_flatten(out)[0]
-        for tensor, marks in zip(outs, found if isinstance(found, list | tuple) else [found], strict=True):
+        call = Call(self, name, func, args, kwargs, out)
+        for tensor, marks in zip(tree_flatten(out)[0], self._found(call), strict=True):
             if isinstance(tensor, Tensor):
                 self._settle(tensor, marks, schema.is_mutable, is_view(name))
         return out
 
-    def _found(self, call: Call) -> Any:
+    def _found(self, call: Call) -> list[Any]:
+        """What is known of each result."""
         tensors = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, Tensor)]
-        function = RULES.get(call.name)
-        if all(self.marks(tensor).fixed[0] for tensor in tensors):
-            # Of views, what is written to one is written to all.
-            if tensors and function is not None and is_view(call.name):
-                return function(call)
-            return [_by_value(t) for t in tree_flatten(call.out)[0]]
-        if function is None:
-            self.pin(call.name, [call.ids(tensor) for tensor in tensors], known=False)
-            return [call.ground(t) if isinstance(t, Tensor) else None for t in tree_flatten(call.out)[0]]
-        return function(call)
+        outs = tree_flatten(call.out)[0]
+        # Of views of constants, what is written to one is written to all.
+        if all(self.marks(tensor).fixed[0] for tensor in tensors) and not (tensors and is_view(call.name)):
+            return [_by_value(out) for out in outs]
+        if call.name in RULES:
+            try:
+                found = RULES[call.name](call)
+                found = list(found) if isinstance(found, list | tuple) else [found]
+                if [_shape(each) for each in found] == [_shape(out) for out in outs]:
+                    return found
+            except SaltflatError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+                # Called in a way that the rule does not know: as if there were none.
+                pass
+        self.pin(call.name, [call.ids(tensor) for tensor in tensors], known=False)
+        return [call.ground(out) if isinstance(out, Tensor) else None for out in outs]
 
     def _settle(self, tensor: Tensor, found: Any, written: bool, view: bool) -> None:
         marks = found if isinstance(found, Marks) else Marks(found, False, [False])
         if not view:
             # An array of its own: what is written to the result is not written to what it was made of.
             marks = Marks(_laid_out(marks.ids, tensor), marks.entries, [marks.fixed[0]])
-        assert marks.ids.shape == tensor.shape, (marks.ids.shape, tensor.shape)
         before = self._known.get(id(tensor))
         if not written or before is None or before[1].ids.shape != tensor.shape:
             self._know(tensor, marks)
@@ -224,6 +231,11 @@ class Watch(TorchDispatchMode):
 
     def place(self) -> Place:
         return place(self.names)
+
+
+def _shape(value: Any) -> torch.Size | None:
+    value = value.ids if isinstance(value, Marks) else value
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _by_value(tensor: Tensor) -> Marks:

@@ -50,17 +50,17 @@ def _product(call: Call, one: Marks, two: Marks) -> Tensor:
     A = A[None] if A.dim() == 1 else A
     B = B[:, None] if B.dim() == 1 else B
     # A weight repeated for every example is still one weight.
-    while two.entries and B.dim() > 2 and bool((B == B[:1]).all()):
+    while two.entries and B.dim() > 2 and bool((B[:1] == B).all()):
         B = B[0]
-    while one.entries and A.dim() > 2 and bool((A == A[:1]).all()):
+    while one.entries and A.dim() > 2 and bool((A[:1] == A).all()):
         A = A[0]
     if two.entries and B.dim() == 2:
         rows = call.entries.read(A) if one.entries else A
         return weighted(call, rows.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
     if one.entries and A.dim() == 2:
         columns = (call.entries.read(B) if two.entries else B).mT
-        found = weighted(call, columns.reshape(-1, A.shape[-1]), A.mT)
-        return found.reshape(*columns.shape[:-1], A.shape[0]).mT
+        turned = weighted(call, columns.reshape(-1, A.shape[-1]), A.mT)
+        return turned.reshape(*columns.shape[:-1], A.shape[0]).mT
     A, B = (call.entries.read(m.ids).reshape(ids.shape) if m.entries else ids for m, ids in ((one, A), (two, B)))
     if A.dim() == 2 and B.dim() == 2:
         return _contracted(call, A, B)

@@ -1,0 +1,76 @@
+"""Running a model on an example: what it is given and what it gives, in whatever form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from saltflat.errors import ModelError, OptionError, SaltflatError, first_line
+
+# How deep objects in objects are looked into for tensors.
+DEPTH = 8
+
+
+def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named inputs of a model."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    args = tuple(example) if isinstance(example, tuple | list) else (example,)
+    if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(args)[0]):
+        raise OptionError(
+            f"Got an example of type {type(example).__name__} without a tensor. Want an input of the model: a tensor, "
+            "a tuple of inputs or a dict of named ones. Do: for instance next(iter(loader))[0]."
+        )
+    return args, {}
+
+
+def outputs_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """All tensors of real or complex numbers that a model gives."""
+    # Copies, because a model may write to its inputs.
+    given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+    with users_errors(model):
+        found = model(*given[0], **given[1])
+    return [each.detach() for each in tensors_in(found) if each.is_floating_point() or each.is_complex()]
+
+
+def tensors_in(found: Any) -> list[Tensor]:
+    """Every tensor in what a model gave, also in objects that are only known to have attributes."""
+    tensors = list(_tensors(found, DEPTH))
+    if not tensors:
+        raise ModelError(
+            f"Got {type(found).__name__} from the model, in which no tensor is to be found. Want outputs that can be "
+            "looked at. Do: return a tensor, or tensors in a tuple, a dict or an object with attributes."
+        )
+    return tensors
+
+
+def _tensors(found: Any, depth: int) -> Iterator[Tensor]:
+    for leaf in tree_flatten(found)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and isinstance(leaf, Mapping):
+            yield from _tensors(dict(leaf), depth - 1)
+        elif depth and not isinstance(leaf, type | nn.Module):
+            slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+            held = {name: getattr(leaf, name, None) for name in [*getattr(leaf, "__dict__", {}), *slots]}
+            if held:
+                yield from _tensors(held, depth - 1)
+
+
+@contextmanager
+def users_errors(model: nn.Module) -> Iterator[None]:
+    """What goes wrong in the model's own code is told as such."""
+    try:
+        yield
+    except SaltflatError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"Got an error from the model on this example ({first_line(error)}). "
+            f"Want an example that {type(model).__name__} accepts. "
+            "Do: pass inputs of the right shape and kind, with the axis of examples; several inputs as a tuple."
+        ) from error
