@@ -388,6 +388,29 @@ class Branching(nn.Module):
         return out
 
 
+class OutsideOfTorch(nn.Module):
+    """Divides by numbers that torch does not see being made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).abs()
+        largest = torch.as_tensor(hidden.detach().numpy().max(1, keepdims=True))
+        found: Tensor = self.last(hidden / largest)
+        return found
+
+
+def test_what_leaves_torch_on_the_way_is_noticed() -> None:
+    torch.manual_seed(0)
+    model, data = OutsideOfTorch().double(), (torch.randn(8, 3, dtype=torch.float64), torch.randint(2, (8,)))
+    report = saltflat.measure(model, data, measures=list(MINIMUM.values()), certificate=False)
+    for name in MINIMUM.values():
+        assert math.isnan(report[name].value)
+        assert "cannot be watched" in report[name].notes[0]
+
+
 def test_a_model_that_cannot_be_watched_has_no_minimum_and_the_reason_is_told() -> None:
     case = problem(Branching(), reals(12, 4), integers(3, 12))
     found = measured(case)
@@ -412,4 +435,4 @@ def test_what_it_tells_is_plain_numbers(name: str) -> None:
     assert all(isinstance(factor, float) and 0 < factor < math.inf for factor in scales.values())
     assert isinstance(again["minimum_sharpness"].details["attained"], bool)
     group = symmetries(case.model, inputs_of(case.batches[0]))
-    assert again["minimum_unit_sharpness"].details["scales"] == group.scales
+    assert again["minimum_unit_sharpness"].details["independent_scales"] == group.scales

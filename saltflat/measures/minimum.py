@@ -48,7 +48,7 @@ def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetr
     found = by_layer(group, {name: float(trace) for name, trace in curvature_trace.items()})
     logs = group.logs(found.logs)
     scales = {name: float(torch.tensor(logs[name]).flatten()[0].exp()) for name in curvature_trace if logs[name].size}
-    return _part(found, {"scales": scales})
+    return _part(found, {"scales": scales, "independent_scales": group.scales})
 
 
 @measure(
@@ -83,7 +83,7 @@ def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings:
     if any(bool((values < 0).any()) for values in curvature_diagonal.values()):
         return Part(torch.nan, notes=("some curvatures are negative: there is no minimum over scales",))
     found = by_entry(rescalings, curvature_diagonal)
-    return _part(found, {"scales": rescalings.scales})
+    return _part(found, {"independent_scales": rescalings.scales})
 
 
 def _part(found: Smallest, details: dict[str, object]) -> Part:

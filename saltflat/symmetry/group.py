@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
+from torch import Tensor
 
 from saltflat.errors import OptionError
 from saltflat.report.table import rendered
@@ -44,6 +45,13 @@ class Member:
     tail: Numbers
     kind: str = "parameter"
     eps: float = 0.0
+
+    def scaled(self, value: Tensor, logs: Array) -> Tensor:
+        """The tensor with these logarithms of factors, multiplied in float64 and rounded once."""
+        factor = torch.from_numpy(np.asarray(np.exp(logs))).to(value.device)
+        exact = value.detach().double()
+        exact = (exact + self.eps) * factor**2 - self.eps if self.kind == "variance" else exact * factor
+        return exact.to(value.dtype)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from saltflat.errors import ModelError
@@ -24,6 +25,7 @@ def rebalance(
     *,
     columns: str = "exact",
     memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: bool | Progress | None = None,
     strict: bool = True,
@@ -37,12 +39,12 @@ def rebalance(
         kind: ``"unit"`` for a size of every unit, ``"layer"`` for one factor per parameter.
         columns: how the loss's curvature is taken.
         memory: working memory.
+        dtype: precision to measure in; the model's own if None.
         seed: of random columns.
         progress: True or False for a progress bar, or a function of ``(done, total)``.
         strict: whether to check, in float64 and on a few examples, that the function is the same.
 
     Example:
-        >>> import torch
         >>> from saltflat import measure
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))
         >>> data = torch.randn(20, 2), torch.randint(3, (20,))
@@ -54,7 +56,14 @@ def rebalance(
     check_kind(kind)
     example = example_of(data)
     name = "curvature_diagonal" if kind == "unit" else "curvature_trace"
-    found = statistics_of(model, data, [name], loss, columns=columns, memory=memory, seed=seed, progress=progress)[name]
+    found = statistics_of(
+        model, data, [name], loss, columns=columns, memory=memory, dtype=dtype, seed=seed, progress=progress
+    )[name]
+    if any(bool((values < 0).any()) for values in found.values()):
+        raise ModelError(
+            "Got negative curvature: the trace has no minimum over scales. Want a loss that does not bend downwards. "
+            "Do: use cross_entropy, mse or another convex loss."
+        )
     group = symmetries(model, example)
     others = [each for each, member in group.members.items() if member.kind == "parameter" and each not in found]
     group = group.fixing(others)
@@ -68,6 +77,8 @@ def rebalance(
     if best.lost:
         # What could be scaled away without end is left where it is.
         warnings.warn(f"The trace could be made smaller without end: {best.notes[0]}.", stacklevel=2)
+    if not best.converged:
+        warnings.warn(f"The trace may not be the smallest: {best.notes[-1]}", stacklevel=2)
     if strict:
         check_same(model, group, best.logs, example)
     return rescaled(model, group, best.logs)

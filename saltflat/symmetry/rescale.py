@@ -63,11 +63,7 @@ def rescaled(model: nn.Module, group: Symmetries, logs: Array) -> nn.Module:
         for name, each in group.members.items():
             if not np.any(factors[name]):
                 continue
-            value = values[name]
-            factor = torch.from_numpy(np.asarray(np.exp(factors[name]))).to(value.device)
-            exact = value.double()
-            exact = (exact + each.eps) * factor**2 - each.eps if each.kind == "variance" else exact * factor
-            value.copy_(exact)
+            values[name].copy_(each.scaled(values[name], factors[name]))
     return new
 
 

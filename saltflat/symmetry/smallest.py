@@ -115,7 +115,9 @@ def _absorbed(group: Symmetries, drift: Array) -> tuple[str, ...]:
 
 def _reasons(group: Symmetries, lost: Mapping[str, int], absorbed: tuple[str, ...]) -> tuple[str, ...]:
     if not group.scales:
-        return ("no rescaling leaves this network's function alone: this is its Hessian trace",)
+        return (
+            "no rescaling of the measured parameters leaves the network's function alone: this is the Hessian trace",
+        )
     if not lost:
         return ()
     if absorbed:
