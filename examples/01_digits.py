@@ -1,9 +1,10 @@
 """Train three small networks on handwritten digits, measure how flat their minima are, and try to fool the measures.
 
 The data are the 8 x 8 digits that come with scikit-learn, so nothing is downloaded. One of the networks is trained on
-partly random labels, which it can only memorise. At the end the layers of another are rescaled by a factor of 1000: it
-computes the same, so a measure that changes is one that can be fooled. Writes reports, and the comparisons as web pages
-and a picture.
+partly random labels, which it can only memorise. Then the layers of another are rescaled by a factor of 1000: it
+computes the same, so a measure that changes is one that can be fooled. At the end all three are audited: their own
+rescalings are found, and some measures are taken again after random ones. Writes reports and audits, the comparisons as
+web pages, and pictures.
 """
 
 import argparse
@@ -37,6 +38,13 @@ SHOWN = (
     "rho",
     "fisher_rao_norm",
 )
+AUDITED = (
+    *("adaptive_sharpness", "fisher_rao_norm", "minimum_unit_sharpness", "normalized_sharpness", "rho"),
+    *("relative_flatness", "minimum_sharpness", "kappa_trace"),
+    *("hessian_trace", "fisher_trace", "fisher_frobenius", "squared_norm"),
+)
+DRAWS = 2 if QUICK else 5  # of rescalings of each kind
+AUDITED_ON = 100  # training examples
 UNCHANGED = 1e-6  # relative: what counts as the same number after rescaling
 
 
@@ -140,10 +148,23 @@ def moved(comparison: Comparison) -> tuple[list[str], list[str]]:
     return changed, same
 
 
+def audits(models: dict[str, nn.Sequential], data: dict[str, tuple[Tensor, Tensor]], out: Path) -> None:
+    """Take measures of every network again after random rescalings, which leave its function alone."""
+    for name, model in models.items():
+        # Without BatchNorm, whose running statistics follow any size of the layers before it.
+        folded = saltflat.fold(model)
+        images, labels = data[name]
+        audit = saltflat.audit(folded, (images[:AUDITED_ON], labels[:AUDITED_ON]), measures=AUDITED, draws=DRAWS)
+        audit.save(out / f"audit_{name.lower()}.json")
+        audit.plot().savefig(out / f"audit_{name.lower()}.png")
+        print(f"\nThe {name} under random rescalings ({out}/audit_{name.lower()}.json)\n\n{audit}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="With SALTFLAT_QUICK=1 in the environment training stops after 3 epochs, and 100 examples are measured.",
+        epilog="With SALTFLAT_QUICK=1 in the environment training stops after 3 epochs, 100 examples are measured, and "
+        "2 rescalings of each kind are tried.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")
@@ -159,7 +180,8 @@ def main() -> None:
 
     inputs, labels = read("digits")
     test_inputs, test_labels = read("digits", split="test")
-    models, reports = {}, {}
+    models: dict[str, nn.Sequential] = {}
+    reports, data = {}, {}
     for plan in PLANS:
         own = with_random_labels(labels, plan.random_labels, arguments.seed)
         torch.manual_seed(arguments.seed)
@@ -170,8 +192,8 @@ def main() -> None:
             f"training set and {accuracy(model, test_inputs, test_labels):.1%} on the test set"
         )
         # Networks that fit their data have curvatures so small that float32 loses them.
-        data = inputs[:MEASURED].double(), own[:MEASURED]
-        reports[plan.name] = saltflat.measure(model.double(), data, seed=arguments.seed)
+        data[plan.name] = inputs[:MEASURED].double(), own[:MEASURED]
+        reports[plan.name] = saltflat.measure(model.double(), data[plan.name], seed=arguments.seed)
         reports[plan.name].save(out / f"report_{plan.name.lower()}.json")
         models[plan.name] = model
 
@@ -193,7 +215,8 @@ def main() -> None:
     for name, comparison in {"compare": three, "compare_rescaled": two}.items():
         (out / f"{name}.html").write_text(comparison._repr_html_(), encoding="utf-8")
     three.plot(SHOWN).savefig(out / "compare.png")
-    print(f"\nReports, comparisons and a picture are in {out}.")
+    audits(models, data, out)
+    print(f"\nReports, comparisons, audits and pictures are in {out}.")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,16 @@ def test_what_a_python_block_imports_and_calls_exists(block: str) -> None:
                 importlib.import_module(each.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "saltflat":
             assert hasattr(saltflat, node.attr), node.attr
+
+
+def test_the_code_about_rescalings_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {}
+    for block in BLOCK.findall((ROOT / "docs" / "symmetry.md").read_text(encoding="utf-8")):
+        exec(block, known)
+        for code, said in re.findall(r"^(group\S+)  # (\d+)", block, re.MULTILINE):
+            assert eval(code, known) == int(said), code
+    assert (tmp_path / "graph.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
