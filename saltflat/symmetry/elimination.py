@@ -39,12 +39,7 @@ class Elimination:
             return form
         total: Form = {}
         for variable, coefficient in form.items():
-            for free, factor in self._expressed(variable).items():
-                value = total.get(free, 0) + coefficient * factor
-                if value:
-                    total[free] = value
-                else:
-                    total.pop(free, None)
+            total = combined(total, self._expressed(variable), coefficient)
         return total
 
     def _expressed(self, variable: int) -> Form:
