@@ -233,3 +233,13 @@ def test_what_cannot_be_rescaled_counts_as_it_is() -> None:
     for name in names:
         assert report[name].value == pytest.approx(report["hessian_trace"].value, rel=1e-9)
         assert any("no rescaling" in note for note in report[name].notes)
+
+
+def test_weights_that_are_all_zero_bear_noise_of_some_size() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.zero_()
+    data = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 0, 0, 0, 0, 1])
+    reading = saltflat.measure(model, data, measures="pac_bayes_flatness", certificate=False)["pac_bayes_flatness"]
+    assert reading.value > 0 or reading.notes

@@ -74,7 +74,8 @@ def noise_tolerance(
     if here - drop <= 0:
         return result(0.0, nan, f"The accuracy is {here:.3g} and cannot drop by {drop:g}.")
     numbers = sum(each.numel() for each in measured.values())
-    sigma = 0.1 if magnitude_aware else 0.1 * norm_of(measured) / sqrt(numbers)
+    # Weights that are all zero have no size to begin with.
+    sigma = 0.1 if magnitude_aware else 0.1 * norm_of(measured) / sqrt(numbers) or 0.1
     low, high = 0.0, 0.0
     while not (low and high):
         seen[sigma] = disturbed(sigma)

@@ -18,15 +18,17 @@ from saltflat.errors import OptionError, SaltflatError, first_line, unknown
 from saltflat.loan import loan
 from saltflat.measures.request import requests
 from saltflat.measuring import measure
+from saltflat.network import Network
 from saltflat.progress import steps_shown
 from saltflat.report.audit import Audit, AuditLine
 from saltflat.report.change import TOLERANCE, change_of
 from saltflat.report.report import Report
 from saltflat.sweep import check_seed
 from saltflat.symmetry.example import example_of
-from saltflat.symmetry.graph import symmetries
+from saltflat.symmetry.graph import symmetries_seen
 from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.rescale import check_same, rescaled
+from saltflat.symmetry.running import of_loss
 from saltflat.symmetry.same import copied
 
 # The symmetry that a measure claims, for each kind of rescaling.
@@ -44,7 +46,7 @@ def audit(
     *,
     draws: int = 20,
     spread: float = 2.0,
-    kinds: str | Sequence[str] = ("layer", "unit"),
+    kinds: str | Sequence[str] | None = ("layer", "unit"),
     seed: int = 0,
     columns: str = "exact",
     layers: Sequence[str] | str | None = None,
@@ -57,8 +59,10 @@ def audit(
     """Which measures notice that the weights were rescaled and the function was not, and by how much they move.
 
     The rescalings of the network are found first. Then the network is measured as it is, and again after each of
-    ``draws`` random rescalings of each kind: ``1 + 2 * draws`` measurements in all. Everything is done in float64, for
-    rounding is not what is audited, and with the same seed, so that random columns and directions are the same.
+    ``draws`` random rescalings of each kind: ``1 + 2 * draws`` measurements in all. Parameters that are frozen or not
+    measured stay as they are, since measures that are minima over rescalings take them as given. Everything is done in
+    float64, for rounding is not what is audited, and with the same seed, so that random columns and directions are the
+    same.
 
     Args:
         model: any module that the rescalings can be found of. It is left bit for bit as it was.
@@ -106,7 +110,12 @@ def audit(
     with loan(model, "eval", data) as notes:
         exact, example = copied(model).double(), example_of(data, torch.float64)
     with steps_shown(progress) as tick:
-        group = symmetries(exact, example)
+        # What the loss does not see may change, and what is not measured stays.
+        measured = Network(exact, layers, None).measured
+        group = symmetries_seen(exact, example, of_loss)
+        group = group.fixing(
+            name for name, each in group.members.items() if each.kind == "parameter" and name not in measured
+        )
         groups = {kind: group.by_layer() if kind == "layer" else group for kind in chosen}
         report = measure(exact, data, loss, measures, **options)
         again = partial(measure, data=data, loss=loss, measures=list(report), certificate=False, **options)
@@ -138,8 +147,8 @@ def audit(
     )
 
 
-def _kinds(given: str | Sequence[str]) -> list[str]:
-    kinds = [given] if isinstance(given, str) else list(given)
+def _kinds(given: str | Sequence[str] | None) -> list[str]:
+    kinds = list(KINDS) if given is None else [given] if isinstance(given, str) else list(given)
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("kind of rescaling", kind, KINDS)
@@ -159,7 +168,7 @@ def _measured_again(
     """The rescaled network, or why it could not be measured."""
     try:
         with np.errstate(over="ignore"):  # factors beyond all numbers are told by what they do to the weights
-            check_same(model, group, logs, example)
+            check_same(model, group, logs, example, of_loss)
             found = again(rescaled(model, group, logs))
     except SaltflatError as error:
         return str(error)

@@ -11,7 +11,8 @@ import torch
 from scipy.special import logsumexp
 from torch import Tensor, nn
 
-from saltflat.errors import ModelError
+from saltflat.errors import ModelError, NonFiniteError
+from saltflat.problem import finite
 from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.group import Array, Mask, Member, Numbers, Symmetries
 from saltflat.symmetry.rescale import rescaled
@@ -83,6 +84,11 @@ def same_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
 def unit_lengths(model: nn.Module, group: Symmetries) -> Array:
     """Logarithms of the scales that give every unit's incoming weights the length one."""
     values = _members(model)
+    for name, value in values.items():
+        if value.is_floating_point() and not finite(value):
+            raise NonFiniteError(
+                f"Got NaN or infinity in {name!r}. Want finite weights. Do: load an earlier checkpoint."
+            )
     ends = _ends(group)
     members = [each for each in group.members.values() if each.kind == "parameter"]
     found = [_entries(each, values[each.name], *ends) for each in members]

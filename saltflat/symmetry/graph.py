@@ -15,15 +15,15 @@ from saltflat.errors import ModelError
 from saltflat.loan import loan
 from saltflat.network import Network
 from saltflat.symmetry import rules as rules
-from saltflat.symmetry.group import Member, Symmetries, matrix_of
-from saltflat.symmetry.running import inputs_of, tensors_in, users_errors
+from saltflat.symmetry.group import Member, Symmetries, check_kind, matrix_of
+from saltflat.symmetry.running import Seen, inputs_of, of_loss, tensors_in, users_errors
 from saltflat.symmetry.scales import ANY, GROUND
 from saltflat.symmetry.watch import Obstacle, Watch
 
 __all__ = ["Member", "Obstacle", "Symmetries", "symmetries", "symmetries_on"]
 
 
-def symmetries(model: nn.Module, example: Any) -> Symmetries:
+def symmetries(model: nn.Module, example: Any, kind: str = "unit") -> Symmetries:
     """Find every way to make units of a network larger and others smaller so that its function stays the same.
 
     One forward pass is watched, operation by operation. It works on any module whose forward pass does the same for
@@ -32,6 +32,7 @@ def symmetries(model: nn.Module, example: Any) -> Symmetries:
     Args:
         model: any module; it is left as it is, and looked at in eval mode.
         example: an input like those it will get: a tensor, a tuple of positional inputs or a dict of named ones.
+        kind: ``"unit"``, or ``"layer"`` for those that multiply each parameter by one number.
 
     Example:
         Hidden units of a ReLU network: as many scales as there are units.
@@ -41,22 +42,29 @@ def symmetries(model: nn.Module, example: Any) -> Symmetries:
         >>> group.scales, group.by_layer().scales
         (5, 1)
     """
+    check_kind(kind)
+    group = symmetries_seen(model, example, tensors_in)
+    return group.by_layer() if kind == "layer" else group
+
+
+def symmetries_seen(model: nn.Module, example: Any, seen: Seen) -> Symmetries:
+    """Those that leave alone what is looked at of a model's outputs."""
     args, kwargs = inputs_of(example)
     with loan(model, "eval"):
-        names = [name for name, _ in model.named_parameters()]
+        names = [name for name, value in model.named_parameters() if value.is_floating_point()]
         _check_values(model)
         if not names:
             return Symmetries({}, csr_array((2, 0)), ())
-        return found_in(Network(model, names, None), args, kwargs)
+        return found_in(Network(model, names, None), args, kwargs, seen)
 
 
 def symmetries_on(network: Network, batch: Batch) -> Symmetries:
     """The same for a model on loan and a batch of its data."""
     few = batch.cut(0, 2)
-    return found_in(network, few.args, few.kwargs)
+    return found_in(network, few.args, few.kwargs, of_loss)
 
 
-def found_in(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symmetries:
+def found_in(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen = tensors_in) -> Symmetries:
     model = network.model
     statistics = _statistics(network)
     parameters = {name for name, _ in model.named_parameters()}
@@ -67,9 +75,12 @@ def found_in(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     watch = Watch(real, (args, kwargs), modules)
     with torch.no_grad(), network.lent(network.constants), users_errors(model), watch:
         outputs = model(*args, **kwargs)
-    for tensor in tensors_in(outputs):
+    for number, tensor in enumerate(seen(outputs)):
         marks = watch.marks(tensor)
-        watch.scales.pin(watch.entries.read(marks.ids) if marks.entries else marks.ids)
+        pinned = watch.scales.pin(watch.entries.read(marks.ids) if marks.entries else marks.ids)
+        if number and pinned:
+            # The first is what everybody expects to be fixed. Others, such as caches, may come as a surprise.
+            watch.obstacles["output", "", str(number)] = Obstacle(f"output {number + 1}", "", "", True, pinned)
     for name, kind in statistics.items():
         if kind == "variance" and watch.entries.first[name] not in watch.epsilons:
             # Used by something else than a BatchNorm: who knows how.

@@ -24,6 +24,7 @@ from saltflat.symmetry.watch import Obstacle
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+KINDS = ("unit", "layer")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Symmetries:
                 f"Got logarithms of shape {np.shape(logs)}. Want one for each of {self.scales} scales. "
                 "Do: start from group.sample()."
             )
+        if not np.isfinite(logs).all():
+            raise OptionError("Got logarithms that are not finite. Want numbers. Do: start from group.sample().")
         sizes = self.forms @ np.asarray(logs, dtype=np.float64)
         return {name: sizes[each.head] - sizes[each.tail] for name, each in self.members.items()}
 
@@ -138,6 +141,11 @@ class Symmetries:
     def plot(self) -> Any:
         """A ``matplotlib`` Figure of blocks of scales and the layers between them; nothing is shown or kept."""
         return figure_of(self)
+
+
+def check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise OptionError(f"Got kind={kind!r}. Want 'unit' or 'layer'. Do: leave it out for 'unit'.")
 
 
 def _pairs(member: Member) -> Numbers:

@@ -13,7 +13,8 @@ from saltflat.progress import Progress
 from saltflat.sweep import statistics_of
 from saltflat.symmetry.example import example_of
 from saltflat.symmetry.graph import symmetries
-from saltflat.symmetry.rescale import check_kind, check_same, rescaled
+from saltflat.symmetry.group import check_kind
+from saltflat.symmetry.rescale import check_same, rescaled
 from saltflat.symmetry.smallest import by_entry, by_layer
 
 

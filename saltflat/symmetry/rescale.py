@@ -11,11 +11,9 @@ from torch import nn
 from saltflat.errors import ModelError, OptionError
 from saltflat.sweep import check_seed
 from saltflat.symmetry.graph import symmetries
-from saltflat.symmetry.group import Array, Symmetries
-from saltflat.symmetry.running import inputs_of
+from saltflat.symmetry.group import Array, Symmetries, check_kind
+from saltflat.symmetry.running import Seen, inputs_of, tensors_in
 from saltflat.symmetry.same import apart, copied, widened
-
-KINDS = ("unit", "layer")
 
 
 def rescale(
@@ -41,24 +39,24 @@ def rescale(
     check_kind(kind)
     if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 <= spread < 100:
         raise OptionError(f"Got spread={spread!r}. Want a number from 0 to 100. Do: leave it out for 2.0.")
-    group = symmetries(model, example)
-    group = group.by_layer() if kind == "layer" else group
+    group = symmetries(model, example, kind)
     logs = group.sample(check_seed(seed), spread)
     if strict:
         check_same(model, group, logs, example)
     return rescaled(model, group, logs)
 
 
-def check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise OptionError(f"Got kind={kind!r}. Want 'unit' or 'layer'. Do: leave it out for 'unit'.")
-
-
 def rescaled(model: nn.Module, group: Symmetries, logs: Array) -> nn.Module:
     """A copy of a model with the factors of these sizes."""
-    new = copied(model)
     factors = group.logs(logs)
+    new = copied(model)
     values = dict([*new.named_parameters(), *new.named_buffers()])
+    for name, each in group.members.items():
+        if name not in values or values[name].shape != each.shape:
+            raise OptionError(
+                f"Got rescalings of {name!r} with the shape {tuple(each.shape)}, which the model does not have. Want "
+                "those of this model. Do: find them with symmetries(model, example)."
+            )
     with torch.no_grad():
         for name, each in group.members.items():
             if not np.any(factors[name]):
@@ -67,13 +65,18 @@ def rescaled(model: nn.Module, group: Symmetries, logs: Array) -> nn.Module:
     return new
 
 
-def check_same(model: nn.Module, group: Symmetries, logs: Array, example: Any) -> None:
+def check_same(model: nn.Module, group: Symmetries, logs: Array, example: Any, seen: Seen = tensors_in) -> None:
     """See that a rescaling leaves the outputs alone, in float64."""
     wide, inputs, tolerance = widened(model, inputs_of(example))
-    off = apart(wide, rescaled(wide, group, logs), inputs)
+    off = apart(wide, rescaled(wide, group, logs), inputs, seen)
+    if off != off:
+        raise ModelError(
+            "Got NaN or infinity in the outputs after a rescaling: its factors are too large for the model's numbers. "
+            "Want smaller ones. Do: lower spread."
+        )
     if not off <= tolerance:
         raise ModelError(
             f"Got outputs that differ by {off:.1e} after a rescaling that should have left them alone. Want a model "
             "whose forward pass does with every input what it does with the example. Do: look for values that leave "
-            "torch (numpy, lists) or depend on the batch; strict=False returns the model unchecked."
+            "torch (numpy, lists), depend on the batch or are remembered from one call to the next."
         )

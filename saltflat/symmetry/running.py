@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from saltflat.errors import ModelError, OptionError, SaltflatError, first_line
+from saltflat.network import logits
 
+# Which of a model's outputs are looked at.
+Seen = Callable[[Any], list[Tensor]]
 # How deep objects in objects are looked into for tensors.
 DEPTH = 8
 
@@ -20,7 +23,13 @@ def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
     args = tuple(example) if isinstance(example, tuple | list) else (example,)
-    if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(args)[0]):
+    tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
+    if tensors and not any(leaf.numel() for leaf in tensors):
+        raise OptionError(
+            f"Got an example without numbers, of shape {tuple(tensors[0].shape)}. Want at least one input. "
+            "Do: take the first examples of the data."
+        )
+    if not tensors:
         raise OptionError(
             f"Got an example of type {type(example).__name__} without a tensor. Want an input of the model: a tensor, "
             "a tuple of inputs or a dict of named ones. Do: for instance next(iter(loader))[0]."
@@ -28,13 +37,20 @@ def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {}
 
 
-def outputs_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """All tensors of real or complex numbers that a model gives."""
+def outputs_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None = None
+) -> list[Tensor]:
+    """All tensors of real or complex numbers that a model gives and that are looked at."""
     # Copies, because a model may write to its inputs.
     given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
     with users_errors(model):
         found = model(*given[0], **given[1])
-    return [each.detach() for each in tensors_in(found) if each.is_floating_point() or each.is_complex()]
+    return [each.detach() for each in (seen or tensors_in)(found) if each.is_floating_point() or each.is_complex()]
+
+
+def of_loss(found: Any) -> list[Tensor]:
+    """What a loss is taken of: not the caches and hidden states that some models give besides."""
+    return [logits(found)]
 
 
 def tensors_in(found: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from saltflat.errors import SaltflatError
+from saltflat.errors import ModelError, SaltflatError, first_line
 from saltflat.symmetry.entries import Entries
 from saltflat.symmetry.place import Place, place
 from saltflat.symmetry.scales import ANY, GROUND, Scales
@@ -142,6 +142,20 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        try:
+            self._follow(func, args, kwargs, out)
+        except SaltflatError:
+            raise
+        except Exception as error:
+            at = self.place()
+            raise ModelError(
+                f"Got the operation {func} ({at.line or at.module or 'in the model itself'}), which cannot be followed "
+                f"({first_line(error)}). Want a forward pass of ordinary tensor operations. "
+                "Do: leave this operation out of the model, or take the part of the model without it."
+            ) from error
+        return out
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         schema = func._schema
         full = schema.name.removeprefix("aten::")
         in_place = schema.is_mutable and full.endswith("_") and bool(args) and isinstance(args[0], Tensor)
@@ -156,12 +170,15 @@ class Watch(TorchDispatchMode):
         for tensor, marks in zip(tree_flatten(out)[0], self._found(call), strict=True):
             if isinstance(tensor, Tensor):
                 self._settle(tensor, marks, schema.is_mutable, is_view(name))
-        return out
 
     def _found(self, call: Call) -> list[Any]:
         """What is known of each result."""
         tensors = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, Tensor)]
         outs = tree_flatten(call.out)[0]
+        if torch.Tag.nondeterministic_seeded in getattr(call.func, "tags", ()) and call.name not in RULES:
+            # Random numbers are others the next time: like inputs, not like constants.
+            self.pin(call.name, [call.ids(tensor) for tensor in tensors], known=True)
+            return [call.ground(out) if isinstance(out, Tensor) else None for out in outs]
         # Of views of constants, what is written to one is written to all.
         if all(self.marks(tensor).fixed[0] for tensor in tensors) and not (tensors and is_view(call.name)):
             return [_by_value(out) for out in outs]
@@ -242,13 +259,23 @@ def _by_value(tensor: Tensor) -> Marks:
     """A constant; nothing makes zeros and infinities larger."""
     if not isinstance(tensor, Tensor):
         return Marks(torch.zeros(()), False, [True])
+    if _without_memory(tensor):
+        scale = ANY if tensor._is_zerotensor() else GROUND
+        return Marks(torch.full(tensor.shape, scale, dtype=torch.float64), False, [True])
     free = ((tensor == 0) | tensor.isinf()).cpu() if tensor.is_floating_point() else (tensor == 0).cpu()
     ids = torch.where(free, float(ANY), float(GROUND)).double()
     return Marks(_laid_out(ids, tensor), False, [True])
 
 
+def _without_memory(tensor: Tensor) -> bool:
+    """Sparse ones, and the zeros that forward-mode derivatives are made of."""
+    return tensor.layout is not torch.strided or tensor._is_zerotensor()
+
+
 def _laid_out(ids: Tensor, tensor: Tensor) -> Tensor:
     """A copy in the tensor's own memory order, since views will be taken of both."""
+    if _without_memory(tensor):
+        return ids.clone()
     return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
 
 

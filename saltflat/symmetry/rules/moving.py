@@ -55,7 +55,7 @@ def fills(call: Call) -> Any:
 
 @rule(
     """
-    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+    zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
     new_empty_strided
     """
 )

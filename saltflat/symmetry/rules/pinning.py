@@ -26,7 +26,7 @@ def pins(call: Call) -> Any:
     return [call.ground(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
 
 
-@rule("_local_scalar_dense equal is_nonzero nonzero masked_select _unique2 unique_dim _assert_async")
+@rule("_local_scalar_dense equal is_nonzero nonzero masked_select _unique2 unique_dim _assert_async allclose")
 def branches(call: Call) -> Any:
     """A number or a shape that depends on the input's values: the next line may do what it likes with it."""
     of_parameters = all(call.raw(arg) is not None or call.fixed(arg) for arg in call.args if isinstance(arg, Tensor))
@@ -38,5 +38,6 @@ def branches(call: Call) -> Any:
     raise ModelError(
         f"Got a forward pass that takes a value out of a tensor{where}. What it does next depends on the input, so one "
         "pass does not show what it does with others. Want a forward pass that does the same for every input. "
-        "Do: write the choice with torch.where, or take it out of forward."
+        "Do: write the choice with torch.where, take it out of forward, or look for settings and inputs with which the "
+        "model makes no such choice."
     )
