@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import pytest
 import torch
 from architectures import NETWORKS
 from chains import CHAINS
+from rich.console import Console
 from torch import Tensor, nn
 
 import saltflat
@@ -174,8 +176,7 @@ def test_a_network_without_rescalings_is_an_answer() -> None:
     assert found.holds
     assert all(not line.changes for line in found.values())
     assert found["hessian_trace"].reading.value > 0
-    assert "This network has no rescalings: " in str(found)
-    assert "gelu" in str(found)
+    assert "This network has no rescalings: held fixed by gelu in " in str(found)
     assert Audit.from_dict(found.to_dict()) == found
     found.plot()
 
@@ -206,8 +207,7 @@ def test_units_may_be_free_where_layers_are_not() -> None:
     assert set(found["hessian_trace"].changes) == {"unit"}
     shown = str(found)
     assert "no rescalings by layer" in shown
-    assert "Held fixed: " in shown
-    assert "tanh" in shown
+    assert "Held fixed by tanh at test_audit.py:" in shown
     found.plot()
 
 
@@ -350,7 +350,7 @@ def by_hand(name: str, old: float, new: list[float | None], claims: tuple[str, .
 
 def audit_by_hand(of: Audit, *lines: AuditLine) -> Audit:
     report = replace(of.report, readings={line.reading.name: line.reading for line in lines}, legend={})
-    return replace(of, report=report, lines={line.reading.name: line for line in lines})
+    return replace(of, report=report, lines={line.reading.name: line for line in lines}, draws=2)
 
 
 BOTH = ("layer_scale", "unit_scale")
@@ -384,9 +384,69 @@ def test_broken_claims_come_first_then_what_stays_then_what_moves_by_size(everyt
 
 def test_the_last_line_says_it_in_a_sentence(everything: Audit, of_mlp: Audit) -> None:
     shown = rendered(everything.__rich__(), 300).splitlines()
-    assert shown[-1] == "far moved by a factor of 1e12 while kept stayed within 1e-12."
+    assert shown[-1] == "far moved by a factor of 1e12 while kept stayed where it claims to, within 1e-12."
     assert shown[-2] == "false moved by a factor of 1.4, though it claims to stay."
-    assert str(of_mlp).splitlines()[-1].startswith("hessian_trace moved by a factor of ")
+    assert rendered(of_mlp.__rich__(), 300).splitlines()[-1].startswith("hessian_trace moved by a factor of ")
+
+
+def test_only_what_broke_a_claim_is_told_as_broken(of_mlp: Audit) -> None:
+    before = Reading("false", 1.0, notes=("Inputs 3 and 4 are constant.",))
+    changes = {
+        "layer": change_of(before, readings(3.0, 1.0), True, False),
+        "unit": change_of(before, readings(23.0, 1.0), False, False),
+    }
+    lines = [AuditLine(before, ("layer_scale",), False, changes), by_hand("near", 1.0, [2.0, 1.0])]
+    shown = str(audit_by_hand(of_mlp, *lines)).splitlines()
+    assert shown[-2:] == ["false moved by a factor of 3, though it claims to stay.", "near moved by a factor of 2."]
+    assert "Note on false: Inputs 3 and 4 are constant." in shown
+
+
+def test_what_stays_is_told_without_what_moves(of_mlp: Audit) -> None:
+    kept = [by_hand(name, 5.0, [5.0, 5.0], BOTH) for name in ("one", "two")]
+    assert str(audit_by_hand(of_mlp, *kept)).endswith(
+        "\nThe 2 measures that claim to stay stayed where they claim to, exactly."
+    )
+    within = replace(kept[1].changes["unit"], verdict=WITHIN)
+    partly = replace(kept[1], changes={**kept[1].changes, "unit": within})
+    assert str(audit_by_hand(of_mlp, kept[0], partly)).endswith("\none stayed where it claims to, exactly.")
+    assert "| 1 draw by layer (2 scales) |" in str(replace(of_mlp, draws=1))
+    assert "1 measure, 1 draw;" in repr(replace(audit_by_hand(of_mlp, kept[0]), draws=1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"), [(1e160, 1e-160, "1e320"), (1.0, 5e-324, "2e323"), (1e-200, 1e200, "1e400")]
+)
+def test_factors_beyond_all_numbers_are_told(of_mlp: Audit, old: float, new: float, told: str) -> None:
+    found = audit_by_hand(of_mlp, by_hand("far", old, [new, old]))
+    assert str(found).endswith(f"far moved by a factor of {told}.")
+    found.plot().draw_without_rendering()
+
+
+def test_what_moved_is_never_told_as_a_factor_of_1(of_mlp: Audit) -> None:
+    found = audit_by_hand(of_mlp, by_hand("near", 1.0, [0.97, 1.0003]), by_hand("nearer", 1.0, [1.0, 1.0000042]))
+    shown = rendered(found.__rich__(), 200)
+    assert "x 0.97 to 1.0003 " in shown
+    assert "x 1 to 1.000004 " in shown
+
+
+def test_80_columns_have_room_for_a_table_of_all_measures(of_mlp: Audit) -> None:
+    names = [*MEASURES, "parameterwise_normalized_sharpness2"]
+    lines = [by_hand(name, 5.0, [5.0 + 1e-12, 5.0], BOTH, exact=False) for name in names[:10]]
+    lines += [by_hand(name, 5.0, [6.0, 1.1e-5], BOTH) for name in names[10:12]]
+    lines += [by_hand(name, 5.0, [5.1, 1.1e5]) for name in names[12:]]
+    shown = rendered(audit_by_hand(of_mlp, *lines).__rich__(), 80)
+    assert "by layer" in shown.splitlines()[4]
+    assert "MOVES x 2.2e-6" in shown
+    assert "within 2e-13" in shown
+    assert "x 1.02 to 2.2e4" in shown
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 200])
+def test_broken_claims_are_red_at_every_width(everything: Audit, width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
+    with console.capture() as capture:
+        console.print(everything)
+    assert "\x1b[1;31mMOVES" in capture.get()
 
 
 @pytest.mark.parametrize("width", [30, 80, 100, 160, 300])
@@ -420,6 +480,7 @@ def test_an_audit_is_a_mapping_of_its_lines(of_mlp: Audit) -> None:
     assert "kappa" in of_mlp
     assert of_mlp.get("nothing") is None
     assert repr(of_mlp) == "<Audit of Sequential, 89 parameters: 3 measures, 3 draws; print() shows it>"
+    assert repr(of_mlp["kappa"]) == "<AuditLine of kappa: layer stays, as claimed; unit moves, as expected>"
     with pytest.raises(UnknownNameError, match="use 'kappa'"):
         of_mlp["kapa"]
 
@@ -453,10 +514,10 @@ def test_an_audit_that_cannot_be_written_leaves_the_old_one(
 def test_files_that_are_no_audit_are_refused(of_mlp: Audit, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     of_mlp.report.save(path)
-    with pytest.raises(ReportError, match="is not an audit"):
+    with pytest.raises(ReportError, match=r"is not an audit but a report.*Report.load"):
         Audit.load(path)
     of_mlp.save(path)
-    with pytest.raises(ReportError, match="is not a report"):
+    with pytest.raises(ReportError, match=r"is not a report but an audit.*Audit.load, or print it with saltflat show"):
         Report.load(path)
     path.write_text(path.read_text().replace("saltflat.audit/1", "saltflat.audit/2"))
     with pytest.raises(ReportError, match=r"'saltflat.audit/2'\. Want 'saltflat.audit/1'"):
@@ -486,6 +547,67 @@ def test_content_that_was_tampered_with_is_refused(of_mlp: Audit) -> None:
             Audit.from_dict({**good, **change})
 
 
+OBSTACLE = {"operation": "aten.gelu", "where": "2", "line": "", "known": True, "pinned": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (["draws"], 0, "draws is 0"),
+        (["draws"], 2, "3 values for 2 draws"),
+        (["scales"], {}, "the kinds of scales"),
+        (["scales"], {"layer": 2, "units": 11}, "the kinds of scales"),
+        (["scales", "unit"], -1, "scales is negative"),
+        (["scales", "unit"], 0, r"the changes are of the kinds \['layer', 'unit'\]"),
+        (["failed", "units"], {}, "failed"),
+        (["holds"], False, "holds is False, which the verdicts contradict"),
+        (["obstacles"], ["gelu"], "an obstacle"),
+        (["obstacles"], [{"operation": "aten.gelu"}], "an obstacle"),
+        (["obstacles"], [{**OBSTACLE, "known": 1}], "an obstacle"),
+        (["obstacles"], [{**OBSTACLE, "line": None}], "an obstacle"),
+        (["lines", "kappa", "claims"], ["everything"], "the claims are"),
+        (["lines", "kappa", "claims"], ["unit_scale"], "claimed is True, which the claims contradict"),
+        (["lines", "kappa", "logarithmic"], 0, "logarithmic"),
+        (["lines", "kappa", "changes"], {}, "the changes are of the kinds"),
+        (["lines", "kappa", "changes", "unit", "verdict"], "moves", "the verdict 'moves'"),
+        (["lines", "kappa", "changes", "unit", "verdict"], ["moves"], "the verdict"),
+        (["lines", "kappa", "changes", "unit", "verdict"], STAYS, "not of what is not claimed"),
+        (["lines", "kappa", "changes", "unit", "claimed"], 0, "neither true nor false"),
+        (["lines", "kappa", "changes", "unit", "converged"], "yes", "neither true nor false"),
+        (["lines", "kappa", "changes", "unit", "values"], [1.0], "1 values for 3 draws"),
+        (["lines", "kappa", "changes", "unit", "values"], [1.0, "2", None], "neither a number nor null"),
+        (["lines", "kappa", "changes", "unit", "values"], [1.0, True, None], "neither a number nor null"),
+        (["lines", "kappa", "changes", "unit", "values"], [10**400, 1, 2], "too large"),
+        (["lines", "kappa", "changes", "unit", "moved"], None, "no number"),
+        (["lines", "kappa", "changes", "unit", "smallest"], "1", "no number"),
+        (["lines", "kappa", "changes", "unit", "largest"], [1.0], "no number"),
+    ],
+)
+def test_what_an_audit_cannot_say_is_refused_when_it_is_read(
+    of_mlp: Audit, path: list[str], value: Any, told: str
+) -> None:
+    given: Any = deepcopy(of_mlp.to_dict())
+    part = given
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    with pytest.raises(ReportError, match=rf"cannot be understood \(.*{told}"):
+        Audit.from_dict(given)
+
+
+def test_lines_must_be_those_of_the_report(of_mlp: Audit) -> None:
+    given = of_mlp.to_dict()
+    lines = {name: line for name, line in given["lines"].items() if name != "kappa"}
+    with pytest.raises(ReportError, match="not those of the measures in the report"):
+        Audit.from_dict({**given, "lines": lines})
+
+
+def test_whole_numbers_in_a_file_are_numbers(everything: Audit) -> None:
+    given: Any = everything.to_dict()
+    given["lines"]["near"]["changes"]["unit"]["smallest"] = 2
+    assert Audit.from_dict(given)["near"].changes["unit"].smallest == 2.0
+
+
 def dots(figure: Any, row: int) -> list[float]:
     """The places of the dots in a row, in powers of ten."""
     (axis,) = figure.axes
@@ -495,7 +617,7 @@ def dots(figure: Any, row: int) -> list[float]:
 
 def test_the_picture_has_a_dot_for_every_draw_at_its_ratio(of_mlp: Audit) -> None:
     figure = of_mlp.plot()
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     for row, name in enumerate(ordered(of_mlp)):
         line = of_mlp[name]
         wanted = [math.log10(float(v or NAN) / line.reading.value) for kind in line.values.values() for v in kind]
@@ -518,6 +640,23 @@ def test_what_no_ratio_tells_is_drawn_without_a_warning(everything: Audit, tmp_p
     said = [text.get_text().strip() for text in figure.axes[0].texts]
     assert "not defined" in said
     assert "4 draws undefined or of another sign" in said
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_pictures_of_few_measures_show_all_their_words(of_mlp: Audit, count: int) -> None:
+    found = audit_by_hand(of_mlp, *(by_hand(f"near_{row}", 1.0, [1.2, 0.9], BOTH) for row in range(count)))
+    figure = found.plot()
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0.5", "1", "2"]
+    headers = [text for text in axis.texts if text.get_text() in ("layer", "unit", "claims")]
+    words = [*headers, *figure.legends[0].get_texts(), *axis.get_yticklabels()]
+    assert len(headers) == 3
+    page, title = figure.bbox, figure._suptitle.get_window_extent()
+    for word in words:
+        place = word.get_window_extent()
+        assert page.x0 <= place.x0 < place.x1 <= page.x1
+        assert page.y0 <= place.y0 < place.y1 <= title.y0
 
 
 def test_pictures_do_not_touch_pyplot(of_mlp: Audit) -> None:

@@ -104,6 +104,17 @@ def test_show_prints_an_audit_again(found: Audit, tmp_path: Path, monkeypatch: p
     assert result.stdout == f"{found}\n"
 
 
+def test_compare_says_that_a_file_is_an_audit(found: Audit, tmp_path: Path) -> None:
+    path = found.save(tmp_path / "audit.json")
+    refused(run("compare", path, path), "not a report but an audit", "saltflat show")
+
+
+def test_what_is_missing_is_asked_for_as_an_option() -> None:
+    for words in (["audit", *MLP, "--draws", 1], ["measure", *MLP]):
+        assert "pass --initial" in run(*words).stdout
+        assert "pass --initial" in run(*words, "--measures", "distance_from_init").stdout
+
+
 def test_show_names_what_is_wrong_with_an_audit(tmp_path: Path) -> None:
     (tmp_path / "audit.json").write_text('{"schema": "saltflat.audit/1"}')
     refused(run("show", tmp_path / "audit.json"), "an audit that cannot be understood")

@@ -15,6 +15,7 @@ from saltflat.cli.outputs import check_outputs, keep
 from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import show_on_screen
 from saltflat.cli.source import Source, weights_before
+from saltflat.cli.wording import report_worded
 
 
 @app.command()
@@ -81,7 +82,7 @@ def measure(
                 initial=before,
                 certificate=certificate,
             )
-    report = dataclasses.replace(report, notes=(*report.notes, *notes, source.told()))
+    report = dataclasses.replace(report_worded(report), notes=(*report.notes, *notes, source.told()))
     if not quiet:
         show_on_screen(report)
     keep(report, out, plot, quiet)

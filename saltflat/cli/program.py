@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 import saltflat
 from saltflat.cli.screen import say
+from saltflat.cli.wording import as_options
 from saltflat.errors import SaltflatError
 
 
@@ -24,7 +25,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except SaltflatError as error:
-            say(" ".join(str(error).split()), "red")
+            say(as_options(" ".join(str(error).split())), "red")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as stop:
             say("Interrupted.", "red")

@@ -14,10 +14,11 @@ from saltflat.cli.outputs import check_outputs, draw, keep
 from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import show_on_screen
 from saltflat.cli.source import Source, weights_before
+from saltflat.cli.wording import audit_worded
 from saltflat.symmetry import audit as auditing
 from saltflat.symmetry import graph
 from saltflat.symmetry.example import example_of
-from saltflat.symmetry.rescale import check_kind
+from saltflat.symmetry.group import check_kind
 
 
 # Given as texts: from docstrings, the lines of all paragraphs but the first would stay broken where they are here.
@@ -100,7 +101,7 @@ def audit(
                 diagonal=diagonal,
                 initial=before,
             )
-    found = dataclasses.replace(found, notes=(*found.notes, *notes, source.told()))
+    found = dataclasses.replace(audit_worded(found), notes=(*found.notes, *notes, source.told()))
     if not quiet:
         show_on_screen(found)
     keep(found, out, plot, quiet)

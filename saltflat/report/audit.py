@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from saltflat.errors import ReportError
+from saltflat.report.audit_check import check_audit
 from saltflat.report.audit_plot import figure_of
 from saltflat.report.audit_table import Audited, page_of
-from saltflat.report.change import BROKEN, Change, step_between
+from saltflat.report.change import BROKEN, Change, decades_between
+from saltflat.report.change_text import many
 from saltflat.report.file import AUDIT, check_schema, read, write
 from saltflat.report.plain import coded, coded_key, decoded, plain
 from saltflat.report.reading import Reading
@@ -20,7 +21,7 @@ from saltflat.report.report import Report, absent
 from saltflat.report.table import rendered
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AuditLine:
     """One measure under all draws.
 
@@ -50,14 +51,15 @@ class AuditLine:
 
         Logarithmic measures count the powers of what they are the logarithm of.
         """
-        steps = [
-            step_between(self.reading.value, value, self.logarithmic)
+        return [
+            decades_between(self.reading.value, value, self.logarithmic)
             for value in self.changes[kind].values
             if value is not None
         ]
-        if self.logarithmic:
-            return [step / math.log(10) for step in steps]
-        return [math.nan if step < 0 else math.log10(step) if step else -math.inf for step in steps]
+
+    def __repr__(self) -> str:
+        told = "; ".join(f"{kind} {verdict}" for kind, verdict in self.verdicts.items())
+        return f"<AuditLine of {self.reading.name}: {told or 'no draws'}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,7 +147,8 @@ class Audit(Mapping[str, AuditLine]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"<Audit of {self.report.model}: {len(self)} measures, {self.draws} draws; print() shows it>"
+        size = f"{many(len(self), 'measure')}, {many(self.draws, 'draw')}"
+        return f"<Audit of {self.report.model}: {size}; print() shows it>"
 
     def __str__(self) -> str:
         return rendered(Audited(self))
@@ -179,10 +182,13 @@ class Audit(Mapping[str, AuditLine]):
             parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "holds", *OWN_FORM)}
             lines = {name.removeprefix("$"): line for name, line in given["lines"].items()}
             audit = cls(report, {name: _line_from(line, report[name]) for name, line in lines.items()}, **parts)
+            if given["holds"] is not audit.holds:
+                raise ValueError(f"holds is {given['holds']!r}, which the verdicts contradict")
             # Reading is lenient: what does not come out again as it went in was not written by us.
             if audit.to_dict() != given:
                 raise TypeError("a field has a value of another kind")
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
+            check_audit(audit)
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
             why = problem.__cause__ if isinstance(problem, ReportError) and problem.__cause__ else problem
             raise ReportError(
                 f"Got {source}, an audit that cannot be understood ({type(why).__name__}: {why}). "
@@ -211,7 +217,15 @@ def _line_to_dict(line: AuditLine) -> dict[str, Any]:
 
 def _line_from(given: Mapping[str, Any], reading: Reading) -> AuditLine:
     found = decoded(given)
-    changes = {
-        kind: Change(**{**change, "values": tuple(change["values"])}) for kind, change in found.pop("changes").items()
-    }
+    changes = {kind: _change_from(change) for kind, change in found.pop("changes").items()}
     return AuditLine(reading, tuple(found.pop("claims")), changes=changes, **found)
+
+
+def _change_from(given: Mapping[str, Any]) -> Change:
+    # Other programs write 5.0 as 5.
+    numbers = {key: _as_float(given[key]) for key in ("smallest", "largest", "moved")}
+    return Change(**{**given, **numbers, "values": tuple(map(_as_float, given["values"]))})
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if type(value) is int else value

@@ -20,6 +20,8 @@ SHAPES = {"layer": "o", "unit": "D"}
 WRONG, BAND, FAINT = "#b00020", "#eef3f1", "#8a8a8a"
 LONGEST_NAME = 44
 ROW = 0.25  # inches
+LEAST_ROWS = 4  # so that titles and legends have room
+FEW_DECADES = 3.0  # up to here, ticks are plain numbers
 LEAST_DECADES = 0.5  # from the line at 1 to the edges of the axis
 
 
@@ -28,7 +30,7 @@ def figure_of(audit: Audit) -> Any:
     figures = package("matplotlib.figure", "plot()")
     names = ordered(audit)
     kinds = list(dict.fromkeys(kind for line in audit.values() for kind in line.changes))
-    figure = figures.Figure(figsize=(9.5, ROW * max(len(names), 2) + 1.9), layout="constrained")
+    figure = figures.Figure(figsize=(9.5, ROW * max(len(names), LEAST_ROWS) + 1.9), layout="constrained")
     many = "rescaling" + "s" * (audit.draws != 1)
     title = f"{audit.report.model}: {audit.draws} {many} of each kind, the same function"
     if not kinds:
@@ -102,8 +104,12 @@ def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edge
     axis.axvline(0, color="black", linewidth=0.8, zorder=2)
     axis.set_xlim(*edges)
     axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.xaxis.set_major_locator(tickers.MaxNLocator(9, integer=True))
-    axis.xaxis.set_major_formatter(tickers.FuncFormatter(_power))
+    if edges[1] - edges[0] > FEW_DECADES:
+        axis.xaxis.set_major_locator(tickers.MaxNLocator(9, integer=True))
+        axis.xaxis.set_major_formatter(tickers.FuncFormatter(_power))
+    else:
+        plain = _plain_ticks(edges)
+        axis.set_xticks([math.log10(each) for each in plain], [f"{each:g}" for each in plain])
     axis.set_xlabel("value after the rescaling / value before", fontsize=9)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=1)
     axis.set_axisbelow(True)
@@ -122,6 +128,18 @@ def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edge
             label.set_fontweight("bold")
 
 
+def _plain_ticks(edges: tuple[float, float]) -> list[float]:
+    """1, 2, 5, 10 and so on, in both directions, as far as the axis goes.
+
+    Example:
+        >>> _plain_ticks((-0.5, 0.5))
+        [0.5, 1.0, 2.0]
+    """
+    decades = range(math.floor(edges[0]), math.ceil(edges[1]) + 1)
+    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
+    return [tick for tick in ticks if edges[0] <= math.log10(tick) <= edges[1]]
+
+
 def _power(decade: float, _: int) -> str:
     return "1" if decade == 0 else f"$10^{{{decade:g}}}$"
 
@@ -131,7 +149,7 @@ def _draw_claims(axis: Any, lines: Sequence[AuditLine], kinds: Sequence[str]) ->
     across = axis.get_yaxis_transform()  # a part of the axis' width, and a row
     for index, kind in enumerate(kinds):
         place = 1.035 + 0.055 * index
-        axis.text(place, -0.75, kind, transform=across, fontsize=7.5, ha="center", va="bottom", color=COLOURS.get(kind))
+        _draw_header(axis, kind, place, 3, COLOURS.get(kind, "black"))
         for row, line in enumerate(lines):
             change = line.changes.get(kind)
             if change is None or not change.claimed:
@@ -147,8 +165,22 @@ def _draw_claims(axis: Any, lines: Sequence[AuditLine], kinds: Sequence[str]) ->
                 markersize=7 if broken else 5,
                 clip_on=False,
             )
-    axis.text(
-        1.035 + 0.0275 * (len(kinds) - 1), -1.55, "claims", transform=across, fontsize=7.5, ha="center", va="bottom"
+    _draw_header(axis, "claims", 1.035 + 0.0275 * (len(kinds) - 1), 13, "black")
+
+
+def _draw_header(axis: Any, text: str, place: float, above: float, colour: str) -> None:
+    """Some points above the axis, however many rows there are."""
+    axis.annotate(
+        text,
+        (place, 1),
+        xycoords="axes fraction",
+        xytext=(0, above),
+        textcoords="offset points",
+        fontsize=7.5,
+        ha="center",
+        va="bottom",
+        color=colour,
+        annotation_clip=False,
     )
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from saltflat.report.audit_view import KINDS, below, change_told, facts, marks, ordered
+from saltflat.report.audit_view import KINDS, below, facts, marks, ordered
 from saltflat.report.change import BROKEN, MOVES, STAYS, WITHIN
+from saltflat.report.change_text import change_told
 from saltflat.report.page import framed, paragraph
 from saltflat.report.page import table as html_table
 from saltflat.report.table import add_numbers, fits, ruled
@@ -38,7 +39,7 @@ class Audited:
             yield Text(EMPTY)
         else:
             fitting = [table for table in _tables(audit) if fits(table, console, options)]
-            yield fitting[0] if fitting else Text("\n".join(_lines(audit)))
+            yield fitting[0] if fitting else Text("\n").join(_lines(audit))
         yield Text("")
         for line in below(audit):
             yield Text(line)
@@ -68,19 +69,30 @@ def _kinds(audit: Audit) -> list[str]:
 
 def _tables(audit: Audit) -> Iterator[Table]:
     """The widest first."""
-    for words, values in ((True, True), (False, True), (False, False)):
-        yield _table(audit, words, values)
+    yield _table(audit, words=True, values=True)
+    yield _table(audit, claims=True, values=True)
+    yield _table(audit, claims=True)
+    yield _table(audit, brief=True, values=True)
+    yield _table(audit, brief=True)
 
 
-def _table(audit: Audit, words: bool, values: bool) -> Table:
-    """A line per measure, with verdicts in words or with what is claimed."""
+def _table(audit: Audit, words: bool = False, claims: bool = False, values: bool = False, brief: bool = False) -> Table:
+    """A line per measure.
+
+    Args:
+        audit: what is shown.
+        words: verdicts in words.
+        claims: which kinds of rescaling a measure claims not to notice.
+        values: of the network as it is.
+        brief: changes in as few letters as can be.
+    """
     signed = any(marks(line) for line in audit.values())
     table = ruled("measure")
     if signed:
         table.add_column("", overflow="fold")
     if values:
         add_numbers(table, "value")
-    if not words:
+    if claims:
         table.add_column("claims", overflow="fold")
     for kind in _kinds(audit):
         add_numbers(table, KINDS.get(kind, kind))
@@ -89,8 +101,8 @@ def _table(audit: Audit, words: bool, values: bool) -> Table:
     for name in ordered(audit):
         line = audit[name]
         head = [name, *([marks(line)] * signed), *([number(line.reading.value)] * values)]
-        head += [] if words else [", ".join(kind for kind, change in line.changes.items() if change.claimed)]
-        cells = _cells(audit, name) if words else (_brief(line, kind) for kind in _kinds(audit))
+        head += [", ".join(kind for kind, change in line.changes.items() if change.claimed)] * claims
+        cells = _cells(audit, name) if words else (_joined(line, kind, brief) for kind in _kinds(audit))
         table.add_row(*(Text(printable(cell)) for cell in head), *cells)
     return table
 
@@ -103,18 +115,25 @@ def _cells(audit: Audit, name: str) -> Iterator[Text]:
         yield Text(change.verdict, style=STYLES.get(change.verdict, ""))
 
 
-def _brief(line: AuditLine, kind: str) -> Text:
+def _joined(line: AuditLine, kind: str, brief: bool) -> Text:
     change = line.changes[kind]
-    told = change_told(change, line.logarithmic) or change.verdict
-    word = {BROKEN: "MOVES ", WITHIN: "within errors "}.get(change.verdict, "stays " if change.stays else "")
+    # Of what moved without a claim both ends are told, since there is room for them.
+    short = brief and (change.claimed or change.stays)
+    told = change_told(change, line.logarithmic, short) or change.verdict
+    stays = "stays " if change.stays and not (brief and change.moved) else ""
+    word = {BROKEN: "MOVES ", WITHIN: "within errors "}.get(change.verdict, stays)
     return Text(word + told, style=STYLES.get(change.verdict, ""))
 
 
-def _lines(audit: Audit) -> Iterator[str]:
+def _lines(audit: Audit) -> Iterator[Text]:
     """For terminals that no table fits into."""
     for name in ordered(audit):
         line = audit[name]
-        yield printable(f"{name} {marks(line)}".strip() + f": {number(line.reading.value)}")
+        yield Text(printable(f"{name} {marks(line)}".strip() + f": {number(line.reading.value)}"))
         for kind, change in line.changes.items():
             told = change_told(change, line.logarithmic)
-            yield f"  {KINDS.get(kind, kind)}: {change.verdict}" + (f" ({told})" if told else "")
+            yield Text.assemble(
+                f"  {KINDS.get(kind, kind)}: ",
+                (change.verdict, STYLES.get(change.verdict, "")),
+                f" ({told})" if told else "",
+            )

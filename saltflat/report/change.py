@@ -15,6 +15,8 @@ UNCLAIMED = "stays, though not claimed"
 WITHIN = "moves, within its errors"
 UNDEFINED = "not defined"
 UNMEASURED = "no draw was measured"
+# What can be said of a measure that claims to stay, and of one that does not.
+VERDICTS = {True: (STAYS, BROKEN, WITHIN, UNDEFINED, UNMEASURED), False: (MOVES, UNCLAIMED, UNDEFINED, UNMEASURED)}
 
 # The largest part of itself by which a number may move and still be called the same.
 TOLERANCE = 1e-6
@@ -101,6 +103,24 @@ def step_between(old: float, new: float, logarithmic: bool) -> float:
     if old == new:
         return 1.0
     return new / old if old else math.copysign(math.inf, new)
+
+
+def decades_between(old: float, new: float, logarithmic: bool) -> float:
+    """By how many powers of ten a measure was multiplied; nan where no ratio tells, infinite from or to 0.
+
+    Logarithmic measures count the powers of what they are the logarithm of.
+
+    Example:
+        >>> decades_between(2.0, 200.0, logarithmic=False), decades_between(1e200, 1e-200, logarithmic=False)
+        (2.0, -400.0)
+    """
+    step = step_between(old, new, logarithmic)
+    if logarithmic:
+        return step / math.log(10)
+    if math.isfinite(old) and math.isfinite(new) and old * math.copysign(1.0, new) > 0 and new:
+        # Ratios of numbers that differ by more than the largest number are themselves none.
+        return math.log10(step) if 1e-300 < step < 1e300 else math.log10(abs(new)) - math.log10(abs(old))
+    return math.nan if math.isnan(step) or step < 0 else math.log10(step) if step else -math.inf
 
 
 def _size(old: float, new: float, logarithmic: bool) -> float:

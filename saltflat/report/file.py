@@ -25,6 +25,10 @@ class Form:
     writer: str
 
     @property
+    def reader(self) -> str:
+        return self.writer.replace("save", "load")
+
+    @property
     def family(self) -> str:
         """The schema without its version."""
         return self.schema.partition("/")[0]
@@ -115,6 +119,12 @@ def check_schema(content: Any, source: str, form: Form = REPORT) -> None:
         raise ReportError(
             f"Got {source} with the schema {schema!r}. Want {form.schema!r}. "
             "Do: read it with the saltflat that wrote it."
+        )
+    other = next((each for each in (REPORT, AUDIT) if schema == each.schema), None)
+    if other is not None:
+        raise ReportError(
+            f"Got {source}, which is not {form.what} but {other.what}. Want {form.what}, written by {form.writer}. "
+            f"Do: read it with {other.reader}, or print it with saltflat show."
         )
     raise ReportError(
         f"Got {source}, which is not {form.what}. Want the schema {form.schema!r}. Do: check which file it is."
