@@ -214,7 +214,7 @@ def _named(model: nn.Module, layers: Sequence[str], parameters: Mapping[str, Ten
     modules = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
     found: dict[str, None] = {}
     for layer in layers:
-        inside = [every[name] for name in every if name == layer or name.startswith(f"{layer}.")]
+        inside = [every[layer]] if layer in every else [every[name] for name in every if name.startswith(f"{layer}.")]
         if not inside:
             if layer in modules:
                 raise ParameterError(

@@ -121,20 +121,69 @@ def first_of(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.int64
     return places[places >= 0]
 
 
+def telling(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Arrays of one shape, side by side, in as many places as tell a sum of them everywhere.
+
+    A weight has a head for every row and a tail for every column. What is a sum of something of the row and something
+    of the column is known from the first row and the first column.
+
+    Example:
+        >>> rows, columns = np.array([[2, 2, 2], [3, 3, 3]]), np.array([[4, 5, 6], [4, 5, 6]])
+        >>> telling(rows, columns).tolist()
+        [[2, 4], [3, 4], [2, 4], [2, 5], [2, 6]]
+    """
+    if not sides[0].size:
+        return np.empty((0, len(sides)), dtype=np.int64)
+    parts: list[set[int]] = []
+    for side in sides:
+        axes = {axis for axis, size in enumerate(narrowed(side).shape) if size > 1}
+        # Those that vary along the same axis are one part of the sum.
+        together = axes.union(*(part for part in parts if part & axes))
+        parts = [*(part for part in parts if not part & axes), together]
+    found = []
+    for part in parts:
+        line = tuple(slice(None) if axis in part else slice(1) for axis in range(sides[0].ndim))
+        found.append(np.stack([side[line].reshape(-1) for side in sides], 1))
+    return np.concatenate(found)
+
+
+def narrowed(side: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The array without what only repeats itself along an axis.
+
+    Example:
+        >>> narrowed(np.array([[2, 2, 2], [3, 3, 3]])).tolist()
+        [[2], [3]]
+    """
+    for axis in reversed(range(side.ndim if side.size else 0)):
+        # Where entries differ, the first line most often shows it.
+        line = side[tuple(slice(None) if each == axis else 0 for each in range(side.ndim))]
+        if len(line) > 1 and not bool((line != line[0]).any()):
+            first = side.take([0], axis)
+            side = side if bool((side != first).any()) else first
+    return side
+
+
 def _counted(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """The numbers in their order, from 0 on without gaps, and how many there are. Faster than sorting."""
-    there = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=bool)
+    """The numbers in their order, from 0 on without gaps, and how many there are."""
+    kinds, places = _different(numbers)
+    return places, len(kinds)
+
+
+def _different(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers that occur, in order, and for each where it stands among them. For many, faster than sorting."""
+    highest = int(numbers.max(initial=-1))
+    if highest > 4 * numbers.size:
+        kinds, places = np.unique(numbers, return_inverse=True)
+        return kinds, places.reshape(numbers.shape)
+    there = np.zeros(highest + 1, dtype=bool)
     there[numbers] = True
-    return (np.cumsum(there) - 1)[numbers], int(there.sum())
+    return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
 def _tried(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """The forms at some values of the free variables that no coincidence makes equal."""
-    there = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=bool)
-    there[numbers] = True
-    values = np.zeros(len(there))
-    for number in np.flatnonzero(there).tolist():
-        form = system.resolved(forms[number])
-        values[number] = sum(float(c) * math.sin(1.0 + v * math.e) for v, c in form.items())
-    found: NDArray[np.float64] = values[numbers]
+    kinds, places = _different(numbers)
+    resolved = [system.resolved(forms[number]) for number in kinds.tolist()]
+    values = np.array([sum(float(c) * math.sin(1.0 + v * math.e) for v, c in form.items()) for form in resolved], float)
+    found: NDArray[np.float64] = values[places]
     return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from saltflat.symmetry.elimination import vanish_all
+from saltflat.symmetry.elimination import telling, vanish_all
 from saltflat.symmetry.scales import ANY, GROUND, SHIFT, Scales
 
 
@@ -42,6 +42,8 @@ class Entries:
         """These entries lead from units of the scales ``tail`` to units of the scales ``head``."""
         tails = tail if isinstance(tail, Tensor) else torch.full((), tail, dtype=torch.float64)
         shape = torch.broadcast_shapes(numbers.shape, head.shape, tails.shape)
+        if shape == numbers.shape and self._claim_all(numbers, head.long(), tails.long().clamp_min(GROUND)):
+            return
         N, H, T = (part.expand(shape).reshape(-1).long() for part in (numbers, head, tails))
         real = (N > 0) & (H != ANY)
         N, H, T = N[real], H[real], T[real].clamp_min(GROUND)
@@ -53,11 +55,49 @@ class Entries:
             quads = torch.stack([self.head[N], self.tail[N], H, T], 1)
             vanish_all(self.scales.system, self.scales.forms, quads.numpy())
 
+    def _claim_all(self, numbers: Tensor, head: Tensor, tail: Tensor) -> bool:
+        """The same where these are all entries of a parameter, once each, and nothing or something has used them all.
+
+        A large weight is nearly always claimed like this, and then few arrays of its size are needed.
+        """
+        views = self._views(numbers)
+        if views is None or bool((head == ANY).any()):
+            return False
+        old_head, old_tail = views
+        used = old_head != ANY
+        if bool(used.all()):
+            heads, tails = head.expand(numbers.shape), tail.expand(numbers.shape)
+            quads = telling(*(each.numpy() for each in (old_head, old_tail, heads, tails)))
+            vanish_all(self.scales.system, self.scales.forms, quads)
+            return True
+        if bool(used.any()):
+            return False
+        old_head.copy_(head.expand(numbers.shape))
+        old_tail.copy_(tail.expand(numbers.shape))
+        return True
+
+    def _views(self, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Heads and tails in the places of these numbers, if they are consecutive but for the order of axes."""
+        if not numbers.numel():
+            return None
+        axes = range(numbers.dim())
+        first = int(numbers[(0,) * numbers.dim()])
+        ends = [int(numbers.select(axis, -1)[(0,) * (numbers.dim() - 1)]) for axis in axes]
+        order = sorted(axes, key=lambda axis: -ends[axis])
+        back = sorted(axes, key=lambda axis: order[axis])
+        span = slice(first, first + numbers.numel())
+
+        def laid(each: Tensor) -> Tensor:
+            return each.reshape([numbers.shape[axis] for axis in order]).permute(back)
+
+        if first < 1 or not torch.equal(numbers, laid(torch.arange(span.start, span.stop, dtype=numbers.dtype))):
+            return None
+        return laid(self.head[span]), laid(self.tail[span])
+
     def read(self, numbers: Tensor) -> Tensor:
         """The scales of these entries as numbers like others; an entry that nothing has used gets a variable."""
         N = numbers.long()
-        different = N.unique()
-        different = different[(different > 0) & (self.head[different] == ANY)]
+        different = N[(N > 0) & (self.head[N] == ANY)].unique()
         self.head[different] = self.scales.fresh(len(different)).long()
         self.tail[different] = GROUND
         pairs = self.head[N] * SHIFT + self.tail[N]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from scipy.sparse import csr_array
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from saltflat.errors import ModelError
 from saltflat.loan import loan
 from saltflat.network import Network
 from saltflat.symmetry import rules as rules
+from saltflat.symmetry.elimination import narrowed
 from saltflat.symmetry.group import Member, Symmetries, check_kind, matrix_of
 from saltflat.symmetry.running import Seen, inputs_of, of_loss, tensors_in, users_errors
 from saltflat.symmetry.scales import ANY, GROUND
@@ -110,22 +112,31 @@ def _statistics(network: Network) -> dict[str, str]:
 
 def _gathered(watch: Watch, members: Mapping[str, Tensor], statistics: Mapping[str, str]) -> Symmetries:
     scales, entries = watch.scales, watch.entries
-    head, tail = (each.clamp_min(GROUND) for each in (entries.head, entries.tail))
+    sides = {}
+    there = np.zeros(max(scales.forms) + 1, dtype=bool)
+    there[[ANY, GROUND]] = True
+    for name, value in members.items():
+        span = slice(entries.first[name], entries.first[name] + value.numel())
+        sides[name] = [side[span].reshape(value.shape).numpy() for side in (entries.head, entries.tail)]
+        for side in sides[name]:
+            there[narrowed(side)] = True
+    resolved = [scales.system.resolved(scales.forms[number]) for number in np.flatnonzero(there).tolist()]
+    row = np.cumsum(there) - 1
     # What nothing has used has no place: it is not moved.
-    tail[entries.head == ANY] = GROUND
-    used, places = torch.cat([torch.tensor([ANY, GROUND]), head, tail]).unique(return_inverse=True)
-    new_head, new_tail = places[2 : 2 + len(head)].numpy(), places[2 + len(head) :].numpy()
-    resolved = [scales.system.resolved(scales.forms[number]) for number in used.tolist()]
+    row[ANY] = GROUND
     free = sorted({variable for form in resolved for variable in form})
     found = {}
     for name, value in members.items():
         first, kind = entries.first[name], statistics.get(name, "parameter")
-        span = slice(first, first + value.numel())
+        head, tail = sides[name]
+        for side in (head, tail):
+            # In place: nothing asks for the old numbers any more, and for a large model new memory is most of the time.
+            side[...] = row[narrowed(side)]
         found[name] = Member(
             name,
             value.shape,
-            new_head[span].reshape(value.shape),
-            new_tail[span].reshape(value.shape),
+            head,
+            tail,
             kind,
             watch.epsilons.get(first, 0.0) if kind == "variance" else 0.0,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saltflat.errors import OptionError
 from saltflat.report.table import rendered
-from saltflat.symmetry.elimination import Elimination, Form, first_of, vanish_all
+from saltflat.symmetry.elimination import Elimination, Form, first_of, telling, vanish_all
 from saltflat.symmetry.picture import figure_of
 from saltflat.symmetry.scales import GROUND
 from saltflat.symmetry.table import Tabled, page_of
@@ -46,6 +46,11 @@ class Member:
     tail: Numbers
     kind: str = "parameter"
     eps: float = 0.0
+
+    def pairs(self) -> Numbers:
+        """The heads and tails between which its entries lie: each pair once, and only those that say something new."""
+        found = telling(self.head, self.tail)
+        return found[first_of(found[:, 0], found[:, 1])]
 
     def scaled(self, value: Tensor, logs: Array) -> Tensor:
         """The tensor with these logarithms of factors, multiplied in float64 and rounded once."""
@@ -108,13 +113,13 @@ class Symmetries:
     def by_layer(self) -> Symmetries:
         """Those rescalings that multiply each parameter by one number."""
         # Every entry has the factor of the first.
-        pairs = [_pairs(each) for each in self.members.values() if each.kind == "parameter" and each.head.size]
+        pairs = [each.pairs() for each in self.members.values() if each.kind == "parameter" and each.head.size]
         equal = [np.concatenate([of, np.broadcast_to(of[:1], of.shape)], 1) for of in pairs]
         return replace(self, forms=self._where(equal), kind="layer")
 
     def fixing(self, names: Iterable[str]) -> Symmetries:
         """Those rescalings that leave these parameters alone."""
-        pairs = [_pairs(self.members[name]) for name in names]
+        pairs = [self.members[name].pairs() for name in names]
         return replace(self, forms=self._where([np.pad(of, ((0, 0), (0, 2)), constant_values=GROUND) for of in pairs]))
 
     def _where(self, equations: list[Numbers]) -> csr_array:
@@ -146,13 +151,6 @@ class Symmetries:
 def check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise OptionError(f"Got kind={kind!r}. Want 'unit' or 'layer'. Do: leave it out for 'unit'.")
-
-
-def _pairs(member: Member) -> Numbers:
-    """The heads and tails of its entries, each pair once."""
-    head, tail = member.head.reshape(-1), member.tail.reshape(-1)
-    first = first_of(head, tail)
-    return np.stack([head[first], tail[first]], 1)
 
 
 def matrix_of(forms: list[Form], variables: list[int]) -> csr_array:

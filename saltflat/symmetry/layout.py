@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from saltflat.report.text import printable
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 150
 LONGEST_NAME = 30
+
+Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ def rows_of(found: Summary) -> list[Row]:
     """Layers in the order of the model, operations that hold scales in place near where they are."""
     places: dict[int, list[Obstacle]] = {}
     names = [layer.name for layer in found.layers]
+    order = _Order(names)
     for obstacle in found.obstacles:
-        places.setdefault(_place(obstacle, names), []).append(obstacle)
+        places.setdefault(order.place(obstacle), []).append(obstacle)
     rows: list[Row] = []
     still: list[str] = []
 
@@ -79,23 +84,40 @@ def rows_of(found: Summary) -> list[Row]:
     return rows
 
 
-def _place(obstacle: Obstacle, names: Sequence[str]) -> int:
-    """Before which layer to name it. Of modules without parameters, only their place among numbered ones is known."""
-    path = obstacle.where.split(".") if obstacle.where else []
-    if obstacle.where in names and "norm" in obstacle.operation:
-        return names.index(obstacle.where)
-    inside = [number for number, name in enumerate(names) if name.split(".")[: len(path)] == path]
-    if inside:
-        return inside[-1] + 1
-    before = -1
-    for number, name in enumerate(names):
-        for mine, other in zip(path, name.split("."), strict=False):
-            if mine != other:
-                if mine.isdigit() and other.isdigit() and int(other) > int(mine):
-                    return number
-                break
-            before = number
-    return before + 1 if before >= 0 else len(names)
+class _Order:
+    """Where operations belong among layers. All names are looked at once, as there may be many of both."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.where = {name: number for number, name in enumerate(names)}
+        self.last: dict[Path, int] = {}  # by how names begin
+        numbered: dict[Path, dict[int, int]] = {}
+        for number, name in enumerate(names):
+            path = tuple(name.split("."))
+            for deep, part in enumerate(path):
+                self.last[path[:deep]] = number
+                if part.isdigit():
+                    numbered.setdefault(path[:deep], {}).setdefault(int(part), number)
+            self.last[path] = number
+        # By how names begin, what numbers come next; and for each the first place of it or a higher one.
+        self.next: dict[Path, tuple[list[int], list[int]]] = {}
+        for begin, firsts in numbered.items():
+            parts = sorted(firsts)
+            lowest = list(accumulate((firsts[part] for part in reversed(parts)), min))
+            self.next[begin] = parts, lowest[::-1]
+
+    def place(self, obstacle: Obstacle) -> int:
+        """Before which layer to name it. Of modules without parameters, only that among numbered ones is known."""
+        path = tuple(obstacle.where.split(".")) if obstacle.where else ()
+        if obstacle.where in self.where and "norm" in obstacle.operation:
+            return self.where[obstacle.where]
+        if path in self.last:
+            return self.last[path] + 1
+        higher = []
+        for deep, part in enumerate(path):
+            if part.isdigit() and path[:deep] in self.next:
+                parts, lowest = self.next[path[:deep]]
+                higher += lowest[(at := bisect_right(parts, int(part))) : at + 1]
+        return min(higher) if higher else self.last.get(path[:1], len(self.where) - 1) + 1
 
 
 def bars_of(blocks: Sequence[Block], rows: Sequence[Row]) -> dict[int, Bar]:

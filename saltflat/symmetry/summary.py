@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -12,26 +13,28 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array, hstack
 
 from saltflat.symmetry.blocks import FIXED, Block, Layer, Summary, layer_of, layers_of
+from saltflat.symmetry.elimination import narrowed
 
 if TYPE_CHECKING:
     from saltflat.symmetry.group import Member, Symmetries
 
 Pairs = NDArray[np.int64]
+# Numbers of members: those with heads and with tails that have a positive power of a scale, and a negative one.
+Places = list[list[int]]
 
 
 def summary(group: Symmetries) -> Summary:
     """What the table and the picture of a group say."""
-    pairs = {name: _pairs(each) for name, each in group.members.items()}
+    pairs = {name: each.pairs() for name, each in group.members.items()}
     sizes = group.forms @ np.sin(1.0 + np.e * np.arange(group.scales))
     # What leads from a unit to itself says nothing of it.
     apart = {name: each[~_selves(sizes[each])] for name, each in pairs.items()}
-    block_of, first = _grouped(group.forms, list(apart.values()))
+    block_of, places = _grouped(group.forms, list(apart.values()))
     names = list(group.members)
     statistics = {name for name in names if group.members[name].kind != "parameter"}
-    blocks = [
-        _block(group.forms, apart, statistics, scale, int((block_of == n).sum())) for n, scale in enumerate(first)
-    ]
-    moving = {name: int(each.sum()) for name, each in group.moving().items() if name not in statistics}
+    many = np.bincount(block_of, minlength=len(places)).tolist()
+    blocks = [_block(names, statistics, *each) for each in zip(places, many, strict=True)]
+    moving = {name: _moving(each, sizes) for name, each in group.members.items() if name not in statistics}
     return Summary(
         blocks=_named(blocks),
         layers=_layers(group.forms, pairs, apart, statistics, block_of),
@@ -45,64 +48,42 @@ def summary(group: Symmetries) -> Summary:
     )
 
 
+def _moving(member: Member, sizes: NDArray[np.float64]) -> int:
+    moved = np.abs(sizes[narrowed(member.head)] - sizes[narrowed(member.tail)]) > 1e-9
+    return int(np.count_nonzero(np.broadcast_to(moved, member.shape)))
+
+
 def _selves(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
     same: NDArray[np.bool_] = np.abs(sizes[:, 0] - sizes[:, 1]) < 1e-9
     return same & (np.abs(sizes[:, 0]) > 1e-9)
 
 
-def _pairs(member: Member) -> Pairs:
-    """The heads and tails between which a member's entries lie: all that say something new.
-
-    A weight has a head for every row and a tail for every column: then those of the first row and the first column
-    are enough, as all others follow from them.
-    """
-    sides = [np.atleast_1d(member.head), np.atleast_1d(member.tail)]
-    if not sides[0].size:
-        return np.empty((0, 2), dtype=np.int64)
-    varied: list[set[int]] = [set(), set()]
-    for axis in reversed(range(sides[0].ndim)):
-        for side, axes in zip(sides, varied, strict=True):
-            if side.shape[axis] > 1 and bool((side != side.take([0], axis)).any()):
-                axes.add(axis)
-        if axis not in varied[0] | varied[1]:
-            sides = [side.take([0], axis) for side in sides]
-    if not varied[0] & varied[1]:
-        parts = []
-        for axes in varied:
-            line = tuple(slice(None) if axis in axes else slice(1) for axis in range(sides[0].ndim))
-            parts.append(np.stack([side[line].reshape(-1) for side in sides], 1))
-        return np.concatenate(parts)
-    width = int(sides[1].max()) + 1
-    keys = np.unique(sides[0].astype(np.int64) * width + sides[1])
-    return np.stack(np.divmod(keys, width), 1)
-
-
-def _grouped(forms: csr_array, pairs: list[Pairs]) -> tuple[NDArray[np.int64], list[int]]:
-    """The number of each scale's block, and the first scale of each block: those that occur in the same places."""
-    where = [each[:, side] for each in pairs for side in (0, 1)]
+def _grouped(forms: csr_array, pairs: list[Pairs]) -> tuple[NDArray[np.int64], list[Places]]:
+    """The number of each scale's block, and the places of each block: its scales are those that occur in the same."""
+    where = [each[:, side] for side in (0, 1) for each in pairs]
     rows = np.concatenate([*where, np.empty(0, dtype=np.int64)])
     columns = np.repeat(np.arange(len(where)), [len(each) for each in where])
     places = csr_array(coo_array((np.ones(len(rows)), (rows, columns)), shape=(forms.shape[0], max(len(where), 1))))
     seen = csr_array(hstack([(forms > 0).astype(float).T @ places, (forms < 0).astype(float).T @ places]))
     seen.sort_indices()
     known: dict[bytes, int] = {}
-    first: list[int] = []
     found = np.zeros(forms.shape[1], dtype=np.int64)
+    first: list[Places] = []
     for scale in range(forms.shape[1]):
-        key = seen.indices[seen.indptr[scale] : seen.indptr[scale + 1]].tobytes()
+        here = seen.indices[seen.indptr[scale] : seen.indptr[scale + 1]]
+        key = here.tobytes()
         if key not in known:
-            known[key] = len(first)
-            first.append(scale)
+            known[key] = len(known)
+            ends = np.searchsorted(here, len(pairs) * np.arange(1, 4))
+            first.append([(part % max(len(pairs), 1)).tolist() for part in np.split(here, ends)])
         found[scale] = known[key]
     return found, first
 
 
-def _block(forms: csr_array, pairs: Mapping[str, Pairs], statistics: set[str], scale: int, scales: int) -> Block:
-    """The places of a scale, which are those of its block."""
-    powers = forms[:, [scale]].toarray()[:, 0]
-    grows = [name for name, each in pairs.items() if (powers[each[:, 0]] > 0).any()]
-    shrinks = [name for name, each in pairs.items() if (powers[each[:, 0]] < 0).any()]
-    leaves = [name for name, each in pairs.items() if powers[each[:, 1]].any()]
+def _block(names: list[str], statistics: set[str], places: Places, scales: int) -> Block:
+    up, up_tails, down, down_tails = places
+    grows, shrinks = [names[number] for number in up], [names[number] for number in down]
+    leaves = [names[number] for number in sorted({*up_tails, *down_tails})]
     if not any(name not in statistics for name in grows):
         grows, shrinks = shrinks, grows
     return Block(
@@ -117,10 +98,11 @@ def _block(forms: csr_array, pairs: Mapping[str, Pairs], statistics: set[str], s
 
 def _named(blocks: list[Block]) -> tuple[Block, ...]:
     taken: set[str] = set()
+    numbers: defaultdict[str, count[int]] = defaultdict(lambda: count(1))
     found = []
     for block in blocks:
         name = (block.layers or block.absorbed_by or layers_of(block.outgoing) or ("?",))[0]
-        again = (name if number == 1 else f"{name} ({number})" for number in count(1))
+        again = (name if number == 1 else f"{name} ({number})" for number in numbers[name])
         unique = next(each for each in again if each not in taken)
         taken.add(unique)
         found.append(replace(block, name=unique))
@@ -134,10 +116,12 @@ def _layers(
     statistics: set[str],
     block_of: NDArray[np.int64],
 ) -> tuple[Layer, ...]:
+    empty = np.diff(forms.indptr) == 0
+
     def blocks(rows: NDArray[np.int64]) -> set[int]:
         rows = np.unique(rows[rows > 0])  # 0 is what fits any scale
         scales = forms[rows].indices if len(rows) else np.empty(0, dtype=np.int64)
-        grounded = bool((np.diff(forms.indptr)[rows] == 0).any())
+        grounded = bool(empty[rows].any())
         return {int(each) for each in np.unique(block_of[scales])} | ({FIXED} if grounded else set())
 
     members: dict[str, list[str]] = {}

@@ -113,8 +113,9 @@ def _shape(block: Block) -> Hashable:
 
 
 def _row(block: Block) -> Row:
+    layers = {*block.layers}
     parameters = dict.fromkeys(
-        f".{name.rpartition('.')[2]}" for name in (*block.incoming, *block.opposite) if name not in block.layers
+        f".{name.rpartition('.')[2]}" for name in (*block.incoming, *block.opposite) if name not in layers
     )
     cells = block.name, str(block.scales), ", ".join(parameters), few(layers_of(block.outgoing), 1), notes(block)
     return tuple(map(printable, cells))

@@ -37,7 +37,8 @@ def notes(block: Block) -> str:
     """What is special about a block."""
     said = []
     larger, smaller = layers_of(block.incoming), layers_of(block.opposite)
-    others = [layer for layer in block.layers[1:] if layer not in smaller]
+    lower = {*smaller}
+    others = [layer for layer in block.layers[1:] if layer not in lower]
     if others:
         said.append(f"tied with {few(others, 1)}")
     if smaller:
