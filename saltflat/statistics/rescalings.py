@@ -27,8 +27,7 @@ def rescalings(setting: Setting) -> Found:
         group = symmetries_on(network, batch)
     except ModelError as error:
         raise NotDefinedError(f"needs the rescalings of the model: {error}") from error
-    others = [name for name, each in group.members.items() if each.kind == "parameter" and name not in network.measured]
-    group = group.fixing(others)
+    group = group.moving_only(network.measured)
     _check(network, batch, group)
     return Found(group)
 

@@ -112,10 +112,7 @@ def audit(
     with steps_shown(progress) as tick:
         # What the loss does not see may change, and what is not measured stays.
         measured = Network(exact, layers, None).measured
-        group = symmetries_seen(exact, example, of_loss)
-        group = group.fixing(
-            name for name, each in group.members.items() if each.kind == "parameter" and name not in measured
-        )
+        group = symmetries_seen(exact, example, of_loss).moving_only(measured)
         groups = {kind: group.by_layer() if kind == "layer" else group for kind in chosen}
         report = measure(exact, data, loss, measures, **options)
         again = partial(measure, data=data, loss=loss, measures=list(report), certificate=False, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -121,6 +121,11 @@ class Symmetries:
         """Those rescalings that leave these parameters alone."""
         pairs = [self.members[name].pairs() for name in names]
         return replace(self, forms=self._where([np.pad(of, ((0, 0), (0, 2)), constant_values=GROUND) for of in pairs]))
+
+    def moving_only(self, names: Container[str]) -> Symmetries:
+        """Those that leave alone all parameters but these."""
+        kinds = {name: each.kind for name, each in self.members.items()}
+        return self.fixing(name for name, kind in kinds.items() if kind == "parameter" and name not in names)
 
     def _where(self, equations: list[Numbers]) -> csr_array:
         """The sizes of units when factors ``h - t`` and ``H - T`` are the same, for rows ``h, t, H, T``."""

@@ -65,9 +65,7 @@ def rebalance(
             "Got negative curvature: the trace has no minimum over scales. Want a loss that does not bend downwards. "
             "Do: use cross_entropy, mse or another convex loss."
         )
-    group = symmetries(model, example)
-    others = [each for each, member in group.members.items() if member.kind == "parameter" and each not in found]
-    group = group.fixing(others)
+    group = symmetries(model, example).moving_only(found)
     if kind == "unit":
         best = by_entry(group, found)
     else:

@@ -55,8 +55,13 @@ def widened(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, float]
             outputs_of(wide, *wide_inputs)
     except ModelError:
         return copied(model), inputs, COARSE
-    # Some models go through shorter numbers on the way, whatever their weights are.
-    return wide, wide_inputs, SAME if coarsest.step <= torch.finfo(torch.float64).eps else coarsest.step**0.5
+    return wide, wide_inputs, tolerance_at(coarsest.step)
+
+
+def tolerance_at(step: float) -> float:
+    """How far outputs may be apart, where numbers are rounded to steps of this size on the way."""
+    # Some models go through shorter numbers, whatever their weights are.
+    return SAME if step <= torch.finfo(torch.float64).eps else step**0.5
 
 
 class Coarsest(TorchDispatchMode):

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import DataError, first_line
-from saltflat.symmetry.running import inputs_of
-from saltflat.symmetry.same import SAME, copied, difference
+from saltflat.symmetry.running import inputs_of, tensors_in
+from saltflat.symmetry.same import copied, difference, tolerance_at
 from saltflat.symmetry.uses import Uses, dimensions, foldable, is_norm, parts_of, tensors_of
 
 
@@ -43,9 +43,9 @@ def _watched(model: nn.Module, inputs: Any, wide: bool) -> Uses:
 
     def same(one: Tensor, two: Tensor) -> bool:
         # Code that works in shorter numbers for a while rounds the two models differently.
-        tolerance = SAME if watch.precision <= torch.finfo(torch.float64).eps else watch.precision**0.5
         finite = one.isfinite()
-        return torch.equal(finite, two.isfinite()) and difference(one[finite], two[finite]) <= tolerance
+        same_kind = torch.equal(finite, two.isfinite())
+        return same_kind and difference(one[finite], two[finite]) <= tolerance_at(watch.precision)
 
     def kept_by(folded: nn.Module) -> bool:
         try:
@@ -76,7 +76,7 @@ def _run(model: nn.Module, inputs: Any, wide: bool) -> Any:
 
 
 def _outputs(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
 
 
 class _Watch(TorchDispatchMode):

@@ -17,23 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from saltflat.errors import ModelError, SaltflatError, first_line
 from saltflat.symmetry.entries import Entries
+from saltflat.symmetry.marks import Marks, by_value, laid_out, same_memory
 from saltflat.symmetry.place import Place, place
 from saltflat.symmetry.scales import ANY, GROUND, Scales
-
-
-@dataclass(frozen=True)
-class Marks:
-    """What is known of a tensor's entries.
-
-    Attributes:
-        ids: an array of its shape with the number of each entry's scale, or of the parameter entry it is.
-        entries: which of the two.
-        fixed: one item, whether the tensor depends on nothing but constants; shared with its views.
-    """
-
-    ids: Tensor
-    entries: bool
-    fixed: list[bool]
 
 
 @dataclass(frozen=True)
@@ -131,11 +117,11 @@ class Watch(TorchDispatchMode):
         # The tensors are kept, so that no other takes the place of one that is gone.
         self._known: dict[int, tuple[Tensor, Marks]] = {}
         for name, value in members.items():
-            self._know(value, Marks(_laid_out(self.entries.numbers(name, value), value), True, [False]))
+            self._know(value, Marks(laid_out(self.entries.numbers(name, value), value), True, [False]))
         for leaf in tree_flatten(inputs)[0]:
             if isinstance(leaf, Tensor):
                 ground = torch.full(leaf.shape, GROUND, dtype=torch.float64)
-                self._know(leaf, Marks(_laid_out(ground, leaf), False, [False]))
+                self._know(leaf, Marks(laid_out(ground, leaf), False, [False]))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -181,7 +167,7 @@ class Watch(TorchDispatchMode):
             return [call.ground(out) if isinstance(out, Tensor) else None for out in outs]
         # Of views of constants, what is written to one is written to all.
         if all(self.marks(tensor).fixed[0] for tensor in tensors) and not (tensors and is_view(call.name)):
-            return [_by_value(out) for out in outs]
+            return [by_value(out) for out in outs]
         if call.name in RULES:
             try:
                 found = RULES[call.name](call)
@@ -200,7 +186,7 @@ class Watch(TorchDispatchMode):
         marks = found if isinstance(found, Marks) else Marks(found, False, [False])
         if not view:
             # An array of its own: what is written to the result is not written to what it was made of.
-            marks = Marks(_laid_out(marks.ids, tensor), marks.entries, [marks.fixed[0]])
+            marks = Marks(laid_out(marks.ids, tensor), marks.entries, [marks.fixed[0]])
         before = self._known.get(id(tensor))
         if not written or before is None or before[1].ids.shape != tensor.shape:
             self._know(tensor, marks)
@@ -227,15 +213,12 @@ class Watch(TorchDispatchMode):
     def marks(self, value: Any) -> Marks:
         """What is known of a tensor; of one that was never seen, what its values say."""
         if not isinstance(value, Tensor):
-            return _by_value(torch.as_tensor(value, dtype=torch.float64))
+            return by_value(torch.as_tensor(value, dtype=torch.float64))
         known = self._known.get(id(value))
         if known is None:
-            self._know(value, _by_value(value))
+            self._know(value, by_value(value))
             known = self._known[id(value)]
         return known[1]
-
-    def constant(self, value: Any) -> Marks:
-        return _by_value(value)
 
     def pin(self, name: str, arrays: list[Tensor], known: bool) -> None:
         pinned = sum([self.scales.pin(ids) for ids in arrays])
@@ -253,30 +236,6 @@ class Watch(TorchDispatchMode):
 def _shape(value: Any) -> torch.Size | None:
     value = value.ids if isinstance(value, Marks) else value
     return value.shape if isinstance(value, Tensor) else None
-
-
-def _by_value(tensor: Tensor) -> Marks:
-    """A constant; nothing makes zeros and infinities larger."""
-    if not isinstance(tensor, Tensor):
-        return Marks(torch.zeros(()), False, [True])
-    if _without_memory(tensor):
-        scale = ANY if tensor._is_zerotensor() else GROUND
-        return Marks(torch.full(tensor.shape, scale, dtype=torch.float64), False, [True])
-    free = ((tensor == 0) | tensor.isinf()).cpu() if tensor.is_floating_point() else (tensor == 0).cpu()
-    ids = torch.where(free, float(ANY), float(GROUND)).double()
-    return Marks(_laid_out(ids, tensor), False, [True])
-
-
-def _without_memory(tensor: Tensor) -> bool:
-    """Sparse ones, and the zeros that forward-mode derivatives are made of."""
-    return tensor.layout is not torch.strided or tensor._is_zerotensor()
-
-
-def _laid_out(ids: Tensor, tensor: Tensor) -> Tensor:
-    """A copy in the tensor's own memory order, since views will be taken of both."""
-    if _without_memory(tensor):
-        return ids.clone()
-    return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
 
 
 def mirrored(call: Call, indices: Any = ()) -> Any:
@@ -303,7 +262,3 @@ def mirrored(call: Call, indices: Any = ()) -> Any:
         fixed = seen[0].fixed if shared else [all(m.fixed[0] for m in seen)]
         found.append(Marks(ids, entries, fixed) if isinstance(ids, Tensor) else None)
     return found
-
-
-def same_memory(one: Tensor, two: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.symmetry.marks import Marks
 from saltflat.symmetry.scales import ANY, GROUND
-from saltflat.symmetry.watch import Call, Marks, rule
+from saltflat.symmetry.watch import Call, rule
 
 
 @rule("mm matmul mv dot vdot bmm")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saltflat.symmetry.marks import Marks
 from saltflat.symmetry.rules.contracting import plus_bias, weighted
 from saltflat.symmetry.scales import ANY, GROUND
-from saltflat.symmetry.watch import Call, Marks, rule
+from saltflat.symmetry.watch import Call, rule
 
 
 @rule("convolution _convolution convolution_overrideable")

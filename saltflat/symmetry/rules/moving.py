@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.symmetry.marks import Marks, by_value
 from saltflat.symmetry.scales import GROUND
-from saltflat.symmetry.watch import Call, Marks, mirrored, rule
+from saltflat.symmetry.watch import Call, mirrored, rule
 
 NAMES = """
     view _unsafe_view reshape _reshape_alias expand permute t transpose mT swapaxes movedim squeeze unsqueeze flatten
@@ -61,7 +62,7 @@ def fills(call: Call) -> Any:
 )
 def makes(call: Call) -> Any:
     """New arrays that take nothing but the shape and kind of another."""
-    return call.watch.constant(call.out)
+    return by_value(call.out)
 
 
 @rule("index _unsafe_index")

@@ -1,0 +1,53 @@
+"""What is known of the entries of a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saltflat.symmetry.scales import ANY, GROUND
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What is known of a tensor's entries.
+
+    Attributes:
+        ids: an array of its shape with the number of each entry's scale, or of the parameter entry it is.
+        entries: which of the two.
+        fixed: one item, whether the tensor depends on nothing but constants; shared with its views.
+    """
+
+    ids: Tensor
+    entries: bool
+    fixed: list[bool]
+
+
+def by_value(tensor: Tensor) -> Marks:
+    """A constant; nothing makes zeros and infinities larger."""
+    if not isinstance(tensor, Tensor):
+        return Marks(torch.zeros(()), False, [True])
+    if _without_memory(tensor):
+        scale = ANY if tensor._is_zerotensor() else GROUND
+        return Marks(torch.full(tensor.shape, scale, dtype=torch.float64), False, [True])
+    free = ((tensor == 0) | tensor.isinf()).cpu() if tensor.is_floating_point() else (tensor == 0).cpu()
+    ids = torch.where(free, float(ANY), float(GROUND)).double()
+    return Marks(laid_out(ids, tensor), False, [True])
+
+
+def _without_memory(tensor: Tensor) -> bool:
+    """Sparse ones, and the zeros that forward-mode derivatives are made of."""
+    return tensor.layout is not torch.strided or tensor._is_zerotensor()
+
+
+def laid_out(ids: Tensor, tensor: Tensor) -> Tensor:
+    """A copy in the tensor's own memory order, since views will be taken of both."""
+    if _without_memory(tensor):
+        return ids.clone()
+    return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
+
+
+def same_memory(one: Tensor, two: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
