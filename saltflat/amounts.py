@@ -21,3 +21,10 @@ def check_count(least: int, **given: int) -> None:
             raise OptionError(
                 f"Got {name}={value!r}. Want a whole number from {least} to {MOST}. Do: leave it out for the usual one."
             )
+
+
+def check_amount(**given: float) -> None:
+    """Strengths are finite and at least 0."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise OptionError(f"Got {name}={value!r}. Want a number of at least 0. Do: leave it out for the usual one.")

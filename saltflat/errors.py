@@ -62,6 +62,10 @@ class OptionError(SaltflatError, ValueError):
     """An option with a value that means nothing."""
 
 
+class TrainingError(SaltflatError, RuntimeError):
+    """Training calls that do not fit together: nothing was stepped."""
+
+
 class ReportError(SaltflatError, ValueError):
     """A report that cannot be written, read or compared."""
 

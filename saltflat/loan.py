@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from saltflat.errors import ModelError, OptionError
+from saltflat.randomness import remembered
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
     modes = [(module, module.training) for module in model.modules()]
     notes: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(_random_states())
+        stack.callback(remembered())
         for generator in _generators(data):
             stack.callback(generator.set_state, generator.get_state())
         stack.enter_context(torch.inference_mode(False))
@@ -44,7 +43,7 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        stack.enter_context(_full_precision(model))
+        stack.enter_context(full_precision(model))
         # A compiled model would compile our taps into its graphs.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
@@ -62,7 +61,7 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _full_precision(model: nn.Module) -> Iterator[None]:
+def full_precision(model: nn.Module) -> Iterator[None]:
     """Convolutions and products with all the digits of float32: the shorter TF32 leaves three of them."""
     cudnn, products = torch.backends.cudnn, torch.get_float32_matmul_precision()
     # cuDNN's recurrent kernels have no backward pass in eval mode.
@@ -96,17 +95,3 @@ def _generators(data: Any) -> list[torch.Generator]:
     holders = [data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)]
     found = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
     return list(found.values())
-
-
-@contextmanager
-def _random_states() -> Iterator[None]:
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)

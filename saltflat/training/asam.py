@@ -1,0 +1,52 @@
+"""Adaptive sharpness-aware minimization (Kwon et al., 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from saltflat.amounts import check_amount
+from saltflat.training.two_pass import TwoPass, norm_of
+
+
+class ASAM(TwoPass):
+    r"""SAM whose neighbourhood grows with the weights, so that rescaling a layer does not change it (``eta=0``).
+
+    .. math::
+        w \leftarrow \mathrm{base}\bigl(w, \nabla L(w + \rho\, T^2 g / \lVert T g \rVert)\bigr), \qquad
+        T = |w| + \eta
+
+    for weights and :math:`T = 1` for biases, which are told by their names.
+
+    Args:
+        model: the module that is trained; with DistributedDataParallel, that.
+        base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
+        rho: how far to go; groups of the base may have their own.
+        eta: keeps small weights from standing still.
+        sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
+        options: of the base, if it is a class.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Optimizer | Callable[..., Optimizer],
+        rho: float = 0.5,
+        eta: float = 0.01,
+        sync: str = "global",
+        **options: Any,
+    ) -> None:
+        check_amount(rho=rho, eta=eta)
+        super().__init__(model, base, sync=sync, own={"rho": rho}, options=options)
+        self.eta = eta
+
+    def ascent(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+        biases = {id(p) for name, p in self.model.named_parameters() if "bias" in name.rpartition(".")[2]}
+        pairs = list(zip(parameters, gradients, strict=True))
+        scales = [None if id(p) in biases else p.abs() + self.eta for p in parameters]
+        once = [g if t is None else t * g for t, (_, g) in zip(scales, pairs, strict=True)]
+        twice = [g if t is None else t * g for t, g in zip(scales, once, strict=True)]
+        return twice, norm_of(once)

@@ -1,0 +1,51 @@
+"""The gradient's norm as a penalty (Zhao et al., 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from saltflat.amounts import check_amount
+from saltflat.training.two_pass import TwoPass, norm_of
+
+
+class GradientNormPenalty(TwoPass):
+    r"""Minimises :math:`L + \lambda \lVert \nabla L \rVert`, to first order in ``rho``.
+
+    .. math::
+        w \leftarrow \mathrm{base}\bigl(w, (1 - a) g + a \nabla L(w + \rho\, g / \lVert g \rVert)\bigr), \qquad
+        g = \nabla L(w), \quad a = \lambda / \rho
+
+    With ``balance=1`` it is SAM, with ``balance=0`` the base alone.
+
+    Args:
+        model: the module that is trained; with DistributedDataParallel, that.
+        base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
+        rho: how far to go; groups of the base may have their own.
+        balance: :math:`a`, how much of the step is the second gradient: :math:`\lambda` is ``balance * rho``.
+        sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
+        options: of the base, if it is a class.
+    """
+
+    keeps_first = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Optimizer | Callable[..., Optimizer],
+        rho: float = 0.05,
+        balance: float = 0.8,
+        sync: str = "global",
+        **options: Any,
+    ) -> None:
+        check_amount(rho=rho, balance=balance)
+        super().__init__(model, base, sync=sync, own={"rho": rho, "balance": balance}, options=options)
+
+    def ascent(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+        return gradients, norm_of(gradients)
+
+    def mixed(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:
+        return first.lerp(second, group["balance"])
