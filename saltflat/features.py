@@ -27,7 +27,8 @@ def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ..
     def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         axis = _channels(module, x)
         if axis is not None and module in owned:
-            found.setdefault(owned[module], _Moments()).add(x.detach().movedim(axis, -1).flatten(0, -2).double())
+            rows = x.detach().movedim(axis, -1).reshape(-1, x.shape[axis])
+            found.setdefault(owned[module], _Moments()).add(rows.double())
         return y
 
     with torch.no_grad():

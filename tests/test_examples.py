@@ -1,5 +1,7 @@
 """Every numbered example runs from start to end, as a user would run it."""
 
+import csv
+import json
 import os
 import re
 import subprocess
@@ -16,6 +18,8 @@ from saltflat.report import Audit
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("[0-9]*.py"))
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data")).absolute()
 NEEDS_MNIST = {"02_mnist_lenet.py"}
+WRITES_NOTHING = {"04_sam_plain.py", "05_mixed_precision.py", "06_two_processes.py"}
+NEEDS_PROCESSES = {"06_two_processes.py"}
 
 
 def the_digits_are_compared(printed: str, out: Path) -> None:
@@ -104,11 +108,102 @@ def the_rescalings_are_found_and_used(printed: str, out: Path) -> None:
     assert "0.1 % larger: False\n" in printed
 
 
+def sam_is_compared_with_sgd(printed: str, out: Path) -> None:
+    for name in ("SGD", "SAM"):
+        found = re.search(rf"^{name}: .* and (\S+)% on the test set$", printed, re.MULTILINE)
+        assert found
+        assert float(found[1]) > 60, "something was learnt"
+    assert "57 steps were taken with a gradient from elsewhere, 0.1 away" in printed  # 3 epochs of 19 batches
+    for measure in ("hessian_trace", "normalized_sharpness"):
+        assert re.search(rf"^{measure} +\S+ +\S+", printed, re.MULTILINE)
+
+
+def both_precisions_are_trained_in(printed: str, out: Path) -> None:
+    lines = printed.splitlines()
+    for way in ("closure", "explicit calls"):
+        (line,) = (each for each in lines if each.startswith(f"cpu, torch.bfloat16, {way}: "))
+        assert "after 20 steps, 20 of them taken with a gradient from 0.05 away" in line
+        found = re.search(r"accuracy (\S+)% on", line)
+        assert found
+        assert float(found[1]) > 60
+    with_gpu = [each for each in lines if each.startswith("cuda, torch.float16")]
+    assert len(with_gpu) == 2 or "No GPU here" in printed
+
+
+def processes_agree_globally(printed: str, out: Path) -> None:
+    found = re.findall(
+        r"sync='(\w+)': after 36 steps the weights of 2 processes are (\S+) from each other and (\S+) from", printed
+    )
+    assert [sync for sync, _, _ in found] == ["global", "local"], "once, by the first process"
+    assert all(float(apart) == 0 for _, apart, _ in found)
+    assert float(found[0][2]) < 1e-12
+    assert float(found[1][2]) > 1e-4
+
+
+def the_training_is_watched(printed: str, out: Path) -> None:
+    assert {path.name for path in out.iterdir()} == {"flatness.jsonl", "flatness.png"}
+    lines = [json.loads(line) for line in (out / "flatness.jsonl").read_text(encoding="utf-8").splitlines()]
+    # How often depends on the machine's speed: when it is first due, and at the end.
+    assert len(lines) >= 2
+    assert lines[0]["step"] == 20
+    assert f"in {lines[-1]['step']} steps" in printed
+    assert lines[-1]["flatness/loss"] < lines[0]["flatness/loss"]
+    for line in lines:
+        assert {"epoch", "time", "flatness/hessian_trace", "flatness/lambda_max"} <= line.keys()
+        assert line["flatness/lr_lambda_max"] == pytest.approx(0.2 * line["flatness/lambda_max"])
+        assert f"step {line['step']}, epoch {line['epoch']}  loss " in printed
+    last = re.search(r"^lr \* lambda_max, last \(step \d+\): (\S+), (below|above) 2", printed, re.MULTILINE)
+    assert last
+    assert float(last[1]) == pytest.approx(lines[-1]["flatness/lr_lambda_max"], abs=1e-3)
+    assert (last[2] == "below") == (float(last[1]) < 2)
+
+
+def lightning_trains_and_logs(printed: str, out: Path) -> None:
+    assert {path.name for path in out.iterdir()} == {"sgd", "sam"}
+    for name in ("sgd", "sam"):
+        found = re.search(
+            rf"^{name.upper()}: (\S+)% of the test set right after (\d+) steps; .*trace (\S+),", printed, re.M
+        )
+        assert found
+        assert float(found[1]) > 60
+        assert (out / name / "flattest.ckpt").is_file()
+        with (out / name / "log" / "metrics.csv").open(encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+        measured = [line for line in lines if line["flatness/hessian_trace"]]
+        assert [int(line["step"]) for line in measured] == [int(found[2]) * n // 3 for n in (1, 2, 3)]
+        assert float(found[3]) == pytest.approx(float(measured[-1]["flatness/hessian_trace"]), rel=1e-3)
+        losses = [float(line["loss"]) for line in lines if line["loss"]]
+        assert losses == sorted(losses, reverse=True)
+
+
+def the_trainer_looks_for_flat_minima(printed: str, out: Path) -> None:
+    names = ("plain", "SAM", "Fisher penalty")
+    assert {path.name for path in out.iterdir()} == {name.lower().replace(" ", "_") for name in names}
+    traces = set()
+    for name in names:
+        found = re.search(rf"^{name}: test loss (\S+) after 12 steps; .*trace (\S+)$", printed, re.M)
+        assert found
+        assert float(found[1]) < 0.8
+        log = json.loads((out / name.lower().replace(" ", "_") / "log.json").read_text(encoding="utf-8"))
+        assert [entry["step"] for entry in log if "loss" in entry] == [4, 8, 12]
+        measured = [entry for entry in log if "flatness/hessian_trace" in entry]
+        assert [entry["step"] for entry in measured] == [4, 8, 12]
+        assert float(found[2]) == pytest.approx(measured[-1]["flatness/hessian_trace"], rel=1e-3)
+        traces.add(found[2])
+    assert len(traces) == 3, "three ways to train"
+
+
 # What each example must have printed and written.
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "01_digits.py": the_digits_are_compared,
     "02_mnist_lenet.py": the_lenet_is_saved_and_measured,
     "03_rescalings.py": the_rescalings_are_found_and_used,
+    "04_sam_plain.py": sam_is_compared_with_sgd,
+    "05_mixed_precision.py": both_precisions_are_trained_in,
+    "06_two_processes.py": processes_agree_globally,
+    "07_monitor.py": the_training_is_watched,
+    "08_lightning.py": lightning_trains_and_logs,
+    "09_hugging_face.py": the_trainer_looks_for_flat_minima,
 }
 
 
@@ -120,7 +215,11 @@ def test_every_example_has_a_check_and_every_check_an_example() -> None:
 def test_an_example_runs_and_leaves_what_it_promises(path: Path, tmp_path: Path) -> None:
     if path.name in NEEDS_MNIST and not (DATA / "MNIST").is_dir():
         pytest.skip("MNIST is not in the folder SALTFLAT_DATA")
-    printed = run([sys.executable, "-W", "error", str(path), "--out", str(tmp_path)], tmp_path)
+    start = [sys.executable, "-W", "error"]
+    if path.name in NEEDS_PROCESSES:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    where = [] if path.name in WRITES_NOTHING else ["--out", str(tmp_path)]
+    printed = run([*start, str(path), *where], tmp_path)
     CHECKS[path.name](printed, tmp_path)
 
 
@@ -137,6 +236,14 @@ def test_without_mnist_the_lenet_says_what_to_do(tmp_path: Path) -> None:
     assert "Traceback" not in finished.stderr
     assert "Do:" in finished.stderr
     assert "SALTFLAT_DATA" in finished.stderr
+
+
+def test_one_process_alone_says_what_to_do() -> None:
+    path = next(path for path in EXAMPLES if path.name in NEEDS_PROCESSES)
+    finished = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 2
+    assert "Traceback" not in finished.stderr
+    assert "Do: torchrun --nproc-per-node 2" in finished.stderr
 
 
 def run(command: list[str], folder: Path) -> str:

@@ -25,7 +25,7 @@ class ASAM(TwoPass):
         model: the module that is trained; with DistributedDataParallel, that.
         base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
         rho: how far to go; groups of the base may have their own.
-        eta: keeps small weights from standing still.
+        eta: keeps small weights from standing still; groups of the base may have their own.
         sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
         options: of the base, if it is a class.
     """
@@ -40,13 +40,15 @@ class ASAM(TwoPass):
         **options: Any,
     ) -> None:
         check_amount(rho=rho, eta=eta)
-        super().__init__(model, base, sync=sync, own={"rho": rho}, options=options)
-        self.eta = eta
+        super().__init__(model, base, sync=sync, own={"rho": rho, "eta": eta}, options=options)
 
-    def ascent(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+    def ascent(
+        self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Tensor]:
         biases = {id(p) for name, p in self.model.named_parameters() if "bias" in name.rpartition(".")[2]}
-        pairs = list(zip(parameters, gradients, strict=True))
-        scales = [None if id(p) in biases else p.abs() + self.eta for p in parameters]
-        once = [g if t is None else t * g for t, (_, g) in zip(scales, pairs, strict=True)]
+        scales = [
+            None if id(p) in biases else p.abs() + group["eta"] for group, p in zip(groups, parameters, strict=True)
+        ]
+        once = [g if t is None else t * g for t, g in zip(scales, gradients, strict=True)]
         twice = [g if t is None else t * g for t, g in zip(scales, once, strict=True)]
         return twice, norm_of(once)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -18,22 +19,31 @@ def frozen_buffers(model: nn.Module) -> Iterator[None]:
 
     Normalisation layers in training mode do not see their running statistics, so there is nothing to write to: torch
     uses the batch's own, as it does anyway. Whatever else is in training mode (spectral norm, layers of the user's own)
-    may write, and gets its buffers back afterwards.
+    may write, and gets its buffers back afterwards. DistributedDataParallel does not hand out the first process's.
     """
     with ExitStack() as stack:
         others: list[Tensor] = []
         for module in model.modules():
-            if not module.training:
+            if isinstance(module, DistributedDataParallel):
+                stack.callback(setattr, module, "broadcast_buffers", module.broadcast_buffers)
+                module.broadcast_buffers = False
+            if not (module.training and module._buffers):
                 continue
+            stack.callback(_put_in, module, dict(module._buffers))
             if isinstance(module, _NormBase):
-                stack.callback(vars(module).__setitem__, "track_running_stats", module.track_running_stats)
-                stack.callback(module._buffers.update, {key: module._buffers.get(key) for key in STATISTICS})
+                stack.callback(setattr, module, "track_running_stats", module.track_running_stats)
                 module.track_running_stats = False
                 module._buffers.update(dict.fromkeys(STATISTICS))
             else:
                 others += [each for each in module._buffers.values() if each is not None]
         stack.callback(_put_back, others, [each.detach().clone() for each in others])
         yield
+
+
+def _put_in(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    for key, buffer in buffers.items():
+        if module._buffers.get(key) is not buffer:
+            module._buffers[key] = buffer
 
 
 def _put_back(buffers: list[Tensor], kept: list[Tensor]) -> None:

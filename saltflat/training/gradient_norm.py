@@ -44,7 +44,9 @@ class GradientNormPenalty(TwoPass):
         check_amount(rho=rho, balance=balance)
         super().__init__(model, base, sync=sync, own={"rho": rho, "balance": balance}, options=options)
 
-    def ascent(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+    def ascent(
+        self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Tensor]:
         return gradients, norm_of(gradients)
 
     def mixed(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:

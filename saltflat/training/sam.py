@@ -50,5 +50,7 @@ class SAM(TwoPass):
         check_amount(rho=rho)
         super().__init__(model, base, sync=sync, own={"rho": rho}, options=options)
 
-    def ascent(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+    def ascent(
+        self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Tensor]:
         return gradients, norm_of(gradients)

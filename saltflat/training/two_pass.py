@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from saltflat.errors import ModelError, OptionError, TrainingError
+from saltflat.errors import OptionError, TrainingError
 from saltflat.randomness import remembered
+from saltflat.training.leftovers import without_leftovers
+from saltflat.training.processes import averaged
 from saltflat.training.shift import shifted
+from saltflat.training.wrapped import base_from, check_model
+from saltflat.training.wrapper import Wrapper
 
 COUNTS = "two_pass"  # the key of what state_dict holds beside the base's
 
 
-class TwoPass(Optimizer, ABC):
+class TwoPass(Wrapper, ABC):
     """A wrapper around any optimizer, which steps with a gradient taken somewhere else than where the weights are.
 
     ``param_groups``, ``state`` and ``defaults`` are the base's own: schedulers act on what the base uses. A subclass
-    says where to go (:meth:`ascent`) and may say how the two gradients make one (:meth:`mixed`).
+    says where to go (:meth:`ascent`) and may say how the two gradients make one (:meth:`mixed`). Hooks on ``step`` run
+    once for every step that is taken, just before and after the base's, when ``.grad`` is what the base steps with.
 
     Args:
         model: the module that is trained; with DistributedDataParallel, that.
@@ -40,7 +44,7 @@ class TwoPass(Optimizer, ABC):
         base: the optimizer that steps.
         perturbed_steps: how many steps were taken with a gradient from shifted weights. Steps that a GradScaler skipped
             and steps without any gradient to go along are not among them.
-        perturbation: how far the weights were moved the last time, as a Euclidean length.
+        perturbation: how far the weights were moved for the last step that was taken, as a Euclidean length.
     """
 
     keeps_first = False  # whether mixed() is to be asked
@@ -54,58 +58,29 @@ class TwoPass(Optimizer, ABC):
         own: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        _check(model, sync)
-        self.model, self.sync, self.own = model, sync, dict(own)
-        self.base = _based(model, base, options)
-        self.base.defaults.update(own)
-        self._add_own()
-        super().__init__(self.base.param_groups, self.base.defaults)
+        check_model(model, sync)
+        if isinstance(base, TwoPass):
+            raise OptionError(
+                f"Got a {type(base).__name__} as the base. Want an optimizer that takes one pass. Do: pass its base."
+            )
+        self.model, self.sync = model, sync
         self._perturbation: Tensor | float = 0.0
         self._perturbed: Tensor | int = 0
-        self._begin()
+        super().__init__(base_from(model, base, options), own)
 
     def _begin(self) -> None:
-        """Between two steps."""
+        super()._begin()
         self._extra: ExitStack | None = None  # open while the weights are shifted
         self._back: Callable[[], None] | None = None
-        self._is_local = self._is_finishing = self._is_cleared = False
+        self._scaler: GradScaler | None = None
+        self._moved: Tensor | float = 0.0
+        self._is_local = self._in_closure = False
         self._first: dict[Tensor, Tensor] = {}
 
-    # The base's own, always: what torch's constructor would put in their place is not taken.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._is_made:
-            self.base.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.base.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._is_made:
-            self.base.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        if self._is_made:
-            self.base.defaults = defaults
-
-    @property
-    def _is_made(self) -> bool:
-        return "_first" in vars(self)
-
     @abstractmethod
-    def ascent(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+    def ascent(
+        self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """A direction for every parameter, and the length that stands for one: the weights move by ``rho`` of those."""
 
     def mixed(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:
@@ -121,35 +96,31 @@ class TwoPass(Optimizer, ABC):
             scaler: the closure's GradScaler, if it has one.
         """
         if closure is None:
-            # A GradScaler and the second step come here when the gradient is there.
-            if self._is_finishing:
-                return self._finish()
-            if self._extra is not None:
-                return self.second_step(scaler)
-            raise TrainingError(
-                f"Got step() without a closure. Want two gradients: {type(self).__name__} takes one here and one at "
-                "shifted weights. Do: step(closure), or first_step() and second_step() after a backward pass each."
-            )
+            if self._extra is None:
+                raise TrainingError(
+                    f"Got step() without a closure. Want two gradients: {type(self).__name__} takes one here and one "
+                    "at shifted weights. "
+                    "Do: step(closure), or first_step() and second_step() after a backward pass each. "
+                    "(With 16-mixed in Lightning: saltflat.integrations.lightning.TwoPassPrecision.)"
+                )
+            return self.second_step(scaler) if scaler is not None else self._finish()
         self._check_not_moved()
-        before = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
-        self._is_cleared = False
-        with self.first_pass(), torch.enable_grad():
+        with self.first_pass(), without_leftovers(p for _, p, _ in self._gradients()), torch.enable_grad():
             loss = closure()
-        if not self._is_cleared and any(p.grad is grad for p, grad in before.items()):
-            raise TrainingError(
-                "Got gradients from before the closure, which it added to. Want all of the step's gradient from the "
-                "closure: what was added before cannot be taken again at shifted weights. "
-                "Do: call zero_grad() in the closure, and accumulate over micro-batches inside of it."
-            )
-        self.first_step(scaler)
         try:
+            self.first_step(scaler)
+            self._in_closure = True
             with torch.enable_grad():
                 closure()
+            self._in_closure = False
+            self.second_step(scaler)
         except BaseException:
             self.restore()
             raise
-        self.second_step(scaler)
         return loss
+
+    # torch runs the hooks on step around every call of it, and step(closure) ends in another: _step_base has them.
+    step.hooked = True  # type: ignore[attr-defined]
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
@@ -158,70 +129,82 @@ class TwoPass(Optimizer, ABC):
         With ``sync="local"`` the gradients stay on their process.
         """
         self._check_not_moved()
-        self._back = remembered()
-        if self.sync == "local" and isinstance(self.model, DistributedDataParallel):
-            with self.model.no_sync():
-                yield
-        else:
+        self._begin()
+        back = remembered()
+        alone = self._local
+        with nullcontext() if alone is None else alone.no_sync():
             yield
-        self._is_local = True
+        # Not after an error: that pass is over.
+        self._back, self._is_local = back, True
 
     @torch.no_grad()
     def first_step(self, scaler: GradScaler | None = None) -> None:
         """Move the weights to where the second gradient is to be taken, and clear the first.
 
         Args:
-            scaler: taken so that both calls look alike; a direction does not depend on the scale of the loss. A
-                gradient that overflowed leads to a second one that did, which the scaler will see.
+            scaler: what the loss was scaled with, if it was. A direction does not depend on it. After a gradient that
+                overflowed the weights are moved to NaN, so the second one is NaN, too, and the scaler will see it.
         """
         self._check_not_moved(restore=True)
-        if self.sync == "local" and isinstance(self.model, DistributedDataParallel) and not self._is_local:
+        if self._local is not None and not self._is_local:
             raise TrainingError(
                 "Got first_step() with sync='local' after a backward pass that averaged over the processes. "
                 "Want each process's own gradient. Do: forward and backward inside of `with optimizer.first_pass():`."
             )
         groups, parameters, gradients = self._with_gradients()
-        extra, back = ExitStack(), self._back
+        steps: list[Tensor] = []
         if parameters:
-            directions, length = self.ascent(parameters, gradients)
-            rhos = [group["rho"] for group in groups]
+            directions, length = self.ascent(groups, parameters, gradients)
             # Nothing to go along: stay. (NaN compares false, too, and stays NaN in the product.)
             per_length = torch.where(length > 0, 1 / length, 0.0)
-            steps = _times(directions, rhos, per_length)
-            self._perturbation = norm_of(steps)
-            if self.keeps_first:
-                self._first = {p: g.clone() for p, g in zip(parameters, gradients, strict=True)}
-            extra.enter_context(shifted(self.model, parameters, steps))
-        else:
-            self._perturbation = 0.0
-            extra.enter_context(shifted(self.model, [], []))
+            steps = _times(directions, [group["rho"] for group in groups], per_length)
+        if self.keeps_first:
+            self._first = {p: g.clone() for p, g in zip(parameters, gradients, strict=True)}
+        self._moved = norm_of(steps) if steps else 0.0
+        self._scaler = scaler
+        extra = ExitStack()
+        extra.enter_context(shifted(self.model, parameters, steps))
         self._extra = extra
         self.zero_grad()
-        if back is not None:
-            back()
+        if self._back is not None:
+            self._back()
 
     @torch.no_grad()
     def second_step(self, scaler: GradScaler | None = None) -> Any:
         """Put the weights back and step with the gradient that was taken at the shifted ones.
 
         Args:
-            scaler: unscales, and skips the step if a gradient overflowed.
+            scaler: unscales, and skips the step if a gradient overflowed. To clip, call ``scaler.unscale_(optimizer)``
+                before, as always.
         """
         if self._extra is None:
             raise TrainingError(
                 "Got second_step() before first_step(). Want both, after a backward pass each. "
                 "Do: loss.backward(), first_step(), loss.backward(), second_step()."
             )
-        first = self._first
-        self.restore()
-        if first:
-            self._mix(first)
-        self._is_finishing = True
         try:
-            # By way of step(), for whoever watches it: schedulers, hooks.
-            return scaler.step(self) if scaler is not None else self.step()
+            if scaler is None:
+                return self.step()
+            self._scaler = scaler
+            return scaler.step(self)
         finally:
-            self._is_finishing = False
+            self.restore()
+
+    @torch.no_grad()
+    def take_gradient(self) -> None:
+        """Put the weights back and leave in ``.grad`` what the base is to step with; second_step() without the step.
+
+        For loops that clip and step the base by themselves. Both gradients must be scaled alike, or not at all.
+        """
+        if self._extra is None:
+            raise TrainingError(
+                "Got take_gradient() before first_step(). Want a backward pass, first_step() and another one before. "
+                "Do: loss.backward(), first_step(), loss.backward(), take_gradient()."
+            )
+        first, self._perturbation = self._first, self._moved
+        self.restore()
+        if self.keeps_first:
+            self._mix(first, None)
 
     def restore(self) -> None:
         """Put the weights back without a step, after an error between the two passes, say; else nothing happens."""
@@ -243,70 +226,88 @@ class TwoPass(Optimizer, ABC):
     def perturbation(self) -> float:
         return float(self._perturbation)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._is_cleared = True
-        self.base.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._is_made:
-            self.base.add_param_group(param_group)
-
     def state_dict(self) -> dict[str, Any]:
         """The base's, and what is counted here."""
         self._check_not_moved()
         counts = {"perturbed_steps": self.perturbed_steps, "perturbation": self.perturbation}
-        return {**self.base.state_dict(), COUNTS: counts}
+        return {**super().state_dict(), COUNTS: counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this optimizer, or of a base that was trained alone so far."""
         self._check_not_moved()
         counts = state_dict.get(COUNTS, {})
-        own = [{key: group[key] for key in self.own} for group in self.param_groups]
-        self.base.load_state_dict({key: value for key, value in state_dict.items() if key != COUNTS})
-        self._add_own(own)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != COUNTS})
         self._perturbed = int(counts.get("perturbed_steps", 0))
         self._perturbation = float(counts.get("perturbation", 0.0))
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_not_moved()
-        kept = ("model", "sync", "own", "base", "_perturbed", "_perturbation")
-        return {key: vars(self)[key] for key in kept}
+        return {**super().__getstate__(), "_perturbed": self._perturbed, "_perturbation": self._perturbation}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._begin()
+    @property
+    def _local(self) -> DistributedDataParallel | None:
+        """The model, if every process goes its own way in the first pass."""
+        return self.model if self.sync == "local" and isinstance(self.model, DistributedDataParallel) else None
 
-    def _add_own(self, own: Iterable[dict[str, Any]] | None = None) -> None:
-        """Options of this optimizer for the groups that do not have them."""
-        for group, options in zip(self.base.param_groups, own or [self.own] * len(self.base.param_groups), strict=True):
-            for key, value in options.items():
-                group.setdefault(key, value)
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by a GradScaler: whether it is to call ``step`` even after an overflow.
+
+        It is, to put the weights back. It then leaves ``found_inf`` and ``grad_scale`` here, and the gradients as they
+        are. Others ask in a closure, Lightning before it clips: there the gradients are like any optimizer's.
+        """
+        return self.is_shifted and not self._in_closure
 
     def _finish(self) -> Any:
-        moved = self._perturbation
+        first, moved, scaler = self._first, self._moved, self._scaler
+        self.restore()
+        overflow, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if overflow is not None and float(overflow):
+            return None
+        if scale is not None:
+            for _, _, gradient in self._gradients():
+                gradient.div_(scale.to(gradient.device))
+        if self.keeps_first:
+            if scale is None and overflow is not None:
+                scale = _scale_of(scaler)  # the second gradient has been unscaled before
+            self._mix(first, scale)
+        self._perturbation = moved
         self._perturbed = self._perturbed + (moved > 0 if isinstance(moved, float) else (moved > 0).long())
-        return self.base.step()
+        return self._step_base()
+
+    def _gradients(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+        """Every parameter that has a gradient, between its group and that."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield group, p, p.grad
 
     def _with_gradients(self) -> tuple[list[dict[str, Any]], list[Tensor], list[Tensor]]:
-        """Every parameter that has a gradient, with its group."""
-        found = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(gradient.is_sparse for _, _, gradient in found):
+        found = list(self._gradients())
+        if any(gradient.layout != torch.strided for _, _, gradient in found):
             raise TrainingError(
                 "Got sparse gradients. Want dense ones. Do: make the embedding with sparse=False, or train it apart."
             )
         return [group for group, _, _ in found], [p for _, p, _ in found], [gradient for _, _, gradient in found]
 
-    def _mix(self, first: dict[Tensor, Tensor]) -> None:
-        if self.sync == "local" and isinstance(self.model, DistributedDataParallel):
+    def _mix(self, first: dict[Tensor, Tensor], scale: Tensor | float | None) -> None:
+        if self._local is not None:
             # Second gradients have been averaged over the processes; weights would drift apart if first ones were not.
-            for each in first.values():
-                dist.all_reduce(each, group=self.model.process_group)
-                each.div_(dist.get_world_size(self.model.process_group))
+            trained = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
+            mean = averaged(self._local, trained, {name: first[p] for name, p in trained.items() if p in first})
+            first = {trained[name]: each for name, each in mean.items()}
         for group in self.param_groups:
             for p in group["params"]:
-                if p in first:
-                    second = p.grad if p.grad is not None else torch.zeros_like(p)
-                    p.grad = self.mixed(group, first[p], second)
+                if p not in first and p.grad is None:
+                    continue
+                one = first[p] if p in first else torch.zeros_like(p)
+                if scale is not None:
+                    one = one / (scale.to(one.device) if isinstance(scale, Tensor) else scale)
+                mixed = self.mixed(group, one, torch.zeros_like(p) if p.grad is None else p.grad)
+                if p.grad is None:
+                    p.grad = mixed
+                else:
+                    p.grad.copy_(mixed)  # in its place: it may be a view of what processes exchange
 
     def _check_not_moved(self, restore: bool = False) -> None:
         if self._extra is None:
@@ -338,51 +339,10 @@ def _times(directions: Sequence[Tensor], rhos: Sequence[float], factor: Tensor) 
     return list(torch._foreach_mul(list(directions), factor * rhos[0]))
 
 
-def _check(model: nn.Module, sync: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"Got a {type(model).__name__} in place of the model. Want the module that is trained: its BatchNorm "
-            "statistics are kept still in the second pass. Do: for instance SAM(model, torch.optim.SGD, lr=0.1), or "
-            "SAM(model, optimizer) with an optimizer of your own groups."
+def _scale_of(scaler: GradScaler | None) -> float:
+    if scaler is None:
+        raise TrainingError(
+            "Got a second gradient that a GradScaler has unscaled, and a first one that it has not. Want to know the "
+            "scale of the first. Do: call first_step(scaler)."
         )
-    if sync not in ("global", "local"):
-        raise OptionError(f"Got sync={sync!r}. Want 'global' or 'local'. Do: leave it out for 'global'.")
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if sync == "local" and several and not isinstance(model, DistributedDataParallel):
-        raise OptionError(
-            f"Got sync='local' and a {type(model).__name__}. Want the DistributedDataParallel around it, whose "
-            "averaging is left out in the first pass. Do: pass that as the model."
-        )
-
-
-def _based(model: nn.Module, base: Optimizer | Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
-    if isinstance(base, Optimizer):
-        if options:
-            raise OptionError(
-                f"Got {', '.join(options)} for an optimizer that is there already. Want its options in itself. "
-                f"Do: pass the class {type(base).__name__}, or leave them out."
-            )
-        if isinstance(base, TwoPass):
-            raise OptionError(
-                f"Got a {type(base).__name__} as the base. Want an optimizer that takes one pass. Do: pass its base."
-            )
-        known = {id(p) for p in model.parameters()}
-        strangers = sum(id(p) not in known for group in base.param_groups for p in group["params"])
-        if strangers:
-            raise OptionError(
-                f"Got an optimizer with {strangers} parameters that are not the model's. Want one of this model's. "
-                "Do: check that it was made from model.parameters()."
-            )
-        return base
-    if not callable(base):
-        raise OptionError(
-            f"Got a base of type {type(base).__name__}. Want an optimizer or a class of optimizers. "
-            "Do: for instance torch.optim.SGD."
-        )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ModelError(
-            "Got a model without parameters that require a gradient. Want at least one to train. "
-            "Do: call requires_grad_() on what you train."
-        )
-    return base(trained, **options)
+    return scaler.get_scale()

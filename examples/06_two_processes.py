@@ -1,0 +1,104 @@
+"""SAM in two processes: one perturbation for all of them, or one for each.
+
+Run it by ``torchrun --nproc-per-node 2 examples/06_two_processes.py``. Every process has half of each batch.
+With ``sync="global"`` the weights are moved along the gradient of the whole batch, so that any number of processes does
+what one process would do. With ``sync="local"`` each process moves its own copy along the gradient of its own half:
+the m-sharpness of the paper on SAM, one exchange of gradients less, and a different result.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from saltflat.readers import read
+from saltflat.training import SAM
+
+QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
+EPOCHS = 2 if QUICK else 10
+BATCH = 64
+RHO = 0.1
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    # In float64, so that what differs is the method and not the rounding.
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
+
+
+def train(model: nn.Module, sync: str, inputs: Tensor, labels: Tensor, seed: int, rank: int, world: int) -> SAM:
+    """On every ``world``-th example of each batch, from ``rank`` on."""
+    optimizer = SAM(model, SGD, rho=RHO, sync=sync, lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(EPOCHS):
+        # Whole batches only: the mean of two halves is the mean of the batch if they are halves.
+        for batch in torch.randperm(len(labels), generator=generator).split(BATCH)[:-1]:
+            mine = batch[rank::world]
+
+            def closure(mine: Tensor = mine) -> None:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs[mine]), labels[mine]).backward()
+
+            optimizer.step(closure)
+    return optimizer
+
+
+@torch.no_grad()
+def difference(one: nn.Module, two: nn.Module) -> float:
+    pairs = zip(one.parameters(), two.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@torch.no_grad()
+def spread(model: nn.Module) -> float:
+    """How far the processes' weights are from those of the first."""
+    farthest = torch.zeros((), dtype=torch.float64)
+    for p in model.parameters():
+        first = p.detach().clone()
+        dist.broadcast(first, src=0)
+        farthest = torch.maximum(farthest, (p - first).abs().max())
+    dist.all_reduce(farthest, dist.ReduceOp.MAX)
+    return float(farthest)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="With SALTFLAT_QUICK=1 in the environment there are 2 epochs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    seed = parser.parse_args().seed
+    if not dist.is_torchelastic_launched():
+        print(f"Got one process. Want two or more. Do: torchrun --nproc-per-node 2 {sys.argv[0]}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    images, labels = read("digits")
+    inputs = images.double()
+
+    alone = network(seed)
+    train(alone, "global", inputs, labels, seed, rank=0, world=1)
+    for sync in ("global", "local"):
+        model = DistributedDataParallel(network(seed))
+        optimizer = train(model, sync, inputs, labels, seed, rank, world)
+        apart = spread(model)
+        if rank == 0:
+            print(
+                f"sync={sync!r}: after {optimizer.perturbed_steps} steps the weights of {world} processes are "
+                f"{apart:.0e} from each other and {difference(alone, model):.0e} from those of one process"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The latest numbers as a table that stays at the bottom of the terminal, or as one line each elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+from collections import deque
+from collections.abc import Mapping
+from math import isfinite, isnan
+
+from rich import box, get_console
+from rich.console import Console
+from rich.errors import LiveError
+from rich.live import Live
+from rich.table import Table as Grid
+from rich.text import Text
+
+from saltflat.integrations.record import EDGE, EDGE_NAME, PREFIX
+from saltflat.report.text import number, printable
+
+COLUMNS = 5  # records shown side by side
+STEADY = 0.01  # relative change that is no trend
+ARROWS = {"up": "↑", "down": "↓", "steady": "→", "": ""}
+ASCII = {"up": "+", "down": "-", "steady": "=", "": ""}
+
+
+class Table:
+    """Measures from top to bottom, the last few moments from left to right, and where each measure is going.
+
+    Anything printed meanwhile appears above it, and rich's own progress bars beside it. Where there is no terminal,
+    every moment is one line instead.
+
+    Args:
+        console: of rich; the one that rich uses itself if None.
+        columns: how many moments are shown.
+        live: False for lines in a terminal too: other progress bars (tqdm) do not share the screen with a table.
+    """
+
+    def __init__(self, console: Console | None = None, columns: int = COLUMNS, live: bool = True) -> None:
+        self.console = get_console() if console is None else console
+        self._may_live = live
+        self._moments: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=max(2, columns))
+        self._live: Live | None = None
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int | None = None) -> None:
+        before = self._moments[-1][1] if self._moments else {}
+        self._moments.append((step, dict(values)))
+        if self._live is None and self._may_live and self.console.is_terminal:
+            self._start()
+        if self._live is None:
+            self.console.print(self.line(values, before, step, epoch), soft_wrap=True)
+        else:
+            self._live.update(self.grid(), refresh=True)
+
+    def close(self) -> None:
+        """Leave the table where it is; what follows is printed below."""
+        if self._live is not None:
+            self._live.stop()
+            atexit.unregister(self.close)
+        self._live = None
+
+    def line(
+        self, values: Mapping[str, float], before: Mapping[str, float], step: int, epoch: int | None = None
+    ) -> Text:
+        """One moment on one line, without what single layers contribute."""
+        text = Text(f"step {step}" + ("" if epoch is None else f", epoch {epoch}"))
+        for name in _rows(values):
+            text.append(f"  {_label(name)} ", "dim").append(_cell(name, values[name]))
+            text.append(self._arrow(before.get(name), values[name]))
+        return text
+
+    def grid(self) -> Grid:
+        """The table of the last few moments."""
+        _, latest = self._moments[-1]
+        _, before = self._moments[-2] if len(self._moments) > 1 else (0, {})
+        grid = Grid("step", box=box.SIMPLE_HEAD, title="Flatness", title_justify="left")
+        for step, _ in self._moments:
+            grid.add_column(str(step), justify="right", no_wrap=True)
+        grid.add_column("", no_wrap=True)
+        # What is taller than the screen cannot be drawn over.
+        rows, most = _rows(latest), max(1, self.console.height - 8)
+        for name in rows[:most]:
+            cells = [_cell(name, values[name]) if name in values else Text() for _, values in self._moments]
+            grid.add_row(_label(name), *cells, self._arrow(before.get(name), latest[name]))
+        if len(rows) > most:
+            grid.caption = f"and {len(rows) - most} more"
+        return grid
+
+    def _start(self) -> None:
+        live = Live(console=self.console, auto_refresh=False)
+        try:
+            live.start()
+        except LiveError:  # rich before 14.1, with another live display on this console
+            return
+        self._live = live
+        atexit.register(self.close)  # a hidden cursor would stay hidden
+
+    def _arrow(self, before: float | None, now: float) -> str:
+        return (ASCII if self.console.options.ascii_only else ARROWS)[_trend(before, now)]
+
+
+def _rows(values: Mapping[str, float]) -> list[str]:
+    """The names that belong to the whole network."""
+    return [name for name in values if "/" not in name.removeprefix(PREFIX)]
+
+
+def _label(name: str) -> str:
+    return "lr * lambda_max" if name == EDGE_NAME else printable(name.removeprefix(PREFIX))
+
+
+def _cell(name: str, value: float) -> Text:
+    text = Text("nan" if isnan(value) else number(value))
+    if name == EDGE_NAME and value > EDGE:
+        text.append(f" > {EDGE:g}")
+        text.stylize("bold red")
+    return text
+
+
+def _trend(before: float | None, now: float) -> str:
+    if before is None or not isfinite(before) or not isfinite(now):
+        return ""
+    if abs(now - before) <= STEADY * max(abs(now), abs(before)):
+        return "steady"
+    return "up" if now > before else "down"

@@ -1,0 +1,159 @@
+"""Where the numbers go: TensorBoard, Weights & Biases, MLflow, a file of JSON lines, a table in the terminal.
+
+A logger is anything with ``log(values, step)``; ``close()`` is called if it has one. One whose ``log`` takes an
+``epoch`` is given that too. The hosts are imported when a logger of theirs is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from io import FileIO
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from saltflat.errors import OptionError
+from saltflat.integrations.live import Table
+from saltflat.report.optional import package
+
+__all__ = ["JsonLines", "Logger", "MLflow", "Table", "TensorBoard", "WandB"]
+
+
+class Logger(Protocol):
+    """Takes the values of one moment."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One line of JSON for every measurement, added to a file.
+
+    A line has ``step``, ``epoch`` and ``time`` (seconds since 1970) beside the values; nan and infinity are ``null``,
+    since JSON has neither. A line is written at once: a process that is killed leaves at most the last one torn, and
+    whoever goes on with the file begins a new line. Nothing is kept open in between.
+
+    Args:
+        path: of the file; its folder is made if it is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:  # now, not after an hour
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.open("ab").close()
+        except OSError as error:
+            raise OptionError(
+                f"Got the path {str(self.path)!r}, which cannot be written to ({error.strerror}). "
+                "Want a file that can. Do: choose another folder."
+            ) from error
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int | None = None) -> None:
+        known = {name: value if isfinite(value) else None for name, value in values.items()}
+        line = json.dumps({"step": step, "epoch": epoch, "time": round(time.time(), 3), **known}, allow_nan=False)
+        with FileIO(self.path, "a+") as file:
+            data = b"\n" * _is_torn(file) + line.encode() + b"\n"
+            while data:
+                data = data[file.write(data) :]
+
+    def close(self) -> None:
+        pass
+
+
+def _is_torn(file: FileIO) -> bool:
+    """Whether the last line has no end."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
+
+
+class TensorBoard:
+    """Scalars for TensorBoard.
+
+    Args:
+        where: a folder, or a ``SummaryWriter``, which is left open.
+    """
+
+    def __init__(self, where: Any) -> None:
+        self._is_own = isinstance(where, str | os.PathLike)
+        if self._is_own:
+            package("tensorboard", "a TensorBoard logger")
+            where = package("torch.utils.tensorboard", "a TensorBoard logger").SummaryWriter(os.fspath(where))
+        elif not hasattr(where, "add_scalar"):
+            raise OptionError(
+                f"Got a {type(where).__name__} for TensorBoard. Want a folder or a SummaryWriter. "
+                "Do: for instance TensorBoard('runs/first')."
+            )
+        self.writer = where
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        if self._is_own:
+            self.writer.close()
+
+
+class WandB:
+    """Values for Weights & Biases, with the number of training steps as their step.
+
+    Weights & Biases wants steps that do not fall: in a loop that calls ``run.log`` several times a step, give it the
+    step there, too.
+
+    Args:
+        run: what ``wandb.init`` returned; the one that is active if None. It is left open.
+    """
+
+    def __init__(self, run: Any = None) -> None:
+        self.run = package("wandb", "a WandB logger").run if run is None else run
+        if not hasattr(self.run, "log"):
+            raise OptionError(
+                "Got no active run of Weights & Biases. Want one to log to. Do: call wandb.init() before, or pass it."
+                if run is None
+                else f"Got a {type(run).__name__} as a run. Want what wandb.init returns. Do: pass that, or nothing."
+            )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        pass
+
+
+class MLflow:
+    """Metrics for MLflow; nan and infinity are left out.
+
+    Names are ``flatness/<measure>.<layer>``, with ``_`` where MLflow allows no such character.
+
+    Args:
+        run_id: of the run; the one that is active if None. It is left open.
+    """
+
+    def __init__(self, run_id: str | None = None) -> None:
+        self._mlflow, self.run_id = package("mlflow", "an MLflow logger"), run_id
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        known = {self.name(name): value for name, value in values.items() if isfinite(value)}
+        if known:
+            self._mlflow.log_metrics(known, step=step, run_id=self.run_id)
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def name(name: str) -> str:
+        """
+        >>> MLflow.name("flatness/rho(axis='row')/layers.0.weight")
+        'flatness/rho_axis_row_.layers.0.weight'
+        """
+        # MLflow takes names for paths, and a measure cannot be both a file and the folder of its layers.
+        folder, measure, layer = (*name.split("/", 2), "", "")[:3]
+        joined = ".".join(part for part in (measure, layer.replace("/", "_")) if part)
+        return re.sub(r"[^\w./ -]+", "_", f"{folder}/{joined}" if joined else folder, flags=re.ASCII)

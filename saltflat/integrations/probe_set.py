@@ -1,0 +1,60 @@
+"""The examples that a training is watched on: read once, and kept where the model is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from saltflat.data import Batch, batches, checked
+from saltflat.errors import EmptyDataError
+
+Item = tuple[Any, Tensor]
+
+
+class ProbeSet:
+    """Batches in memory.
+
+    A loader is read once, so its workers and its random numbers play no part in the training, and every measurement
+    sees the same examples.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._batches = [batch.to(None) for batch in batches(checked(data))]
+        if not self._batches:
+            raise EmptyDataError(
+                "Got a probe without examples. Want at least one. Do: check the path, the split and drop_last."
+            )
+
+    @property
+    def examples(self) -> int:
+        return sum(batch.examples for batch in self._batches)
+
+    def on(self, device: torch.device) -> list[Item]:
+        """All batches on a device, where they stay."""
+
+        if any(each.device != device for batch in self._batches for each in [*batch.tensors(), batch.targets]):
+            self._batches = [_moved(batch, device) for batch in self._batches]
+        return [_item(batch) for batch in self._batches]
+
+    def few(self, device: torch.device, count: int) -> list[Item]:
+        """The first examples."""
+        self.on(device)
+        return [_item(self._batches[0].cut(0, count))]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _item(batch: Batch) -> Item:
+    return batch.kwargs or batch.args, batch.targets
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    parts = (batch.args, batch.kwargs, batch.targets)
+    args, kwargs, targets = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, parts)
+    return Batch(args, kwargs, targets, batch.first, batch.examples)

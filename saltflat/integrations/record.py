@@ -1,0 +1,46 @@
+"""What one measurement in the middle of a training found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "flatness/"
+EDGE = 2.0  # of lr * lambda_max: beyond it gradient descent on a parabola diverges
+EDGE_NAME = f"{PREFIX}lr_lambda_max"
+
+
+class MonitorWarning(UserWarning):
+    """A measurement or a logger failed; the training goes on."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Numbers of one moment; floats only, so a long history is small.
+
+    Attributes:
+        step: training steps done by then.
+        epoch: epochs done by then.
+        values: by name, such as ``"flatness/hessian_trace"``; nan where it could not be measured.
+        seconds: how long it took.
+        notes: what could not be measured, and why.
+    """
+
+    step: int
+    epoch: int
+    values: Mapping[str, float]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+class Complaints:
+    """Says each thing once."""
+
+    def __init__(self) -> None:
+        self._said: set[object] = set()
+
+    def __call__(self, about: object, text: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            warnings.warn(text, MonitorWarning, stacklevel=3)

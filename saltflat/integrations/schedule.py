@@ -1,0 +1,118 @@
+"""When a measurement is due, and whether there is time for it. Nothing here looks at a clock: times are given."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import inf
+
+from saltflat.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Every:
+    """So many steps or epochs.
+
+    Attributes:
+        count: at least 1.
+        unit: ``"step"`` or ``"epoch"``.
+    """
+
+    count: int
+    unit: str
+
+    @classmethod
+    def of(cls, given: int | str) -> Every:
+        """
+        >>> Every.of(50), Every.of("2 epochs")
+        (Every(count=50, unit='step'), Every(count=2, unit='epoch'))
+        """
+        text = f"{given} steps" if isinstance(given, int) and not isinstance(given, bool) else given
+        found = re.fullmatch(r"\s*(\d+)\s*(step|epoch)s?\s*", text) if isinstance(text, str) else None
+        if found is None or int(found[1]) < 1:
+            raise OptionError(
+                f"Got every={given!r}. Want a number of steps or epochs, at least 1. "
+                "Do: for instance every=100, every='100 steps' or every='1 epoch'."
+            )
+        return cls(int(found[1]), found[2])
+
+
+class Schedule:
+    """Says when to measure, such that measuring takes at most a share of the training time.
+
+    A measurement that is due is made if all of them so far and this one, taken to cost what the latest did, fit into
+    ``cap`` times the training time so far. If not, it stays due, and is made at the first later step where it fits.
+    Nobody knows what the first one costs: it is made when it is due, and the others wait until it is paid for.
+
+    Training time is what passes between the calls, less the measurements.
+
+    Args:
+        every: as for :class:`saltflat.integrations.Monitor`.
+        cap: measuring time over training time; no limit if None.
+
+    Attributes:
+        skipped: how often a measurement was due and there was no time for it then.
+        spent: seconds of measuring so far.
+        trained: seconds of training so far.
+
+    Example:
+        >>> schedule = Schedule("1 step", cap=0.1)
+        >>> schedule.after_step(1, now=0.0)
+        True
+        >>> schedule.measured(0.0, 1.0)  # took a second: the next needs 20 seconds of training
+        >>> schedule.after_step(2, now=10.0), schedule.after_step(3, now=21.0), schedule.skipped
+        (False, True, 1)
+    """
+
+    def __init__(self, every: int | str, cap: float | None) -> None:
+        self.every = Every.of(every)
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap <= 1):
+            raise OptionError(
+                f"Got cap={cap!r}. Want a share of the training time, above 0 and at most 1. "
+                "Do: for instance cap=0.05 for 5 %, or None for no limit."
+            )
+        self.cap = cap
+        self.skipped = 0
+        self.spent = self.trained = 0.0
+        self._latest: float | None = None  # seconds of the latest measurement
+        self._mark: float | None = None  # until when time is accounted for
+        self._is_due = False
+
+    def after_step(self, step: int, now: float) -> bool:
+        """Whether to measure after training step ``step``, the first being 1."""
+        return self._asked(self.every.unit == "step" and step % self.every.count == 0, now)
+
+    def after_epoch(self, epoch: int, now: float) -> bool:
+        """Whether to measure after epoch ``epoch``, the first being 1."""
+        return self._asked(self.every.unit == "epoch" and epoch % self.every.count == 0, now)
+
+    def measured(self, started: float, ended: float) -> None:
+        """A measurement was made."""
+        self._latest = ended - started
+        self.spent += self._latest
+        if self._mark is not None:
+            self.trained += started - self._mark
+            self._mark = ended
+        self._is_due = False
+
+    @property
+    def share(self) -> float:
+        """Measuring time over training time so far."""
+        if self.trained > 0:
+            return self.spent / self.trained
+        return inf if self.spent > 0 else 0.0
+
+    def _asked(self, due: bool, now: float) -> bool:
+        if self._mark is not None:
+            self.trained += now - self._mark
+        self._mark = now
+        self._is_due = self._is_due or due
+        go = self._is_due and self._is_affordable()
+        if due and not go:
+            self.skipped += 1
+        return go
+
+    def _is_affordable(self) -> bool:
+        if self.cap is None or self._latest is None:
+            return True
+        return self.spent + self._latest <= self.cap * self.trained

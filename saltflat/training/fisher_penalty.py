@@ -1,0 +1,331 @@
+"""Small gradients on every part of a batch (Jia & Su, 2020, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from saltflat.amounts import check_amount, check_count, check_positive
+from saltflat.errors import ModelError, OptionError, PrecisionError, TrainingError
+from saltflat.losses import loss_from
+from saltflat.randomness import remembered
+from saltflat.training.either_way import EitherWay
+from saltflat.training.frozen import normalises_by_batch
+from saltflat.training.objective import Objective, is_mean_over_examples, mean_loss, objective_from
+from saltflat.training.part_gradients import Gradients, Passes
+from saltflat.training.parts import COARSE, Parts, copied, examples_in
+from saltflat.training.processes import averaged
+from saltflat.training.two_pass import TwoPass, norm_of
+
+
+class FisherPenalty:
+    r"""Minimises :math:`L + \beta R`, where :math:`R` is what a small step down wins on each part of the batch.
+
+    .. math::
+        R = \sum_i \frac{n_i}{n} \bigl[L(B_i, w) - L(B_i, w - \alpha g_i)\bigr], \qquad g_i = \nabla L(B_i, w)
+
+    with the batch cut into ``parts`` parts :math:`B_i` of :math:`n_i` examples and the :math:`g_i` held constant, so
+    that the gradient added to that of the loss is :math:`\beta \sum_i \frac{n_i}{n} (g_i - g_i')`, where
+    :math:`g_i'` is the gradient at :math:`w - \alpha g_i`.
+
+    To first order in :math:`\alpha` that is the gradient of :math:`\frac{\alpha}{2} \mathrm{mean} \lVert g_i
+    \rVert^2`. The paper says :math:`\alpha \lVert g_i \rVert^2`, the value of :math:`R`; holding :math:`g_i` constant
+    leaves half of it. This is the paper's algorithm, so ``beta`` means here what it means there.
+
+    **Parts** are contiguous and differ in size by at most one, so that no example is lost. With fewer examples than
+    parts, every example is a part; with BatchNorm in training mode a part has at least two, because a single one
+    cannot be normalised.
+
+    **The loss of the batch.** Without BatchNorm in training mode it is the mean of the parts' losses, so its gradient
+    costs nothing: two passes in all. With BatchNorm the parts are normalised each on its own, and the loss of the
+    batch takes a pass of its own over all examples, which also updates the running statistics, exactly as a plain step
+    would. ``whole`` says otherwise:
+
+    * ``None``: a pass of its own with BatchNorm in training mode, and where cross-entropy has class weights or ignored
+      labels, whose mean is not a mean over examples.
+    * ``True``: always; for objectives of your own whose mean is not a mean over examples (padded tokens).
+    * ``False``: never. With BatchNorm, the loss is then the mean over the parts, each normalised on its own as if on a
+      device of its own, and the running statistics come from a forward pass over all examples without gradients.
+
+    **Precision.** With the usual ``alpha`` the two gradients of a part differ by less than bfloat16, float16 and TF32
+    can tell. The parts run in the parameters' own precision, whatever autocast says; a pass of the loss's own runs
+    under the caller's autocast.
+
+    **Processes.** With DistributedDataParallel every process cuts its own batch; what is added to ``.grad`` is the
+    mean over the processes.
+
+    Weight decay belongs to the optimizer and is no part of the penalty.
+
+    Args:
+        model: the module that is trained; with DistributedDataParallel, that.
+        loss: a name, a loss module of torch, or a function of outputs and targets that gives the mean over a batch.
+        parts: M in the paper, which tries 4, 8 and 16.
+        alpha: length of the small steps, in gradients.
+        beta: strength of the penalty; the paper tries 10 to 125.
+        clip: the norm to which :meth:`clip` shortens gradients; the paper tries 1 to 15. None leaves them.
+        start_step: how many steps to take with the loss alone before.
+        start_epoch: how many epochs; tell each to :meth:`set_epoch`.
+        objective: function of the model and a batch that gives its mean loss, in place of ``loss``. In a batch of any
+            kind, tensors whose first axis counts the examples are cut, and everything else is shared by the parts.
+        way: ``"vectorised"`` takes all parts in one pass of ``torch.func``, ``"loop"`` one after the other, with the
+            same result; ``"auto"`` takes the faster one that the model allows.
+        whole: whether the loss of the batch takes a pass of its own, see above.
+
+    Attributes:
+        steps: how many gradients were taken.
+
+    Example:
+        >>> model = nn.Linear(2, 3)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> penalty = FisherPenalty(model, parts=2, beta=10.0, clip=5.0)
+        >>> batch = torch.randn(4, 2), torch.tensor([0, 1, 2, 0])
+        >>> loss = penalty.step(optimizer, batch)
+        >>> penalty.steps
+        1
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any = "cross_entropy",
+        *,
+        parts: int = 8,
+        alpha: float = 1e-4,
+        beta: float = 10.0,
+        clip: float | None = None,
+        start_step: int = 0,
+        start_epoch: int = 0,
+        objective: Objective | None = None,
+        way: str = "auto",
+        whole: bool | None = None,
+    ) -> None:
+        check_count(1, parts=parts)
+        check_positive(alpha=alpha)
+        check_amount(beta=beta)
+        if clip is not None:
+            check_positive(clip=clip)
+        check_count(0, start_step=start_step, start_epoch=start_epoch)
+        if whole not in (None, True, False):
+            raise OptionError(f"Got whole={whole!r}. Want None, True or False. Do: leave it out for None.")
+        if objective is not None and not callable(objective):
+            raise OptionError(
+                f"Got an objective of type {type(objective).__name__}. Want a function of a model and a batch. "
+                "Do: leave it out for one made from the loss."
+            )
+        _check_model(model)
+        self.model, self.parts, self.alpha, self.beta = model, parts, alpha, beta
+        self.threshold, self.whole = clip, whole
+        self.start_step, self.start_epoch = start_step, start_epoch
+        self.objective = objective_from(loss) if objective is None else objective
+        self._loss = loss_from(loss) if objective is None else None
+        self.steps = self.epoch = 0
+        self._either_way = EitherWay(way)
+
+    def step(self, optimizer: Optimizer, batch: Any, scaler: GradScaler | None = None) -> Tensor:
+        """Take the gradient of the batch, clip it and let the optimizer step; gradients from before are cleared.
+
+        Args:
+            optimizer: of any kind that steps with one gradient.
+            batch: what the objective takes; ``(inputs, targets)`` or a dict with ``labels``, if made from a loss.
+            scaler: scales a pass under float16 autocast and skips the step if a gradient overflowed. Call its
+                ``update()`` afterwards, as always.
+
+        Returns:
+            The loss of the batch, without the penalty.
+        """
+        _check_optimizer(optimizer)
+        loss, gradients = self._gradients(batch, scaler)
+        optimizer.zero_grad()
+        self._accumulate(gradients)
+        if self.threshold is not None:
+            self.clip()
+        if scaler is None:
+            optimizer.step()
+        else:
+            _multiply(self._present(), self._scale(scaler))
+            scaler.step(optimizer)
+        return loss
+
+    def backward(self, batch: Any, weight: float = 1.0, scaler: GradScaler | None = None) -> Tensor:
+        """Add the gradient of the loss and its penalty to ``.grad``, as ``loss.backward()`` adds that of the loss.
+
+        Args:
+            batch: what the objective takes.
+            weight: of this batch among several: 1/k for the mean over k micro-batches.
+            scaler: adds gradients that are scaled. Call its ``unscale_(optimizer)`` before :meth:`clip`.
+
+        Returns:
+            The loss of the batch, without the penalty and the weight.
+        """
+        loss, gradients = self._gradients(batch, scaler)
+        factor = weight if scaler is None else weight * self._scale(scaler)
+        if scaler is not None or weight != 1:
+            _multiply(list(gradients.values()), factor)
+        self._accumulate(gradients)
+        return loss
+
+    @torch.no_grad()
+    def clip(self) -> Tensor:
+        """Shorten the gradient of all parameters together to the norm ``clip``, if longer; returns the norm before."""
+        gradients = self._present()
+        if not gradients:
+            return torch.zeros(())
+        norm = norm_of(gradients)
+        if self.threshold is not None:
+            _multiply(gradients, (self.threshold / norm).clamp(max=1.0))
+        return norm
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, counted from 0; ``start_epoch`` waits for it."""
+        check_count(0, epoch=epoch)
+        self.epoch = epoch
+
+    @property
+    def why_looped(self) -> str | None:
+        """Why ``way="auto"`` gave up vectorised passes, if it did."""
+        return self._either_way.why_looped
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the next gradient holds the penalty."""
+        return self.beta > 0 and self.steps >= self.start_step and self.epoch >= self.start_epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps, "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        if not {"steps", "epoch"} <= state_dict.keys():
+            raise TrainingError(
+                f"Got a state with the keys {sorted(map(str, state_dict))}. Want 'steps' and 'epoch'. "
+                "Do: pass what state_dict() of a FisherPenalty gave."
+            )
+        self.steps, self.epoch = int(state_dict["steps"]), int(state_dict["epoch"])
+
+    def _gradients(self, batch: Any, scaler: GradScaler | None) -> tuple[Tensor, Gradients]:
+        """The loss of the batch, and the gradient of loss and penalty; nothing but statistics has changed."""
+        model = self.model
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        parameters = _trained(inner)
+        examples = examples_in(batch)
+        apart = not self.is_active or self._takes_own_pass(inner, batch)
+        passes = Passes(inner, self.objective, parameters, self.alpha, self.beta, own=float(not apart))
+        if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+            model._sync_buffers()  # as its forward would
+        # Low-precision copies of weights, which a caller's autocast may have kept since before the last step.
+        torch.clear_autocast_cache()
+        start = remembered()
+        gradients: Gradients = {}
+        if apart:
+            scale = None if scaler is None else self._scale(scaler)
+            loss, found = passes.of_whole(copied(batch), scale)
+            # Copies in the parameters' own layout: autograd may give the same tensor to two of them.
+            gradients = {name: torch.empty_like(parameters[name]).copy_(each) for name, each in found.items()}
+            if scale is not None:
+                _multiply(list(gradients.values()), 1 / scale)
+        elif _keeps_statistics(inner):
+            self._update_buffers(inner, batch)
+        if self.is_active:
+            most = max(1, examples // 2) if normalises_by_batch(inner) else examples
+            parts = Parts(batch, examples, min(self.parts, most), next(iter(parameters.values())).dtype)
+            of_parts, added, is_written = self._either_way(passes, parts)
+            if is_written and not apart and not _keeps_statistics(inner):
+                start()
+                self._update_buffers(inner, batch)
+            loss = loss if apart else of_parts
+            for name, value in added.items():
+                gradients[name] = gradients[name].add_(value) if name in gradients else value
+        if isinstance(model, DistributedDataParallel):
+            gradients = averaged(model, parameters, gradients)
+        self.steps += 1
+        return loss, gradients
+
+    def _takes_own_pass(self, model: nn.Module, batch: Any) -> bool:
+        if self.whole is not None:
+            return self.whole
+        return normalises_by_batch(model) or (self._loss is not None and not is_mean_over_examples(self._loss, batch))
+
+    def _update_buffers(self, model: nn.Module, batch: Any) -> None:
+        """As a plain step would; passes over the parts leave them alone."""
+        with torch.no_grad():
+            mean_loss(self.objective, model, copied(batch))
+
+    def _scale(self, scaler: GradScaler) -> Tensor:
+        """Asked of the scaler in this way it does not wait for the device."""
+        one = torch.ones((), device=next(self.model.parameters()).device)
+        return scaler.scale(one)
+
+    def _present(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    @torch.no_grad()
+    def _accumulate(self, gradients: Gradients) -> None:
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        for name, p in inner.named_parameters():
+            if name not in gradients:
+                continue
+            if p.grad is None:
+                p.grad = gradients[name]
+            else:
+                p.grad += gradients[name]
+
+
+def _keeps_statistics(model: nn.Module) -> bool:
+    layers = [each for each in model.modules() if isinstance(each, _NormBase) and each.training]
+    return any(each.track_running_stats and each.running_mean is not None for each in layers)
+
+
+@torch.no_grad()
+def _multiply(tensors: list[Tensor], factor: Tensor | float) -> None:
+    for device in {each.device for each in tensors}:
+        here = factor.to(device) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_([each for each in tensors if each.device == device], here)
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    trained: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ModelError(
+            "Got a model without parameters that require a gradient. Want at least one to train. "
+            "Do: call requires_grad_() on what you train."
+        )
+    for name, p in model.named_parameters():
+        if p.dtype in COARSE:
+            raise PrecisionError(
+                f"Got {name!r} in {p.dtype}. Want float32 or float64: gradients at two points that are so close look "
+                "the same in half precision. Do: keep the weights in float32 and use autocast for speed."
+            )
+    return trained
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module that is trained."
+        )
+    sharded = ("FullyShardedDataParallel", "FSDPModule")
+    if any(kind.__name__ in sharded for each in model.modules() for kind in type(each).__mro__):
+        raise ModelError(
+            "Got a model whose weights are spread over processes. Want all of them on each, as they are moved here. "
+            "Do: use DistributedDataParallel."
+        )
+    _trained(model)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(getattr(optimizer, "optimizer", optimizer), TwoPass):
+        raise TrainingError(
+            f"Got a {type(optimizer).__name__}, which takes a gradient at two points itself. Want an optimizer that "
+            "steps with one gradient: it is not said which of the two would be penalised. Do: pass its base."
+        )
+    if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
+        raise OptionError(
+            f"Got a {type(optimizer).__name__} in place of the optimizer. Want one of torch.optim. "
+            "Do: for instance step(torch.optim.SGD(model.parameters(), lr=0.1), batch)."
+        )

@@ -1,0 +1,101 @@
+"""What is minimised: the mean loss of a batch, as a function of the model and the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from saltflat.data import _parts
+from saltflat.errors import OptionError
+from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss, SquaredError, loss_from
+from saltflat.network import logits
+
+Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> its mean loss
+
+
+def objective_from(loss: Any) -> Objective:
+    """The mean loss of a batch, by torch's own functions.
+
+    Args:
+        loss: a name, a loss module of torch or a function, as everywhere in this package. A function is given the
+            outputs and targets of all examples of a batch and returns their mean loss, as in any training loop.
+
+    Example:
+        >>> import torch
+        >>> objective = objective_from("mse")
+        >>> objective(nn.Identity(), (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+        tensor(5.)
+    """
+    function = _function(loss_from(loss))
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        args, kwargs, targets = _parts(batch, 0)
+        return function(logits(model(*args, **kwargs)), targets)
+
+    return objective
+
+
+def is_mean_over_examples(loss: Any, batch: Any) -> bool:
+    """Whether the loss of a batch is the mean of its examples' own; class weights and ignored labels undo that."""
+    known = loss_from(loss)
+    if not isinstance(known, CrossEntropy):
+        return True
+    _, _, targets = _parts(batch, 0)
+    if targets.is_floating_point():
+        return True
+    return known.weight is None and not bool((targets == known.ignore_index).any())
+
+
+def mean_loss(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
+    """What the objective gives, as a number."""
+    value = objective(model, batch)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise OptionError(
+            f"Got {got} from the objective. Want the mean loss of the batch, a single number. "
+            "Do: take the mean over the examples, e.g. with reduction='mean'."
+        )
+    return value.reshape(())
+
+
+def _function(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    if isinstance(loss, CrossEntropy):
+        return lambda outputs, targets: _cross_entropy(loss, outputs, targets)
+    if isinstance(loss, Custom):
+        return loss.function
+    if isinstance(loss, SquaredError):
+
+        def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+            loss.check(outputs, targets)
+            return F.mse_loss(outputs, targets.to(outputs))
+
+        return squared_error
+    if isinstance(loss, BinaryCrossEntropy):
+
+        def binary(outputs: Tensor, targets: Tensor) -> Tensor:
+            SquaredError().check(outputs, targets)  # shapes only: a look at the values would wait for the device
+            weight = None if loss.pos_weight is None else loss.pos_weight.to(outputs)
+            return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs), pos_weight=weight)
+
+        return binary
+    return lambda outputs, targets: loss.total(outputs, targets).sum() / loss.share(outputs, targets).sum()
+
+
+def _cross_entropy(loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> Tensor:
+    axis = loss._axis(outputs, targets)
+    outputs = outputs.movedim(axis, -1).flatten(0, -2)
+    weight = None if loss.weight is None else loss.weight.to(outputs)
+    if targets.is_floating_point():
+        targets = targets.to(outputs).movedim(axis, -1).flatten(0, -2)
+        return F.cross_entropy(outputs, targets, weight, label_smoothing=loss.label_smoothing)
+    targets = targets.long().flatten()
+    total = F.cross_entropy(
+        outputs, targets, weight, ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing, reduction="sum"
+    )
+    kept = targets != loss.ignore_index
+    share = kept.sum() if weight is None else (weight[targets.where(kept, 0)] * kept).sum()
+    # A few examples may have no label at all. Their mean would be 0 / 0; that there is nothing to learn is a loss of 0.
+    return total / share.where(share != 0, 1).to(total)

@@ -1,0 +1,144 @@
+"""A batch cut into parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.errors import DataError, EmptyDataError
+
+COARSE = (torch.float16, torch.bfloat16)
+
+
+def sizes(examples: int, parts: int) -> list[int]:
+    """Sizes of parts that differ by at most one, the larger ones first; no part is empty.
+
+    >>> sizes(10, 4), sizes(2, 4)
+    ([3, 3, 2, 2], [1, 1])
+    """
+    parts = min(parts, examples)
+    return [examples // parts + (i < examples % parts) for i in range(parts)]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A batch cut into parts, in the order of its examples.
+
+    Attributes:
+        batch: tensors whose first axis has ``examples`` entries are cut, everything else is shared.
+        count: how many parts, if there are as many examples.
+        dtype: what half-precision inputs become: they come with autocast, which is off for the parts.
+    """
+
+    batch: Any
+    examples: int
+    count: int
+    dtype: torch.dtype
+
+    def each(self) -> Iterator[tuple[Any, float]]:
+        """Every part, with its share of the examples."""
+        start = 0
+        for size in sizes(self.examples, self.count):
+            yield self.placed([t[start : start + size] for t in self._cut()]), size / self.examples
+            start += size
+
+    def groups(self) -> Iterator[tuple[list[Tensor], float]]:
+        """All parts of one size: every cut tensor as ``(parts, size, ...)``, with the share of each part."""
+        each, start = sizes(self.examples, self.count), 0
+        for size in dict.fromkeys(each):
+            many = each.count(size)
+            stop = start + many * size
+            yield [t[start:stop].unflatten(0, (many, size)) for t in self._cut()], size / self.examples
+            start = stop
+
+    def placed(self, leaves: Sequence[Tensor]) -> Any:
+        """The batch with these in place of the tensors that are cut."""
+        values = iter(leaves)
+        return mapped(lambda t: next(values) if self._counts(t) else t, self.batch)
+
+    def fresh(self, part: Any) -> Any:
+        """A copy of a part for one pass."""
+        return copied(part, self.dtype)
+
+    def _cut(self) -> list[Tensor]:
+        return [t for t in tensors_in(self.batch) if self._counts(t)]
+
+    def _counts(self, t: Tensor) -> bool:
+        return t.dim() > 0 and len(t) == self.examples
+
+
+def copied(batch: Any, dtype: torch.dtype | None = None) -> Any:
+    """For one pass: models may write to their inputs, and the next pass needs them as they were.
+
+    Args:
+        batch: any batch.
+        dtype: what half-precision inputs become; None leaves them.
+    """
+
+    def one(t: Tensor) -> Tensor:
+        same = t.detach().to(dtype) if dtype is not None and t.dtype in COARSE else t.detach().clone()
+        return same.requires_grad_() if t.requires_grad else same
+
+    return mapped(one, batch)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    mapped(note, tree)
+    return found
+
+
+def examples_in(batch: Any) -> int:
+    """How many examples a batch has: by its targets, or else by the first tensor in it.
+
+    >>> examples_in((torch.zeros(6, 2), torch.zeros(6)))
+    6
+    """
+    leaves = tensors_in(batch)
+    targets = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        targets = batch[1]
+    if not isinstance(targets, Tensor):
+        targets = next((each for each in leaves if each.dim() > 0), None)
+    if targets is None or targets.dim() == 0:
+        raise DataError(
+            "Got a batch without an axis for the examples. Want tensors whose first axis counts them. "
+            "Do: put the tensors into a tuple or a dict, with single examples batched."
+        )
+    if len(targets) == 0:
+        raise EmptyDataError("Got a batch without examples. Want at least one. Do: leave it out.")
+    if len(leaves) > 1 and sum(each.dim() > 0 and len(each) == len(targets) for each in leaves) < 2:
+        raise DataError(
+            f"Got {len(targets)} targets beside tensors of shape {[tuple(each.shape) for each in leaves]}. "
+            "Want as many inputs along the first axis. Do: check that inputs and targets belong together."
+        )
+    return len(targets)
+
+
+def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same tuples, lists and mappings with every tensor in them changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        same = copy.copy(tree)  # keeps whatever kind of dict it is
+        same.update({key: mapped(change, value) for key, value in tree.items()})
+        return same
+    if isinstance(tree, MutableMapping):
+        other = copy.copy(tree)
+        for key, value in tree.items():
+            other[key] = mapped(change, value)
+        return other
+    if isinstance(tree, tuple | list):
+        items = [mapped(change, each) for each in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree

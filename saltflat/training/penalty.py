@@ -1,0 +1,218 @@
+"""Measures as penalties: a term for the training loss that pulls toward flat minima."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.columns import Dice, plan_from
+from saltflat.errors import (
+    EmptyDataError,
+    ModelError,
+    NonFiniteError,
+    OptionError,
+    SaltflatError,
+    first_line,
+    unknown,
+)
+from saltflat.evaluating import _parts as parts_of
+from saltflat.geometry import geometries
+from saltflat.loan import loan
+from saltflat.logits import normalized
+from saltflat.losses import loss_from
+from saltflat.measures import MEASURES
+from saltflat.measures.request import Request, requests
+from saltflat.probe import TOLERANCE
+from saltflat.problem import Problem
+from saltflat.statistic import keywords
+from saltflat.sweep import check_seed
+from saltflat.symmetry.same import difference
+from saltflat.training.differentiable import Live, statistics
+from saltflat.training.trial import reason_against
+from saltflat.training.written_out import WrittenOut
+
+__all__ = ["NotSmoothError", "Penalty", "penalty"]
+
+COMPARED = 4  # examples for which the vectorised pass is compared with single ones, once for every model
+
+
+class NotSmoothError(SaltflatError, ValueError):
+    """A measure that has no gradient to train with."""
+
+
+class Penalty:
+    """What a measure says of a batch, with a graph to the model's parameters; made by :func:`penalty`.
+
+    Attributes:
+        name: the measure, with those of its options that are not the usual ones.
+        seed: of the next call's random columns; it goes up by one at every call.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        loss: Any = "cross_entropy",
+        *,
+        columns: str = "exact",
+        layers: Sequence[str] | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        mode: str = "eval",
+        logits: str = "none",
+        way: str = "auto",
+    ) -> None:
+        if way not in ("auto", "together", "single"):
+            raise OptionError(f"Got way={way!r}. Want 'auto', 'together' or 'single'. Do: leave it out for 'auto'.")
+        if mode not in ("eval", "keep"):
+            raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out for eval mode.")
+        self.name, self.request, self.loss = request.key, request, normalized(loss_from(loss), logits)
+        self.plan, self.layers, self.dtype, self.mode, self.way = plan_from(columns), layers, dtype, mode, way
+        self.seed = check_seed(seed)
+        self._singly: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The penalty of a batch ``(inputs, targets)``: a scalar to add to its loss."""
+        wants_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with loan(model, self.mode), WrittenOut():
+            problem = Problem.of(model, [batch], self.loss, self.layers, self.dtype, self.mode)
+            live = Live.of(problem, next(problem.batches()))
+            value = self._whichever(live)
+        self.seed += 1
+        return value if wants_graph else value.detach()
+
+    def _whichever(self, live: Live) -> Tensor:
+        """All examples together where that is known to be right, else one at a time."""
+        model = live.problem.model
+        if self.way != "auto":
+            return self._value(live, self.way == "single")
+        if model not in self._singly:
+            self._compare(live)
+        if not self._singly.get(model, False):
+            try:
+                return self._value(live, singly=False)
+            except (SaltflatError, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                # What could be vectorised for some examples need not be for all.
+                self._singly[model] = True
+        return self._value(live, singly=True)
+
+    def _compare(self, live: Live) -> None:
+        """Not every operation can be vectorised, and torch gets some of them wrong: try it on a few examples."""
+        few = replace(live, batch=live.batch.cut(0, COMPARED))
+        try:
+            truth = self._slope(few, singly=True)
+        except EmptyDataError:  # their targets do not count: ask again with the next batch
+            return
+        except SaltflatError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise ModelError(
+                f"Got {first_line(error)} for single examples. Want a model that can be differentiated twice. "
+                "Do: replace the operation that cannot."
+            ) from error
+        try:
+            off = difference(truth, self._slope(few, singly=False))
+        except Exception:
+            off = torch.inf
+        self._singly[live.problem.model] = not off <= TOLERANCE[truth.dtype]
+
+    def _slope(self, live: Live, singly: bool) -> Tensor:
+        leaves = list(live.leaves.values())
+        value = self._value(live, singly)
+        slopes = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+        return torch.cat([value.detach().reshape(1), *(slope.reshape(-1) for slope in slopes)])
+
+    def _value(self, live: Live, singly: bool) -> Tensor:
+        needs = self.request.needs
+        found = statistics(live, list(needs.values()), self.plan, Dice(self.seed, 0), singly)
+        values = {name: found[need.key] for name, need in needs.items()}
+        parts = parts_of(self.request, values, geometries(live.problem.network))
+        if not parts:
+            raise OptionError(
+                f"Got no weights of two or more axes for {self.name}. Want at least one. Do: name others with layers=."
+            )
+        numbers = []
+        for name, part in parts.items():
+            if not isinstance(part.value, Tensor) or not bool(part.value.isfinite()):
+                where = f"{self.name} of {name!r}" if name else self.name
+                raise NonFiniteError(
+                    f"Got no finite number for {where}{''.join(f' ({note})' for note in part.notes)}. "
+                    "Want one that training can lower. "
+                    "Do: name other layers with layers=, or pass dtype=torch.float64 if squares overflow."
+                )
+            numbers.append(part.value.double())
+        total = torch.stack(numbers).max() if self.request.measure.total == "max" else torch.stack(numbers).sum()
+        return total.to(next(iter(live.leaves.values())).dtype)
+
+    def __repr__(self) -> str:
+        return f"<Penalty {self.name}, columns {self.plan}>"
+
+
+def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalty:
+    r"""A term for the training loss: what a measure says of the batch, differentiable.
+
+        flat = penalty("relative_flatness", layers="fc", columns="sampled:2")
+        for x, y in loader:
+            loss = criterion(model(x), y) + 0.1 * flat(model, (x, y))
+            loss.backward()
+
+    Its value is that of :func:`saltflat.measure` on the same batch, and its gradient reaches all parameters that
+    require one, also those outside of ``layers``: the curvature of a layer depends on what comes before and after it.
+    Where measures take the curvature from the Gauss-Newton matrix, so does the penalty.
+
+    The model runs in eval mode, whatever mode it is in: BatchNorm with its running statistics as constants, dropout
+    off. Single examples' gradients are not defined otherwise. Modes, buffers, hooks and ``.grad`` are as before
+    afterwards. It runs in float32 (or float64), with autocast off. With DistributedDataParallel pass ``model.module``.
+
+    Every example's gradient is written out for every column, and differentiated once more: about ten plain training
+    steps per column for LeNet on a CPU, and memory for several times (columns x examples x parameters) numbers. Exact
+    columns are one fewer than classes. For many classes take ``columns="sampled:2"``: other random columns at every
+    call, unbiased for measures that are linear in the curvature, which all are but maxima and roots. For large networks
+    name few ``layers``. ``fisher_trace`` and others made of the loss's own gradients have one column in any case.
+
+    Args:
+        measure: a name with options, such as ``"hessian_trace"`` or ``"rho(axis='row')"``. It must be a smooth function
+            of the weights: searches, eigenvalues and minima over scales are refused.
+        loss: the loss whose flatness is meant, as for :func:`saltflat.measure`; usually the one that is trained on.
+        options: ``columns``, ``layers``, ``dtype``, ``seed``, ``mode`` and ``logits`` as for :func:`saltflat.measure`;
+            and ``way``: ``"together"`` for one vectorised pass, ``"single"`` for one example at a time, or ``"auto"``
+            for the first if it agrees with the second on a few examples of the first batch.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.zeros_(net.weight)
+        >>> flat = penalty("fisher_trace", "mse")  # the mean of |2 (w x - y) x|^2
+        >>> value = flat(net, (torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0]])))
+        >>> value.backward()
+        >>> value.item(), net.weight.grad.tolist()
+        (100.0, [[-600.0, -800.0]])
+    """
+    if not isinstance(measure, str):
+        raise OptionError(f"Got measure={measure!r}. Want a name. Do: for instance penalty('fisher_trace').")
+    request, known = requests(measure)[0], keywords(Penalty.__init__)
+    for option in options:
+        if option not in known:
+            raise unknown("option of penalty", option, known)
+    made = Penalty(request, loss, **options)
+    reason = _refused(request.key)
+    if reason is not None:
+        works = ", ".join(name for name in MEASURES if _refused(name) is None)
+        raise NotSmoothError(
+            f"Got {request.key!r} as a penalty: {reason}. "
+            f"Want a measure that is a smooth function of the weights, one of: {works}. "
+            "Do: train with one of these and watch the other with saltflat.measure."
+        )
+    return made
+
+
+@cache
+def _refused(measure: str) -> str | None:
+    request = requests(measure)[0]
+    return reason_against(request, Penalty(request, way="together"))

@@ -1,0 +1,82 @@
+"""What an optimizer of two passes wraps: a model, and the optimizer that steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from saltflat.errors import ModelError, OptionError
+
+
+def check_model(model: nn.Module, sync: str) -> None:
+    """A module, and one that can say whose gradient is meant."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"Got a {type(model).__name__} in place of the model. Want the module that is trained: its BatchNorm "
+            "statistics are kept still in the second pass. Do: for instance SAM(model, torch.optim.SGD, lr=0.1), or "
+            "SAM(model, optimizer) with an optimizer of your own groups."
+        )
+    if sync not in ("global", "local"):
+        raise OptionError(f"Got sync={sync!r}. Want 'global' or 'local'. Do: leave it out for 'global'.")
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if sync == "local" and several and not isinstance(model, DistributedDataParallel):
+        raise OptionError(
+            f"Got sync='local' and a {type(model).__name__}. Want the DistributedDataParallel around it, whose "
+            "averaging is left out in the first pass. Do: pass that as the model."
+        )
+
+
+def base_from(model: nn.Module, base: Optimizer | Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
+    """The optimizer that steps: the given one, or one of the given class for all that the model trains."""
+    if isinstance(base, Optimizer):
+        if options:
+            raise OptionError(
+                f"Got {', '.join(options)} for an optimizer that is there already. Want its options in itself. "
+                f"Do: pass the class {type(base).__name__}, or leave them out."
+            )
+        known = {id(p) for p in model.parameters()}
+        strangers = sum(id(p) not in known for group in base.param_groups for p in group["params"])
+        if strangers:
+            raise OptionError(
+                f"Got an optimizer with {strangers} parameters that are not the model's. Want one of this model's. "
+                "Do: check that it was made from model.parameters()."
+            )
+        made: Any = base
+    else:
+        made = _made(model, base, options)
+    if inspect.signature(made.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+        raise OptionError(
+            f"Got {type(made).__name__} as the base, which calls its closure as often as it likes. Want an optimizer "
+            "that steps with the gradient that is there. Do: for instance torch.optim.SGD."
+        )
+    return made  # type: ignore[no-any-return]
+
+
+_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
+
+
+def _made(model: nn.Module, base: Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
+    if not callable(base) or isinstance(base, nn.Module):
+        raise OptionError(
+            f"Got a base of type {type(base).__name__}. Want an optimizer or a class of optimizers. "
+            "Do: for instance torch.optim.SGD."
+        )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ModelError(
+            "Got a model without parameters that require a gradient. Want at least one to train. "
+            "Do: call requires_grad_() on what you train."
+        )
+    made = base(trained, **options)
+    if not isinstance(made, Optimizer):
+        raise OptionError(
+            f"Got a base that makes a {type(made).__name__}. Want an optimizer or a class of optimizers. "
+            "Do: for instance torch.optim.SGD."
+        )
+    return made
