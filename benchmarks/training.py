@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty
 
-SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 PARTS = 8
 # Which ratio to a plain step was hoped for.
 GOALS = {"SAM": 2.1, "FisherPenalty": 2.3, "FisherPenalty, whole=False": 2.3}

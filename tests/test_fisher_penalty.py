@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, Case, Net, integers, joined, reals, shaken
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch import multiprocessing as mp
@@ -32,7 +33,6 @@ from saltflat.errors import (
 from saltflat.training import SAM, either_way
 from saltflat.training.fisher_penalty import FisherPenalty
 from saltflat.training.part_gradients import Passes
-from tests.cases import CASES, Case, Net, integers, joined, reals, shaken
 
 Batch = Any
 

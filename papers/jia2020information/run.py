@@ -50,7 +50,7 @@ class Run:
     parts: int = 8
     alpha: float = 1e-4
     clip: float = 5.0
-    rho: float = 0.1
+    rho: float = 0.05
     held_out: int = 0  # of the training images, to choose by in place of the test set
     images: int = 50_000
     width: int = 64
@@ -93,7 +93,7 @@ def augmented(images: Tensor) -> Tensor:
 
 def stepper(run: Run, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[Tensor, Tensor], Tensor]]:
     """The optimizer, and a function that takes one step on a batch and gives its loss."""
-    options = {"lr": run.lr, "momentum": 0.9, "nesterov": True, "weight_decay": run.weight_decay}
+    options: dict[str, Any] = {"lr": run.lr, "momentum": 0.9, "nesterov": True, "weight_decay": run.weight_decay}
     if run.method == "sam":
         sam = SAM(model, torch.optim.SGD, rho=run.rho, **options)
 
@@ -108,7 +108,7 @@ def stepper(run: Run, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable
             return taken
 
         return sam, sharpness_aware
-    optimizer = torch.optim.SGD(model.parameters(), **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), **options)
     if run.method == "fisher":
         penalty = FisherPenalty(model, parts=run.parts, alpha=run.alpha, beta=run.beta, clip=run.clip)
         return optimizer, lambda images, labels: penalty.step(optimizer, (images, labels))
@@ -215,17 +215,15 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
     by_method = {m: each for m, each in by_method.items() if each}
     yield "| method | seeds | epochs | test error % | training error % | seconds | " + " | ".join(MEASURES) + " |"
     yield "| --- " * (6 + len(MEASURES)) + "|"
-    for method, each in by_method.items():
-        chosen = {"fisher": "beta {beta:g}, M {parts}, tau {clip:g}", "sam": "rho {rho:g}"}.get(method, "")
-        label = f"{method} ({chosen.format(**each[0]['run'])})" if chosen else method
-        cells = [label, str(len(each)), str(each[0]["epochs_done"])]
+    for each in by_method.values():
+        cells = [label_of(each[0]["run"]), str(len(each)), str(each[0]["epochs_done"])]
         cells += [spread([row[key] for row in each]) for key in ("test_error", "train_error", "seconds")]
         cells += [spread([row["measures"][name] for row in each]) for name in MEASURES]
         yield "| " + " | ".join(cells) + " |"
     yield ""
     claim = tomllib.loads((HERE / "claims.toml").read_text())["claim"][0]
-    yield f"{claim['where']}: {claim['base']} ± {claim['base_deviation']} without and {claim['penalised']} ± "
-    yield f"{claim['penalised_deviation']} with the penalty, after {claim['epochs']} epochs."
+    without, within = (f"{claim[key]} ± {claim[key + '_deviation']}" for key in ("base", "penalised"))
+    yield f"{claim['where']}: test error {without} without and {within} with the penalty, {claim['epochs']} epochs."
     yield ""
     base = by_method.get("sgd", [])
     for method in ("fisher", "sam"):
@@ -236,14 +234,13 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
         yield "\nChosen on 5,000 images held out of the training set:\n"
         yield "| run | epochs | error on held-out images % |\n| --- | --- | --- |"
         for row in tuned:
-            yield (
-                f"| {row['run']['method']}: "
-                + ", ".join(
-                    f"{key} {row['run'][key]:g}"
-                    for key in {"fisher": ("beta", "clip"), "sam": ("rho",)}.get(row["run"]["method"], ())
-                )
-                + f" | {row['epochs_done']} | {row['test_error']:.2f} |"
-            )
+            yield f"| {label_of(row['run'])} | {row['epochs_done']} | {row['test_error']:.2f} |"
+
+
+def label_of(run: dict[str, Any]) -> str:
+    """A method with what was chosen for it."""
+    chosen = {"fisher": " (beta {beta:g}, M {parts}, tau {clip:g})", "sam": " (rho {rho:g})"}.get(run["method"], "")
+    return f"{run['method']}{chosen.format(**run)}"
 
 
 def values(found: list[dict[str, Any]], key: str) -> list[float]:
@@ -258,8 +255,8 @@ def verdict(base: list[float], other: list[float]) -> str:
         if min(len(base), len(other)) > 1
         else 0.0
     )
-    word = "no clear difference" if abs(change) <= 2 * error else "lower" if change < 0 else "HIGHER"
-    return f"{word} than sgd by {change:+.4g} (standard error {error:.2g})"
+    word = "no clear difference from" if abs(change) <= 2 * error else "lower than" if change < 0 else "HIGHER than"
+    return f"{word} sgd: {change:+.3g} (standard error {error:.2g})"
 
 
 def main(words: list[str] | None = None) -> None:

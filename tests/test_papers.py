@@ -1,0 +1,42 @@
+"""The papers' scripts run at their smallest scale, and what their pages say is what their rows say."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAPERS = sorted(path.parent for path in (ROOT / "papers").glob("*/run.py"))
+DATA = Path(os.environ.get("SALTFLAT_DATA", "data")).absolute()
+
+
+def run(paper: Path, *words: str) -> str:
+    environment = {**os.environ, "SALTFLAT_DATA": str(DATA), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, paper / "run.py", *words], capture_output=True, text=True, check=True, env=environment
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_a_page_shows_the_table_of_its_rows(paper: Path) -> None:
+    table = run(paper, "table").strip()
+    assert table
+    assert table in (paper / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not (DATA / "cifar-10-batches-py").exists(), reason="needs CIFAR-10 in SALTFLAT_DATA")
+def test_the_smallest_scale_trains_measures_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    (paper,) = (each for each in PAPERS if each.name == "jia2020information")
+    words = ("train", "--scale", "smoke", "--seeds", "0", "--out", str(tmp_path))
+    assert "3 runs are done, 0 of them were before" in run(paper, *words)
+    rows = {path.name.partition("_")[0]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert rows.keys() == {"sgd", "fisher", "sam"}
+    for row in rows.values():
+        assert row["epochs_done"] == 2
+        assert row["measures"].keys() == {"fisher_logdet", "fisher_trace", "normalized_sharpness", "minimum_sharpness"}
+    assert len({row["measures"]["fisher_trace"] for row in rows.values()}) == 3, "three methods, three networks"
+    assert "3 runs are done, 3 of them were before" in run(paper, *words)
