@@ -69,7 +69,7 @@ def batches(data: Data) -> Iterator[Batch]:
     """One pass over the data."""
     first = 0
     for number, item in enumerate([data] if _is_one_batch(data) else iter(data)):
-        args, kwargs, targets = _parts(item, number)
+        args, kwargs, targets = inputs_and_targets(item, number)
         if targets.dim() == 0:
             raise DataError(
                 f"Got a target without an axis for the examples in batch {number}. "
@@ -101,7 +101,8 @@ def _is_one_batch(data: Any) -> bool:
     return _is_pair(data) or several or (isinstance(data, Mapping) and isinstance(data.get("labels"), Tensor))
 
 
-def _parts(item: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+def inputs_and_targets(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """What to call the model with, by place and by name, and the targets, of batch ``number``."""
     if isinstance(item, Mapping):
         inputs = dict(item)
         targets = inputs.pop("labels", None)

@@ -24,7 +24,7 @@ def reading_of(request: Request, found: Mapping[str, Found], setting: Setting) -
     """A measure's reading; its error by leaving out one draw at a time."""
     needed = {name: found[need.key] for name, need in request.needs.items()}
     shapes = geometries(setting.problem.network)
-    whole = _parts(request, {name: each.value for name, each in needed.items()}, shapes)
+    whole = parts_of(request, {name: each.value for name, each in needed.items()}, shapes)
     if not whole:
         raise NotDefinedError("needs weights of two or more axes: there are none among the measured parameters")
     value = _total(request, whole)
@@ -35,7 +35,7 @@ def reading_of(request: Request, found: Mapping[str, Found], setting: Setting) -
     stderr, layer_stderr = only.stderr if len(whole) == 1 else None, {}
     if draws:
         replicas = [
-            _parts(request, {name: _replica(each, d) for name, each in needed.items()}, shapes)
+            parts_of(request, {name: _replica(each, d) for name, each in needed.items()}, shapes)
             for d in range(min(draws))
         ]
         stderr = _jackknife([_total(request, parts) for parts in replicas])
@@ -61,7 +61,7 @@ def reading_of(request: Request, found: Mapping[str, Found], setting: Setting) -
     )
 
 
-def _parts(request: Request, values: Values, shapes: Mapping[str, Geometry]) -> dict[str, Part]:
+def parts_of(request: Request, values: Values, shapes: Mapping[str, Geometry]) -> dict[str, Part]:
     """What the measure says of each layer; of the network under an empty name."""
     of = request.measure
     if of.on == "network":

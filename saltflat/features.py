@@ -25,7 +25,7 @@ def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ..
     found: dict[str, _Moments] = {}
 
     def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        axis = _channels(module, x)
+        axis = channel_axis(module, x)
         if axis is not None and module in owned:
             rows = x.detach().movedim(axis, -1).reshape(-1, x.shape[axis])
             found.setdefault(owned[module], _Moments()).add(rows.double())
@@ -44,7 +44,7 @@ def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ..
     return deviations, tuple(notes)
 
 
-def _channels(module: nn.Module, x: Tensor) -> int | None:
+def channel_axis(module: nn.Module, x: Tensor) -> int | None:
     if isinstance(module, nn.Linear):
         return x.dim() - 1
     if isinstance(module, Convolution | Transposed):

@@ -5,10 +5,13 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import saltflat
 from saltflat.measures import MEASURES
@@ -86,3 +89,41 @@ def test_the_tables_say_of_rescaling_what_the_measures_claim() -> None:
         named = [name for name in CODE.findall(row) if name in MEASURES]
         assert named
         assert [name for name in named if set(MEASURES[name].invariant_to) != claims] == []
+
+
+def test_the_code_about_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc=nn.Linear(3, 8), act=nn.ReLU(), head=nn.Linear(8, 3)))
+    inputs, targets = torch.randn(16, 3), torch.randint(3, (16,))
+    known: dict[str, Any] = {
+        "torch": torch,
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "loader": [(inputs, targets)],
+        "inputs": inputs,
+        "targets": targets,
+        "probe_inputs": inputs,
+        "probe_targets": targets,
+    }
+    before = [p.detach().clone() for p in model.parameters()]
+    for block in BLOCK.findall((ROOT / "docs" / "training.md").read_text(encoding="utf-8")):
+        exec(block, known)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_the_optimizer_of_the_page_on_adding_steps() -> None:
+    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8").partition("## An optimizer")[2]
+    known: dict[str, Any] = {}
+    exec(BLOCK.findall(page)[0], known)
+    model = nn.Linear(2, 1)
+    optimizer = known["BoxSAM"](model, torch.optim.SGD, rho=0.01, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(4, 2)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.perturbation == pytest.approx(0.01 * 3**0.5)

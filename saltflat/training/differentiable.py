@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from saltflat.columns import Dice, Plan
 from saltflat.data import Batch
 from saltflat.errors import CoupledExamplesError, EmptyDataError
-from saltflat.features import _channels
+from saltflat.features import channel_axis
 from saltflat.forms import Dense
 from saltflat.forms.base import Geometry, grouped
 from saltflat.geometry import geometries
@@ -183,7 +183,7 @@ def feature_deviation(live: Live) -> dict[str, Tensor]:
 
             def look(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                 x = args[0] if args else kwargs["input"]
-                axis = _channels(module, x)
+                axis = channel_axis(module, x)
                 if axis is not None:
                     seen.setdefault(name, []).append(x.movedim(axis, -1).reshape(-1, x.shape[axis]).double())
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saltflat.data import _parts
+from saltflat.data import inputs_and_targets
 from saltflat.errors import OptionError
 from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss, SquaredError, loss_from
 from saltflat.network import logits
@@ -32,7 +32,7 @@ def objective_from(loss: Any) -> Objective:
     function = _function(loss_from(loss))
 
     def objective(model: nn.Module, batch: Any) -> Tensor:
-        args, kwargs, targets = _parts(batch, 0)
+        args, kwargs, targets = inputs_and_targets(batch)
         return function(logits(model(*args, **kwargs)), targets)
 
     return objective
@@ -43,7 +43,7 @@ def is_mean_over_examples(loss: Any, batch: Any) -> bool:
     known = loss_from(loss)
     if not isinstance(known, CrossEntropy):
         return True
-    _, _, targets = _parts(batch, 0)
+    _, _, targets = inputs_and_targets(batch)
     if targets.is_floating_point():
         return True
     return known.weight is None and not bool((targets == known.ignore_index).any())

@@ -21,7 +21,7 @@ from saltflat.errors import (
     first_line,
     unknown,
 )
-from saltflat.evaluating import _parts as parts_of
+from saltflat.evaluating import parts_of
 from saltflat.geometry import geometries
 from saltflat.loan import loan
 from saltflat.logits import normalized

@@ -1,0 +1,227 @@
+"""Lightning: how flat the minimum is while a LightningModule is trained, and SAM under float16.
+
+:class:`~saltflat.training.SAM` and its kin work in automatic optimisation as they are::
+
+    def configure_optimizers(self):
+        return SAM(self, torch.optim.SGD, lr=0.1)
+
+What follows from ``training_step`` and its backward pass running twice:
+
+* ``self.log`` in ``training_step`` is called at the weights, and again at the shifted ones, and Lightning keeps the
+  later value (of a step) or the mean of both (of an epoch). To log the loss itself::
+
+      if not self.optimizers().is_shifted:
+          self.log("loss", loss)
+
+* ``gradient_clip_val`` clips both gradients, and ``on_before_optimizer_step`` is called for both. Shortening the first
+  leaves its direction, and so the step of SAM, alone; clipping by value does not.
+* ``accumulate_grad_batches`` above 1 is refused, since the earlier batches cannot be taken again. Take larger batches,
+  or accumulate in manual optimisation.
+* ``precision="16-mixed"`` calls ``training_step`` itself, once. Pass :class:`TwoPassPrecision` instead.
+* Under ``strategy="ddp"`` the step is that of all processes' examples. For each process's own examples in the first
+  pass, ``sync="local"``, give it what Lightning has wrapped: ``SAM(self.trainer.strategy.model, ..., sync="local")``.
+
+:class:`~saltflat.training.FisherPenalty` goes with manual optimisation: ``penalty.step(self.optimizers(), batch)``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.errors import OptionError, TrainingError
+from saltflat.integrations.monitor import Monitor
+from saltflat.integrations.one_for_all import DEFAULT_EVERY, OneForAll, check_not_sharded
+from saltflat.integrations.record import Record
+from saltflat.integrations.schedule import Every
+from saltflat.report.optional import MissingPackageError
+from saltflat.training.two_pass import TwoPass
+
+__all__ = ["FlatnessCallback", "TwoPassPrecision"]
+
+HOSTS = ("lightning.pytorch", "pytorch_lightning")  # one library under two names, whose classes differ
+SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+
+
+def host() -> Any:
+    """Lightning, under the name that the user has imported already, if any."""
+    for name in sorted(HOSTS, key=lambda name: sys.modules.get(name) is None):
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    raise MissingPackageError(
+        "Got a callback for Lightning without Lightning. Want the package lightning or pytorch_lightning. "
+        "Do: pip install saltflat[lightning]."
+    )
+
+
+_host = host()
+_Callback: Any = _host.Callback
+_MixedPrecision: Any = _host.plugins.MixedPrecision
+
+
+class FlatnessCallback(_Callback):  # type: ignore[misc]
+    """Measures how flat the minimum is while Lightning trains, on a fixed set of examples.
+
+    The values go to all loggers of the trainer, and to ``trainer.callback_metrics``, where checkpoints and early
+    stopping find them: ``ModelCheckpoint(monitor="flatness/hessian_trace")``. There they stay until the next
+    measurement; a callback that looks for them before the first one will not find them.
+
+    With several processes the first one measures, and the others wait for it and know what it found. That must be over
+    before the process group's timeout (half an hour, if nothing else is said).
+
+    Args:
+        probe: the examples to measure on, as for :func:`saltflat.measure`.
+        measures: names as for :func:`saltflat.measure`.
+        loss: as for :func:`saltflat.measure`.
+        every: ``100`` or ``"100 steps"``, or ``"1 epoch"``; a step is a step of the optimizer, however many batches
+            were accumulated for it.
+        model: what to measure. If left out, the LightningModule, by its ``forward``; else the name of an attribute of
+            it, such as ``"net"``, or a function of the LightningModule that gives a module.
+        options: of :class:`saltflat.integrations.Monitor`: ``cap``, ``by_layer``, ``loggers`` and so on.
+
+    Attributes:
+        history: a record for every measurement, on the first process.
+    """
+
+    def __init__(
+        self,
+        probe: Any,
+        measures: Any = ("hessian_trace",),
+        loss: Any = "cross_entropy",
+        *,
+        every: int | str = DEFAULT_EVERY,
+        model: str | Callable[[Any], nn.Module] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        Every.of(every)
+        if model is not None and not isinstance(model, str) and not callable(model):
+            raise OptionError(
+                f"Got model={model!r}. Want the name of an attribute of the LightningModule, or a function of it. "
+                "Do: leave it out to measure the LightningModule itself."
+            )
+        self.probe, self.measures, self.loss, self.every, self.model = probe, measures, loss, every, model
+        self.options = options
+        self.watch: OneForAll | None = None
+        self._step = 0
+
+    @property
+    def history(self) -> list[Record]:
+        return [] if self.watch is None else self.watch.history
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses what cannot work, before anything is trained."""
+        kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+        strategy = next((name for name in SHARDED if name in kinds), None)
+        if strategy is not None:
+            check_not_sharded(pl_module, f"the strategy {strategy}, which spreads weights over the processes")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        module = self._measured(pl_module)
+        check_not_sharded(module)
+        _check_two_pass(trainer)
+
+        def make() -> Monitor:
+            return Monitor(module, self.probe, self.measures, self.loss, every=self.every, **self.options)
+
+        self.watch = OneForAll(
+            *(make, self.every),
+            broadcast=trainer.strategy.broadcast if trainer.world_size > 1 else None,
+            is_first=trainer.is_global_zero,
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+        )
+        self._step = trainer.global_step
+        self._optimizer = _optimizer_of(module, trainer.optimizers)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Batches that are accumulated leave the count of steps alone; several optimizers raise it by more than one.
+        if self.watch is not None and trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._log(trainer, self.watch.after_step(self._optimizer))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.watch is not None:
+            self._log(trainer, self.watch.after_epoch(self._optimizer))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.watch is not None:
+            self.watch.close()
+
+    def _measured(self, pl_module: Any) -> nn.Module:
+        model = self.model
+        found = pl_module if model is None else (attrgetter(model) if isinstance(model, str) else model)(pl_module)
+        if not isinstance(found, nn.Module):
+            raise OptionError(
+                f"Got a {type(found).__name__} as the model to measure. Want a module. "
+                "Do: name an attribute of the LightningModule that is one."
+            )
+        return found
+
+    def _log(self, trainer: Any, record: Record | None) -> None:
+        if record is None:
+            return
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics(record.values, step=trainer.global_step)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in record.values.items()})
+
+
+class TwoPassPrecision(_MixedPrecision):  # type: ignore[misc]
+    """Mixed precision for SAM and its kin, also in float16, whose GradScaler needs to see the second gradient only.
+
+    ``Trainer(plugins=[TwoPassPrecision("16-mixed", "cuda")])`` in place of ``Trainer(precision="16-mixed")``. Gradients
+    are clipped after the second pass alone. Other optimizers step as they would without it, and so does bfloat16.
+
+    Args:
+        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+        device: ``"cuda"`` or ``"cpu"``.
+        scaler: a GradScaler of your own.
+    """
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Tensor | None], **kwargs: Any) -> Any:
+        if self.scaler is None or not isinstance(optimizer, TwoPass):
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+
+        def both() -> Tensor | None:
+            loss = closure()
+            if optimizer.is_shifted:
+                self.scaler.unscale_(optimizer)
+                self._after_closure(model, optimizer)
+            return loss
+
+        loss = optimizer.step(both, scaler=self.scaler, **kwargs)
+        self.scaler.update()
+        return loss
+
+
+def _optimizer_of(module: nn.Module, optimizers: list[Any]) -> Any:
+    """The optimizer that trains the module, if several are there."""
+    own = {id(p) for p in module.parameters()}
+    return next((o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])), None)
+
+
+def _check_two_pass(trainer: Any) -> None:
+    names = [type(each).__name__ for each in trainer.optimizers if isinstance(each, TwoPass)]
+    if not names or not trainer.lightning_module.automatic_optimization:
+        return
+    if trainer.accumulate_grad_batches > 1:
+        raise TrainingError(
+            f"Got accumulate_grad_batches={trainer.accumulate_grad_batches} with {names[0]}. Want 1 in automatic "
+            "optimisation: the earlier batches cannot be taken again at shifted weights. "
+            "Do: take larger batches, or accumulate in manual optimisation."
+        )
+    plugin = trainer.precision_plugin
+    if getattr(plugin, "scaler", None) is not None and not isinstance(plugin, TwoPassPrecision):
+        raise TrainingError(
+            f"Got precision='16-mixed' with {names[0]}. Want a second pass, which Lightning's own GradScaler leaves "
+            "no room for. Do: Trainer(plugins=[saltflat.integrations.lightning.TwoPassPrecision('16-mixed', 'cuda')]), "
+            "or precision='bf16-mixed'."
+        )
