@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import saltflat
 from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty
 
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
@@ -76,10 +77,18 @@ COMPETITORS: dict[str, Callable[..., Callable[[], None]]] = {
 }
 
 
+def folded() -> nn.Module:
+    """ResNet-20 with BatchNorm folded into its convolutions: the loss of a batch is then the mean over its parts."""
+    return saltflat.fold(NETWORKS["resnet20"].build().eval())
+
+
+BUILDS = {name: each.build for name, each in NETWORKS.items()} | {"resnet20 folded": folded}
+
+
 def ratios(network: str, batch: int, device: str, repeats: int, quick: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    model = NETWORKS[network].build().to(device).train()
-    inputs = torch.randn(batch, *NETWORKS[network].shape, device=device)
+    model = BUILDS[network]().to(device).train()
+    inputs = torch.randn(batch, *NETWORKS[network.split()[0]].shape, device=device)
     targets = torch.randint(CLASSES, (batch,), device=device)
 
     def finished(step: Callable[[], None]) -> Callable[[], None]:
@@ -113,7 +122,7 @@ def ratios(network: str, batch: int, device: str, repeats: int, quick: bool) -> 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=["resnet20", "lenet"])
+    parser.add_argument("--networks", nargs="+", choices=list(BUILDS), default=["resnet20", "resnet20 folded", "lenet"])
     parser.add_argument("--batches", nargs="+", type=int, default=[128])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repetitions")
