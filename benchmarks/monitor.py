@@ -180,7 +180,7 @@ def main(words: list[str] | None = None) -> None:
         about: dict[str, Any] = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if given.device.startswith("cuda") else platform.processor(),
+            "device": torch.cuda.get_device_name() if given.device.startswith("cuda") else platform.machine(),
             "source": found.source,
             "every": given.every,
             "probe": PROBE,

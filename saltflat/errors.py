@@ -66,6 +66,10 @@ class TrainingError(SaltflatError, RuntimeError):
     """Training calls that do not fit together: nothing was stepped."""
 
 
+class NotSmoothError(SaltflatError, ValueError):
+    """A measure that has no gradient to train with."""
+
+
 class ReportError(SaltflatError, ValueError):
     """A report that cannot be written, read or compared."""
 

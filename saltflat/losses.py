@@ -68,7 +68,7 @@ class CrossEntropy(Loss):
     classes_second: bool = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        axis = self._axis(outputs, targets)
+        axis = self.class_axis(outputs, targets)
         classes = outputs.shape[axis]
         if self.weight is not None and self.weight.numel() != classes:
             raise LabelError(
@@ -89,7 +89,7 @@ class CrossEntropy(Loss):
                 "Do: count labels from 0, or give the network as many outputs as there are classes."
             )
 
-    def _axis(self, outputs: Tensor, targets: Tensor) -> int:
+    def class_axis(self, outputs: Tensor, targets: Tensor) -> int:
         if outputs.dim() < 2:
             raise LabelError(
                 f"Got outputs of shape {shape_of(outputs)}. Want (N, classes) for cross_entropy. "
@@ -117,7 +117,7 @@ class CrossEntropy(Loss):
 
         The first two are ``(examples, positions, classes)``, the divisor is ``(examples, positions)``.
         """
-        axis = self._axis(outputs, targets)
+        axis = self.class_axis(outputs, targets)
         logp = F.log_softmax(outputs.movedim(axis, -1), -1)
         classes = logp.shape[-1]
         logp = logp.reshape(logp.shape[0], -1, classes)
@@ -222,7 +222,7 @@ class Custom(Loss):
 
     function: Callable[[Tensor, Tensor], Tensor]
 
-    def _one(self, output: Tensor, target: Tensor) -> Tensor:
+    def of_one(self, output: Tensor, target: Tensor) -> Tensor:
         value = self.function(output.unsqueeze(0), target.unsqueeze(0))
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -233,10 +233,10 @@ class Custom(Loss):
         return value.reshape(())
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        self._one(outputs[0], targets[0])
+        self.of_one(outputs[0], targets[0])
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return torch.stack([self._one(o, t) for o, t in zip(outputs, targets, strict=True)])
+        return torch.stack([self.of_one(o, t) for o, t in zip(outputs, targets, strict=True)])
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.new_ones(len(outputs))
@@ -261,11 +261,11 @@ class Custom(Loss):
 
     def _hessians(self, outputs: Tensor, targets: Tensor) -> Tensor:
         try:
-            mapped: Tensor = torch.func.vmap(torch.func.hessian(self._one))(outputs, targets)
+            mapped: Tensor = torch.func.vmap(torch.func.hessian(self.of_one))(outputs, targets)
             return mapped
         except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
             one: Callable[..., Tensor] = torch.autograd.functional.hessian
-            each = [one(lambda o, t=t: self._one(o, t), o) for o, t in zip(outputs, targets, strict=True)]
+            each = [one(lambda o, t=t: self.of_one(o, t), o) for o, t in zip(outputs, targets, strict=True)]
             return torch.stack(each)
 
 

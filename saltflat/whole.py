@@ -147,7 +147,7 @@ def _hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, T
         return (outputs > 0) == (targets > 0.5), torch.ones_like(targets, dtype=torch.bool)
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs classes to be right or wrong about, which {type(loss).__name__} does not have")
-    axis = loss._axis(outputs, targets)
+    axis = loss.class_axis(outputs, targets)
     # Outputs that overflowed predict nothing.
     found = outputs.argmax(axis).where(outputs.isfinite().all(axis), targets.new_full((), -1, dtype=torch.long))
     if targets.is_floating_point():

@@ -101,3 +101,13 @@ def test_a_wrong_second_derivative_shows_as_a_difference(measures: Any, limit: f
     assert timing.difference(task, right) < 1e-12
     wrong = timing.Loop(right.entries, 1.5 * right.values, right.count, right.seconds)
     assert timing.difference(task, wrong) == pytest.approx(0.5)
+
+
+def test_the_benchmark_of_training_steps_knows_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    training = import_module("training")
+    training.main(["--quick", "--networks", "lenet", "--device", "cpu", "--out", str(tmp_path / "found.json")])
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["step"] for row in rows] == [*training.COMPETITORS, *training.TERMS]
+    assert [row["ratio"] for row in rows if row["step"] == "plain"] == [1.0]
+    assert all(row["milliseconds"] > 0 for row in rows)

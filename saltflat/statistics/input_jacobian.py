@@ -52,7 +52,7 @@ def _squared_norms(setting: Setting, loss: CrossEntropy, batch: Batch) -> Tensor
     free = _input(batch).detach().requires_grad_()
     args, kwargs = batch.map(lambda tensor: free)
     outputs = setting.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
-    axis = loss._axis(outputs, batch.targets)
+    axis = loss.class_axis(outputs, batch.targets)
     probabilities = outputs.softmax(axis).reshape(batch.examples, -1).sum(0)
     rows = [torch.autograd.grad(each, free, retain_graph=True)[0].reshape(batch.examples, -1) for each in probabilities]
     jacobian = torch.stack(rows, 1).double()

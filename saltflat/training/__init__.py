@@ -1,10 +1,11 @@
-"""Training toward flat minima, in any loop: optimizers and penalties that take gradients at shifted weights."""
+"""Training toward flat minima, in any loop: gradients taken at shifted weights, and measures as penalties."""
 
 from saltflat.training.asam import ASAM
 from saltflat.training.fisher_penalty import FisherPenalty
 from saltflat.training.gradient_norm import GradientNormPenalty
-from saltflat.training.penalty import penalty
+from saltflat.training.penalty import Penalty, penalty
 from saltflat.training.sam import SAM
 from saltflat.training.shift import shifted
+from saltflat.training.two_pass import TwoPass
 
-__all__ = ["ASAM", "SAM", "FisherPenalty", "GradientNormPenalty", "penalty", "shifted"]
+__all__ = ["ASAM", "SAM", "FisherPenalty", "GradientNormPenalty", "Penalty", "TwoPass", "penalty", "shifted"]

@@ -15,7 +15,7 @@ from saltflat.training.frozen import frozen_buffers
 from saltflat.training.part_gradients import Gradients, Passes
 from saltflat.training.parts import Parts
 
-VECTORISED_ON = ("cuda",)  # kinds of devices; on CPUs the loop is faster
+VECTORISED_ON = ("cuda",)  # kinds of devices; on CPUs the loop is mostly faster
 MOST_STACKED = 2 << 30  # bytes of gradients of all parts, at two points
 
 
@@ -93,5 +93,5 @@ def _all_digits(passes: Passes) -> Iterator[None]:
 
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
     """Changes whenever a pass writes to a buffer or puts another in its place."""
-    buffers = [b for each in model.modules() if each.training for b in each._buffers.values() if b is not None]
+    buffers = [b for each in model.modules() for b in each._buffers.values() if b is not None]
     return [(id(each), each._version) for each in buffers]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from saltflat.amounts import check_amount, check_count, check_positive
@@ -22,7 +23,9 @@ from saltflat.training.objective import Objective, is_mean_over_examples, mean_l
 from saltflat.training.part_gradients import Gradients, Passes
 from saltflat.training.parts import COARSE, Parts, copied, examples_in
 from saltflat.training.processes import averaged
+from saltflat.training.sharded import check_not_sharded
 from saltflat.training.two_pass import TwoPass, norm_of
+from saltflat.training.wrapped import check_steps_alone
 
 
 class FisherPenalty:
@@ -48,11 +51,12 @@ class FisherPenalty:
     batch takes a pass of its own over all examples, which also updates the running statistics, exactly as a plain step
     would. ``whole`` says otherwise:
 
-    * ``None``: a pass of its own with BatchNorm in training mode, and where cross-entropy has class weights or ignored
-      labels, whose mean is not a mean over examples.
-    * ``True``: always; for objectives of your own whose mean is not a mean over examples (padded tokens).
-    * ``False``: never. With BatchNorm, the loss is then the mean over the parts, each normalised on its own as if on a
-      device of its own, and the running statistics come from a forward pass over all examples without gradients.
+    * ``None``: a pass of its own with BatchNorm in training mode, where cross-entropy has class weights or ignored
+      labels, whose mean is not a mean over examples, and for losses and objectives of your own, of which nobody knows.
+    * ``True``: always.
+    * ``False``: never; say so for a function of your own that gives the mean over the examples. With BatchNorm, the
+      loss is then the mean over the parts, each normalised on its own as if on a device of its own, and the running
+      statistics come from a forward pass over all examples without gradients.
 
     **Precision.** With the usual ``alpha`` the two gradients of a part differ by less than bfloat16, float16 and TF32
     can tell. The parts run in the parameters' own precision, whatever autocast says; a pass of the loss's own runs
@@ -140,9 +144,10 @@ class FisherPenalty:
         Returns:
             The loss of the batch, without the penalty.
         """
-        _check_optimizer(optimizer)
+        _check_optimizer(optimizer, self.model)
         loss, gradients = self._gradients(batch, scaler)
         optimizer.zero_grad()
+        self.model.zero_grad()  # parameters that the optimizer does not have count when gradients are clipped
         self._accumulate(gradients)
         if self.threshold is not None:
             self.clip()
@@ -164,6 +169,7 @@ class FisherPenalty:
         Returns:
             The loss of the batch, without the penalty and the weight.
         """
+        check_positive(weight=weight)
         loss, gradients = self._gradients(batch, scaler)
         factor = weight if scaler is None else weight * self._scale(scaler)
         if scaler is not None or weight != 1:
@@ -249,7 +255,7 @@ class FisherPenalty:
     def _takes_own_pass(self, model: nn.Module, batch: Any) -> bool:
         if self.whole is not None:
             return self.whole
-        return normalises_by_batch(model) or (self._loss is not None and not is_mean_over_examples(self._loss, batch))
+        return normalises_by_batch(model) or self._loss is None or not is_mean_over_examples(self._loss, batch)
 
     def _update_buffers(self, model: nn.Module, batch: Any) -> None:
         """As a plain step would; passes over the parts leave them alone."""
@@ -296,6 +302,10 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
             "Do: call requires_grad_() on what you train."
         )
     for name, p in model.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            raise ModelError(
+                f"Got {name!r} without a shape yet. Want initialised layers. Do: run a batch through the model."
+            )
         if p.dtype in COARSE:
             raise PrecisionError(
                 f"Got {name!r} in {p.dtype}. Want float32 or float64: gradients at two points that are so close look "
@@ -309,16 +319,11 @@ def _check_model(model: nn.Module) -> None:
         raise ModelError(
             f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module that is trained."
         )
-    sharded = ("FullyShardedDataParallel", "FSDPModule")
-    if any(kind.__name__ in sharded for each in model.modules() for kind in type(each).__mro__):
-        raise ModelError(
-            "Got a model whose weights are spread over processes. Want all of them on each, as they are moved here. "
-            "Do: use DistributedDataParallel."
-        )
+    check_not_sharded(model)
     _trained(model)
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if isinstance(getattr(optimizer, "optimizer", optimizer), TwoPass):
         raise TrainingError(
             f"Got a {type(optimizer).__name__}, which takes a gradient at two points itself. Want an optimizer that "
@@ -328,4 +333,11 @@ def _check_optimizer(optimizer: Any) -> None:
         raise OptionError(
             f"Got a {type(optimizer).__name__} in place of the optimizer. Want one of torch.optim. "
             "Do: for instance step(torch.optim.SGD(model.parameters(), lr=0.1), batch)."
+        )
+    check_steps_alone(optimizer)
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in getattr(optimizer, "param_groups", []) for p in group["params"]):
+        raise OptionError(
+            "Got an optimizer that has none of the model's parameters. Want one of this model's. "
+            "Do: check that it was made from model.parameters()."
         )

@@ -7,19 +7,21 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# Forward passes that neither read nor write running statistics in training mode, once told not to keep any; in eval
+# mode they read them all the same. Those of a subclass may do otherwise.
+TAKE_A_WORD = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @contextmanager
 def frozen_buffers(model: nn.Module) -> Iterator[None]:
-    """Passes inside leave every buffer as it was; layers in training mode normalise as they do in training.
+    """Passes inside leave every buffer as it was; layers normalise as they do in their mode.
 
-    Normalisation layers in training mode do not see their running statistics, so there is nothing to write to: torch
-    uses the batch's own, as it does anyway. Whatever else is in training mode (spectral norm, layers of the user's own)
-    may write, and gets its buffers back afterwards. DistributedDataParallel does not hand out the first process's.
+    Torch's BatchNorm layers are told not to keep running statistics, so that nothing is written. Whatever else writes
+    to its buffers (spectral norm, layers of the user's own) gets them back afterwards. DistributedDataParallel does not
+    hand out the first process's.
     """
     with ExitStack() as stack:
         others: list[Tensor] = []
@@ -27,14 +29,11 @@ def frozen_buffers(model: nn.Module) -> Iterator[None]:
             if isinstance(module, DistributedDataParallel):
                 stack.callback(setattr, module, "broadcast_buffers", module.broadcast_buffers)
                 module.broadcast_buffers = False
-            if not (module.training and module._buffers):
-                continue
-            stack.callback(_put_in, module, dict(module._buffers))
-            if isinstance(module, _NormBase):
+            if type(module).forward in TAKE_A_WORD:
                 stack.callback(setattr, module, "track_running_stats", module.track_running_stats)
-                module.track_running_stats = False
-                module._buffers.update(dict.fromkeys(STATISTICS))
-            else:
+                vars(module)["track_running_stats"] = False
+            elif module._buffers:
+                stack.callback(_put_in, module, dict(module._buffers))
                 others += [each for each in module._buffers.values() if each is not None]
         stack.callback(_put_back, others, [each.detach().clone() for each in others])
         yield
@@ -54,5 +53,4 @@ def _put_back(buffers: list[Tensor], kept: list[Tensor]) -> None:
 
 def normalises_by_batch(model: nn.Module) -> bool:
     """Whether an example's outputs depend on the others of its batch, through layers that torch knows."""
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    return any(isinstance(each, batch_norm) and each.training for each in model.modules())
+    return any(isinstance(each, _BatchNorm) and each.training for each in model.modules())

@@ -42,7 +42,7 @@ def is_mean_over_examples(loss: Any, batch: Any) -> bool:
     """Whether the loss of a batch is the mean of its examples' own; class weights and ignored labels undo that."""
     known = loss_from(loss)
     if not isinstance(known, CrossEntropy):
-        return True
+        return not isinstance(known, Custom)  # a function of the user's own
     _, _, targets = inputs_and_targets(batch)
     if targets.is_floating_point():
         return True
@@ -85,7 +85,7 @@ def _function(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _cross_entropy(loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> Tensor:
-    axis = loss._axis(outputs, targets)
+    axis = loss.class_axis(outputs, targets)
     outputs = outputs.movedim(axis, -1).flatten(0, -2)
     weight = None if loss.weight is None else loss.weight.to(outputs)
     if targets.is_floating_point():

@@ -16,6 +16,7 @@ from saltflat.errors import ModelError, TrainingError
 from saltflat.randomness import remembered
 from saltflat.training.objective import Objective, mean_loss
 from saltflat.training.parts import Parts
+from saltflat.training.shift import moved
 
 # One tensor per parameter, by name; parameters that a pass does not use are not among them.
 Gradients = dict[str, Tensor]
@@ -60,21 +61,13 @@ class Passes:
         """The mean loss and the sum of gradients, one part after the other."""
         losses: list[Tensor] = []
         sums: Gradients = {}
-        weights = list(self.parameters.values())
-        kept = [each.detach().clone() for each in weights]
         for part, share in parts.each():
             back = remembered()
             loss, first = self.of_whole(parts.fresh(part))
-            try:
-                with torch.no_grad():
-                    moved = [self.parameters[name] for name in first]
-                    torch._foreach_add_(moved, list(first.values()), alpha=-self.alpha)
-                back()
+            back()
+            steps = torch._foreach_mul(list(first.values()), -self.alpha)
+            with moved([self.parameters[name] for name in first], list(steps)):
                 _, second = self.of_whole(parts.fresh(part))
-            finally:
-                # From a copy: adding and subtracting again would leave rounding behind.
-                with torch.no_grad():
-                    torch._foreach_copy_(weights, kept)
             losses.append(loss * share)
             _fill(first, second)
             self._add(sums, first, self.own * share)

@@ -16,6 +16,7 @@ from saltflat.errors import (
     EmptyDataError,
     ModelError,
     NonFiniteError,
+    NotSmoothError,
     OptionError,
     SaltflatError,
     first_line,
@@ -37,13 +38,7 @@ from saltflat.training.differentiable import Live, statistics
 from saltflat.training.trial import reason_against
 from saltflat.training.written_out import WrittenOut
 
-__all__ = ["NotSmoothError", "Penalty", "penalty"]
-
 COMPARED = 4  # examples for which the vectorised pass is compared with single ones, once for every model
-
-
-class NotSmoothError(SaltflatError, ValueError):
-    """A measure that has no gradient to train with."""
 
 
 class Penalty:
@@ -67,14 +62,14 @@ class Penalty:
         logits: str = "none",
         way: str = "auto",
     ) -> None:
-        if way not in ("auto", "together", "single"):
-            raise OptionError(f"Got way={way!r}. Want 'auto', 'together' or 'single'. Do: leave it out for 'auto'.")
+        if way not in ("auto", "vectorised", "loop"):
+            raise OptionError(f"Got way={way!r}. Want 'auto', 'vectorised' or 'loop'. Do: leave it out for 'auto'.")
         if mode not in ("eval", "keep"):
             raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out for eval mode.")
         self.name, self.request, self.loss = request.key, request, normalized(loss_from(loss), logits)
         self.plan, self.layers, self.dtype, self.mode, self.way = plan_from(columns), layers, dtype, mode, way
         self.seed = check_seed(seed)
-        self._singly: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._loops: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The penalty of a batch ``(inputs, targets)``: a scalar to add to its loss."""
@@ -90,24 +85,24 @@ class Penalty:
         """All examples together where that is known to be right, else one at a time."""
         model = live.problem.model
         if self.way != "auto":
-            return self._value(live, self.way == "single")
-        if model not in self._singly:
+            return self._value(live, self.way == "loop")
+        if model not in self._loops:
             self._compare(live)
-        if not self._singly.get(model, False):
+        if not self._loops.get(model, False):
             try:
-                return self._value(live, singly=False)
+                return self._value(live, looped=False)
             except (SaltflatError, torch.OutOfMemoryError):
                 raise
             except Exception:
                 # What could be vectorised for some examples need not be for all.
-                self._singly[model] = True
-        return self._value(live, singly=True)
+                self._loops[model] = True
+        return self._value(live, looped=True)
 
     def _compare(self, live: Live) -> None:
         """Not every operation can be vectorised, and torch gets some of them wrong: try it on a few examples."""
         few = replace(live, batch=live.batch.cut(0, COMPARED))
         try:
-            truth = self._slope(few, singly=True)
+            truth = self._slope(few, looped=True)
         except EmptyDataError:  # their targets do not count: ask again with the next batch
             return
         except SaltflatError:
@@ -118,20 +113,20 @@ class Penalty:
                 "Do: replace the operation that cannot."
             ) from error
         try:
-            off = difference(truth, self._slope(few, singly=False))
+            off = difference(truth, self._slope(few, looped=False))
         except Exception:
             off = torch.inf
-        self._singly[live.problem.model] = not off <= TOLERANCE[truth.dtype]
+        self._loops[live.problem.model] = not off <= TOLERANCE[truth.dtype]
 
-    def _slope(self, live: Live, singly: bool) -> Tensor:
+    def _slope(self, live: Live, looped: bool) -> Tensor:
         leaves = list(live.leaves.values())
-        value = self._value(live, singly)
+        value = self._value(live, looped)
         slopes = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
         return torch.cat([value.detach().reshape(1), *(slope.reshape(-1) for slope in slopes)])
 
-    def _value(self, live: Live, singly: bool) -> Tensor:
+    def _value(self, live: Live, looped: bool) -> Tensor:
         needs = self.request.needs
-        found = statistics(live, list(needs.values()), self.plan, Dice(self.seed, 0), singly)
+        found = statistics(live, list(needs.values()), self.plan, Dice(self.seed, 0), looped)
         values = {name: found[need.key] for name, need in needs.items()}
         parts = parts_of(self.request, values, geometries(live.problem.network))
         if not parts:
@@ -182,7 +177,7 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
             of the weights: searches, eigenvalues and minima over scales are refused.
         loss: the loss whose flatness is meant, as for :func:`saltflat.measure`; usually the one that is trained on.
         options: ``columns``, ``layers``, ``dtype``, ``seed``, ``mode`` and ``logits`` as for :func:`saltflat.measure`;
-            and ``way``: ``"together"`` for one vectorised pass, ``"single"`` for one example at a time, or ``"auto"``
+            and ``way``: ``"vectorised"`` for one pass over all examples, ``"loop"`` for one at a time, or ``"auto"``
             for the first if it agrees with the second on a few examples of the first batch.
 
     Example:
@@ -215,4 +210,4 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
 @cache
 def _refused(measure: str) -> str | None:
     request = requests(measure)[0]
-    return reason_against(request, Penalty(request, way="together"))
+    return reason_against(request, Penalty(request, way="vectorised"))

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from saltflat.errors import OptionError
 from saltflat.training.frozen import frozen_buffers
 
 
 @contextmanager
-def shifted(model: nn.Module, parameters: list[Tensor], steps: list[Tensor]) -> Iterator[None]:
-    """Inside, parameters have moved by ``steps``; afterwards, or after an error, they are what they were, bit for bit.
+def moved(parameters: list[Tensor], steps: list[Tensor]) -> Iterator[None]:
+    """Inside, parameters have moved by ``steps``; afterwards, and after an error, they are back, bit for bit."""
+    kept = [each.detach().clone() for each in parameters]
+    try:
+        if kept:
+            with torch.no_grad():
+                torch._foreach_add_(parameters, steps)
+        # Autocast keeps its low-precision copies of the weights: without this the old ones would be used.
+        torch.clear_autocast_cache()
+        yield
+    finally:
+        if kept:
+            with torch.no_grad():
+                # From a copy: adding and subtracting again would leave rounding behind.
+                torch._foreach_copy_(parameters, kept)
+        torch.clear_autocast_cache()
 
-    They are moved in place, so everything that holds on to them (optimizers, compiled graphs, DistributedDataParallel)
-    sees them move, and put back from a copy, because adding and subtracting again would leave rounding behind. Buffers
-    come back, too: see :func:`~saltflat.training.frozen.frozen_buffers`.
+
+@contextmanager
+def shifted(model: nn.Module, parameters: Iterable[Tensor], steps: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, parameters have moved by ``steps`` and passes leave buffers alone; afterwards all is what it was.
+
+    Parameters are moved in place, so everything that holds on to them (optimizers, compiled graphs,
+    DistributedDataParallel) sees them move, and put back bit for bit, also after an error. For buffers see
+    :func:`~saltflat.training.frozen.frozen_buffers`.
 
     Args:
         model: whose extra passes run inside.
@@ -33,17 +53,13 @@ def shifted(model: nn.Module, parameters: list[Tensor], steps: list[Tensor]) -> 
         >>> layer.weight.item()
         2.0
     """
-    kept = [each.detach().clone() for each in parameters]
-    with frozen_buffers(model):
-        try:
-            if kept:
-                with torch.no_grad():
-                    torch._foreach_add_(parameters, steps)
-            # Autocast keeps its low-precision copies of the weights: without this the old ones would be used.
-            torch.clear_autocast_cache()
-            yield
-        finally:
-            if kept:
-                with torch.no_grad():
-                    torch._foreach_copy_(parameters, kept)
-            torch.clear_autocast_cache()
+    which, how_far = list(parameters), list(steps)
+    known = {id(p) for p in model.parameters()}
+    fits = len(which) == len(how_far) and len({id(p) for p in which}) == len(which)
+    if not fits or not all(id(p) in known and p.shape == step.shape for p, step in zip(which, how_far, strict=True)):
+        raise OptionError(
+            f"Got {len(which)} parameters and {len(how_far)} steps that do not fit. Want parameters of the model, each "
+            "once, and for each a step of its shape. Do: for instance shifted(model, [weight], [0.1 * weight.grad])."
+        )
+    with frozen_buffers(model), moved(which, how_far):
+        yield

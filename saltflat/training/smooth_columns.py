@@ -70,9 +70,9 @@ def _roots(loss: Custom, outputs: Tensor, targets: Tensor) -> Roots:
 
 def _hessians(loss: Custom, outputs: Tensor, targets: Tensor) -> Tensor:
     try:
-        mapped: Tensor = torch.func.vmap(torch.func.hessian(loss._one))(outputs, targets)
+        mapped: Tensor = torch.func.vmap(torch.func.hessian(loss.of_one))(outputs, targets)
         return mapped
     except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
         one: Callable[..., Tensor] = torch.autograd.functional.hessian
         pairs = zip(outputs, targets, strict=True)
-        return torch.stack([one(lambda o, t=t: loss._one(o, t), o, create_graph=True) for o, t in pairs])
+        return torch.stack([one(lambda o, t=t: loss.of_one(o, t), o, create_graph=True) for o, t in pairs])

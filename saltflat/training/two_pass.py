@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from saltflat.amounts import check_amount
 from saltflat.errors import OptionError, TrainingError
 from saltflat.randomness import remembered
 from saltflat.training.leftovers import without_leftovers
@@ -21,6 +23,7 @@ from saltflat.training.shift import shifted
 from saltflat.training.wrapped import base_from, check_model
 from saltflat.training.wrapper import Wrapper
 
+STEPPED_WITH = "_stepped_with"  # an attribute of gradients: they belong to the step before
 COUNTS = "two_pass"  # the key of what state_dict holds beside the base's
 
 
@@ -43,7 +46,8 @@ class TwoPass(Wrapper, ABC):
     Attributes:
         base: the optimizer that steps.
         perturbed_steps: how many steps were taken with a gradient from shifted weights. Steps that a GradScaler skipped
-            and steps without any gradient to go along are not among them.
+            and steps without any gradient to go along (none at all, or one whose length is 0 or infinite in the
+            gradients' precision) are not among them.
         perturbation: how far the weights were moved for the last step that was taken, as a Euclidean length.
     """
 
@@ -105,8 +109,11 @@ class TwoPass(Wrapper, ABC):
                 )
             return self.second_step(scaler) if scaler is not None else self._finish()
         self._check_not_moved()
+        self._back = None
         with self.first_pass(), without_leftovers(p for _, p, _ in self._gradients()), torch.enable_grad():
             loss = closure()
+        for _, _, gradient in self._gradients():
+            vars(gradient).pop(STEPPED_WITH, None)  # it has been seen to be cleared
         try:
             self.first_step(scaler)
             self._in_closure = True
@@ -124,13 +131,13 @@ class TwoPass(Wrapper, ABC):
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Around the first forward and backward pass: the second will see the same random numbers.
+        """Around the first forward and backward pass, of all micro-batches: the second sees the same random numbers.
 
         With ``sync="local"`` the gradients stay on their process.
         """
         self._check_not_moved()
+        back = self._back or remembered()  # once for all micro-batches
         self._begin()
-        back = remembered()
         alone = self._local
         with nullcontext() if alone is None else alone.no_sync():
             yield
@@ -151,13 +158,23 @@ class TwoPass(Wrapper, ABC):
                 "Got first_step() with sync='local' after a backward pass that averaged over the processes. "
                 "Want each process's own gradient. Do: forward and backward inside of `with optimizer.first_pass():`."
             )
+        _check_scaled(scaler, self)
+        for group in self.param_groups:  # schedules may have changed it
+            check_amount(rho=group["rho"])
         groups, parameters, gradients = self._with_gradients()
+        if any(STEPPED_WITH in vars(each) for each in gradients):
+            raise TrainingError(
+                "Got gradients that the last step was taken with, added to since. Want those of this step alone. "
+                "Do: call optimizer.zero_grad() before the first backward pass."
+            )
         steps: list[Tensor] = []
         if parameters:
             directions, length = self.ascent(groups, parameters, gradients)
             # Nothing to go along: stay. (NaN compares false, too, and stays NaN in the product.)
             per_length = torch.where(length > 0, 1 / length, 0.0)
-            steps = _times(directions, [group["rho"] for group in groups], per_length)
+            # Up, which is down for those that are to make the loss large.
+            rhos = [-group["rho"] if group.get("maximize") else group["rho"] for group in groups]
+            steps = _times(directions, rhos, per_length)
         if self.keeps_first:
             self._first = {p: g.clone() for p, g in zip(parameters, gradients, strict=True)}
         self._moved = norm_of(steps) if steps else 0.0
@@ -175,8 +192,10 @@ class TwoPass(Wrapper, ABC):
 
         Args:
             scaler: unscales, and skips the step if a gradient overflowed. To clip, call ``scaler.unscale_(optimizer)``
-                before, as always.
+                before, as always. (Where the step mixes both gradients, that clips the second alone: clip in a hook,
+                ``register_step_pre_hook``, which sees the mixture.)
         """
+        self._check_second()
         if self._extra is None:
             raise TrainingError(
                 "Got second_step() before first_step(). Want both, after a backward pass each. "
@@ -194,13 +213,15 @@ class TwoPass(Wrapper, ABC):
     def take_gradient(self) -> None:
         """Put the weights back and leave in ``.grad`` what the base is to step with; second_step() without the step.
 
-        For loops that clip and step the base by themselves. Both gradients must be scaled alike, or not at all.
+        For loops that clip and step the base by themselves, which ``perturbed_steps`` does not hear of. Both gradients
+        must be scaled alike, or not at all.
         """
         if self._extra is None:
             raise TrainingError(
                 "Got take_gradient() before first_step(). Want a backward pass, first_step() and another one before. "
                 "Do: loss.backward(), first_step(), loss.backward(), take_gradient()."
             )
+        self._check_second()
         first, self._perturbation = self._first, self._moved
         self.restore()
         if self.keeps_first:
@@ -225,6 +246,13 @@ class TwoPass(Wrapper, ABC):
     @property
     def perturbation(self) -> float:
         return float(self._perturbation)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for _, _, gradient in self._gradients():
+            vars(gradient).pop(STEPPED_WITH, None)
+        if self._extra is None:
+            self._back = None  # a new step begins
 
     def state_dict(self) -> dict[str, Any]:
         """The base's, and what is counted here."""
@@ -262,7 +290,8 @@ class TwoPass(Wrapper, ABC):
         first, moved, scaler = self._first, self._moved, self._scaler
         self.restore()
         overflow, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
-        if overflow is not None and float(overflow):
+        # A model may hide that its weights were NaN; how far they were moved does not.
+        if overflow is not None and (float(overflow) or not isfinite(float(moved))):
             return None
         if scale is not None:
             for _, _, gradient in self._gradients():
@@ -273,7 +302,10 @@ class TwoPass(Wrapper, ABC):
             self._mix(first, scale)
         self._perturbation = moved
         self._perturbed = self._perturbed + (moved > 0 if isinstance(moved, float) else (moved > 0).long())
-        return self._step_base()
+        found = self._step_base()
+        for _, _, gradient in self._gradients():
+            vars(gradient)[STEPPED_WITH] = True
+        return found
 
     def _gradients(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
         """Every parameter that has a gradient, between its group and that."""
@@ -309,6 +341,16 @@ class TwoPass(Wrapper, ABC):
                 else:
                     p.grad.copy_(mixed)  # in its place: it may be a view of what processes exchange
 
+    def _check_second(self) -> None:
+        """Someone may forget the second backward pass."""
+        moved = self._extra is not None and not isinstance(self._moved, float)
+        if moved and next(self._gradients(), None) is None:
+            self.restore()
+            raise TrainingError(
+                "Got no gradient since first_step(). Want one, taken at the shifted weights. "
+                "Do: forward and backward again before the second step. The weights are back."
+            )
+
     def _check_not_moved(self, restore: bool = False) -> None:
         if self._extra is None:
             return
@@ -335,8 +377,17 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def _times(directions: Sequence[Tensor], rhos: Sequence[float], factor: Tensor) -> list[Tensor]:
     if len({each.device for each in directions}) > 1 or len(set(rhos)) > 1:
-        return [each * (factor * rho).to(each) for each, rho in zip(directions, rhos, strict=True)]
+        return [each * (factor * rho).to(each.device) for each, rho in zip(directions, rhos, strict=True)]
     return list(torch._foreach_mul(list(directions), factor * rhos[0]))
+
+
+def _check_scaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
+    states = getattr(scaler, "_per_optimizer_states", {})
+    if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
+        raise TrainingError(
+            "Got a first gradient that the GradScaler has unscaled. Want it left as it is: the scaler unscales once "
+            "per step, and steps are taken with the second. Do: call scaler.unscale_() before second_step() only."
+        )
 
 
 def _scale_of(scaler: GradScaler | None) -> float:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from saltflat.errors import ModelError, OptionError
+from saltflat.training.sharded import check_not_sharded
 
 
 def check_model(model: nn.Module, sync: str) -> None:
@@ -22,6 +23,7 @@ def check_model(model: nn.Module, sync: str) -> None:
             "statistics are kept still in the second pass. Do: for instance SAM(model, torch.optim.SGD, lr=0.1), or "
             "SAM(model, optimizer) with an optimizer of your own groups."
         )
+    check_not_sharded(model)
     if sync not in ("global", "local"):
         raise OptionError(f"Got sync={sync!r}. Want 'global' or 'local'. Do: leave it out for 'global'.")
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -50,15 +52,18 @@ def base_from(model: nn.Module, base: Optimizer | Callable[..., Optimizer], opti
         made: Any = base
     else:
         made = _made(model, base, options)
-    if inspect.signature(made.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
-        raise OptionError(
-            f"Got {type(made).__name__} as the base, which calls its closure as often as it likes. Want an optimizer "
-            "that steps with the gradient that is there. Do: for instance torch.optim.SGD."
-        )
+    check_steps_alone(made)
     return made  # type: ignore[no-any-return]
 
 
-_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
+def check_steps_alone(optimizer: Any) -> None:
+    """LBFGS, say, cannot: it takes gradients by itself."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"Got {type(optimizer).__name__}, which calls a closure as often as it likes. Want an optimizer that steps "
+            "with the gradient that is there. Do: for instance torch.optim.SGD."
+        )
 
 
 def _made(model: nn.Module, base: Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:

@@ -19,8 +19,14 @@ class Wrapper(Optimizer):
 
     def __init__(self, base: Optimizer, own: dict[str, Any]) -> None:
         self.base, self.own = base, dict(own)
+        check_amount(**own)
+        for group in base.param_groups:
+            _check(group, own)
+        for group in base.param_groups:
+            # What an earlier wrapper around the same base has put there is not the user's choice.
+            earlier = {key for key in own if key in base.defaults and group.get(key) == base.defaults[key]}
+            group.update({key: value for key, value in own.items() if key in earlier or key not in group})
         base.defaults.update(own)
-        self._add_own()
         super().__init__(base.param_groups, base.defaults)
         self._begin()
 
@@ -64,8 +70,9 @@ class Wrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_made:
+            _check(param_group, self.own)
+            # The base's defaults, which torch fills in, have this optimizer's options.
             self.base.add_param_group(param_group)
-            self._add_own()
 
     def state_dict(self) -> dict[str, Any]:
         return self.base.state_dict()
@@ -85,12 +92,11 @@ class Wrapper(Optimizer):
         super().__setstate__(state)
         self._begin()
 
-    def _add_own(self) -> None:
-        for group in self.base.param_groups:
-            for key, value in self.own.items():
-                check_amount(**{key: group.setdefault(key, value)})
-
     @Optimizer.profile_hook_step
     def _step_base(self) -> Any:
         """The base's step, with the hooks that are on this optimizer's."""
         return self.base.step()
+
+
+def _check(group: dict[str, Any], own: dict[str, Any]) -> None:
+    check_amount(**{key: group[key] for key in own if key in group})
