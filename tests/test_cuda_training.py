@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from two_pass_cases import BASES, KINDS, OPTIONS, Kind, batches, by_closure, closure_of, loss_of, made, same, train
+from two_pass_cases import BASES, KINDS, OPTIONS, SCALED_WAYS, Kind, batches, by_closure, closure_of, made, same, train
 
 from saltflat.training import SAM
-from saltflat.training.two_pass import TwoPass
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,40 +44,8 @@ def test_without_a_radius_every_step_on_a_gpu_is_the_bases_bit_for_bit(name: str
     assert torch.equal(torch.cuda.get_rng_state(), random)
 
 
-def in_float16(model: nn.Module, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler) -> None:
-    with torch.autocast("cuda", torch.float16):
-        loss = loss_of(model, batch)
-    scaler.scale(loss).backward()
-
-
-def by_scaled_closure(
-    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
-) -> None:
-    def closure() -> None:
-        optimizer.zero_grad()
-        in_float16(model, batch, scaler)
-
-    optimizer.step(closure, scaler=scaler)
-
-
-def explicitly(
-    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
-) -> None:
-    optimizer.zero_grad()
-    with optimizer.first_pass():
-        in_float16(model, batch, scaler)
-    optimizer.first_step(scaler)
-    in_float16(model, batch, scaler)
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # clips nothing
-    optimizer.second_step(scaler)
-
-
-WAYS = {"closure": by_scaled_closure, "explicit": explicitly}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["closure", "clipped"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_in_float16_the_scale_falls_until_it_fits_and_training_is_what_it_is_without(
     kind: Kind, way: str, fused: bool
@@ -91,7 +58,7 @@ def test_in_float16_the_scale_falls_until_it_fits_and_training_is_what_it_is_wit
     skipped = 0
     for batch in there(dtype=torch.float32):
         before, scale = deepcopy(model.state_dict()), scaler.get_scale()
-        WAYS[way](model, optimizer, batch, scaler)
+        SCALED_WAYS[way](model, optimizer, batch, scaler)
         scaler.update()
         if scaler.get_scale() < scale:
             skipped += 1
@@ -105,14 +72,14 @@ def test_in_float16_the_scale_falls_until_it_fits_and_training_is_what_it_is_wit
         torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)  # half precision shows
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["closure", "clipped"])
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_infinite_gradient_of_either_pass_skips_the_step(way: str, at: int) -> None:
     model = made("batch norm", torch.float32).cuda()
     optimizer = SAM(model, SGD, lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
     data = there(3, torch.float32)
-    WAYS[way](model, optimizer, data[0], scaler)
+    SCALED_WAYS[way](model, optimizer, data[0], scaler)
     scaler.update()
     before, state = deepcopy(model), deepcopy(optimizer.state_dict())
     passes = [0]
@@ -122,13 +89,13 @@ def test_an_infinite_gradient_of_either_pass_skips_the_step(way: str, at: int) -
         return torch.full_like(gradient, torch.inf) if passes[0] == at else gradient
 
     model.get_parameter("0.weight").register_hook(overflow)
-    WAYS[way](model, optimizer, data[1], scaler)
+    SCALED_WAYS[way](model, optimizer, data[1], scaler)
     scaler.update()
     assert scaler.get_scale() == 128
     for p, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(p, old)
     torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
-    WAYS[way](model, optimizer, data[2], scaler)
+    SCALED_WAYS[way](model, optimizer, data[2], scaler)
     assert optimizer.perturbed_steps == 2
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fisher_penalty_cases import on_cpus
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim import SGD
 
-from saltflat.training import shifted
+from saltflat.training import SAM, FisherPenalty, shifted
 from saltflat.training.frozen import frozen_buffers
 
 
@@ -29,11 +32,28 @@ class Counting(nn.Module):
         return inputs
 
 
+class ByHand(nn.BatchNorm1d):
+    """Normalises by itself and keeps its statistics by itself."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        mean, var = inputs.mean((0, 2)), inputs.var((0, 2), unbiased=False)
+        if self.training:
+            self.running_mean.lerp_(mean.detach(), 0.1)
+            self.running_var.lerp_(var.detach(), 0.1)
+        else:
+            mean, var = self.running_mean, self.running_var
+        normalised = (inputs - mean[:, None]) / (var[:, None] + self.eps).sqrt()
+        return normalised * self.weight[:, None] + self.bias[:, None]
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.ReLU(), nn.Flatten()),
     "batch norm of cumulative averages": lambda: nn.Sequential(nn.BatchNorm1d(2, momentum=None), nn.Flatten()),
     "batch norm without statistics": lambda: nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Flatten()),
     "batch norm over processes": lambda: nn.Sequential(nn.SyncBatchNorm(2), nn.Flatten()),
+    "a batch norm of one's own": lambda: nn.Sequential(nn.Conv1d(2, 3, 1), ByHand(3), nn.ReLU(), nn.Flatten()),
     "instance norm": lambda: nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
     "spectral norm": lambda: nn.Sequential(nn.Flatten(), spectral_norm(nn.Linear(8, 4))),
     "a layer of one's own": lambda: nn.Sequential(Counting(), nn.Flatten()),
@@ -78,6 +98,50 @@ def test_buffers_come_back_after_an_error(name: str) -> None:
         broken()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert [getattr(each, "track_running_stats", None) for each in model.modules()] == tracks
+
+
+def sam_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    optimizer = SAM(model, SGD, rho=0.5, lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.perturbed_steps == 1
+
+
+def fisher_step(way: str, whole: bool | None, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    penalty = FisherPenalty(model, parts=2, way=way, whole=whole)
+    penalty.step(SGD(model.parameters(), lr=0.1), batch)
+
+
+STEPS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], None]] = {
+    "SAM": sam_step,
+    **{
+        f"Fisher penalty, way={way}, whole={whole}": partial(fisher_step, way, whole)
+        for way in ("loop", "auto")
+        for whole in (None, False)
+    },
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_leaves_the_statistics_of_a_plain_one_in_a_batch_norm_of_ones_own(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpus(monkeypatch)  # "auto" tries a vectorised pass, which fails: it cannot write to what is not vectorised
+    torch.manual_seed(0)
+    model = nn.Sequential(NETWORKS["a batch norm of one's own"](), nn.Linear(12, 3))
+    plain = deepcopy(model)
+    batch = inputs(), torch.tensor([0, 1, 2, 0, 1])
+    STEPS[step](model, batch)
+    plain(batch[0])
+    found, want = dict(model.named_buffers()), dict(plain.named_buffers())
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert found["0.1.running_mean"].any(), "updated once"
 
 
 def test_a_norm_in_evaluation_mode_goes_on_using_its_running_statistics() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from two_pass_cases import (
     KINDS,
+    SCALED_WAYS,
     WAYS,
     Kind,
     batches,
@@ -19,11 +20,12 @@ from two_pass_cases import (
     loss_of,
     made,
     same,
+    scaled,
+    scaled_explicit,
 )
 
 from saltflat.errors import TrainingError
 from saltflat.training import SAM, GradientNormPenalty
-from saltflat.training.two_pass import TwoPass
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -37,63 +39,6 @@ def test_one_autocast_around_both_passes_sees_the_moved_weights(way: str) -> Non
         WAYS[way](model, sam, batches(dtype=torch.float32)[0])
     assert len(sizes) == 2
     assert sizes[1] > 2 * sizes[0]
-
-
-def scaled(model: nn.Module, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler) -> None:
-    scaler.scale(loss_of(model, batch)).backward()
-
-
-def scaled_closure(
-    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
-) -> None:
-    def closure() -> None:
-        optimizer.zero_grad()
-        scaled(model, batch, scaler)
-
-    optimizer.step(closure, scaler=scaler)
-
-
-def scaled_explicit(
-    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
-) -> None:
-    optimizer.zero_grad()
-    with optimizer.first_pass():
-        scaled(model, batch, scaler)
-    optimizer.first_step(scaler)
-    scaled(model, batch, scaler)
-    optimizer.second_step(scaler)
-
-
-def scaled_clipped(
-    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
-) -> None:
-    optimizer.zero_grad()
-    with optimizer.first_pass():
-        scaled(model, batch, scaler)
-    optimizer.first_step(scaler)
-    scaled(model, batch, scaler)
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # clips nothing
-    optimizer.second_step(scaler)
-
-
-def scaled_by_the_scaler(
-    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
-) -> None:
-    optimizer.zero_grad()
-    with optimizer.first_pass():
-        scaled(model, batch, scaler)
-    optimizer.first_step()
-    scaled(model, batch, scaler)
-    scaler.step(optimizer)
-
-
-SCALED_WAYS = {
-    "closure": scaled_closure,
-    "explicit": scaled_explicit,
-    "clipped": scaled_clipped,
-    "by the scaler": scaled_by_the_scaler,
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from two_pass_cases import KINDS, OPTIONS, Kind, batches, by_closure, loss_of, made, same, train
+from two_pass_cases import KINDS, OPTIONS, Kind, batches, by_closure, explicit, loss_of, made, same, train
 
 from saltflat.errors import OptionError, TrainingError
 from saltflat.training import SAM, GradientNormPenalty
@@ -36,12 +36,7 @@ def optimizer_of(kind: Kind, model: nn.Module, sync: str = "global") -> TwoPass:
 
 def one_step(model: DistributedDataParallel, optimizer: TwoPass, batch: tuple[Tensor, Tensor], way: str) -> None:
     if way == "explicit":
-        optimizer.zero_grad()
-        with optimizer.first_pass():
-            loss_of(model, batch).backward()
-        optimizer.first_step()
-        loss_of(model, batch).backward()
-        optimizer.second_step()
+        explicit(model, optimizer, batch)
         return
 
     def closure() -> None:

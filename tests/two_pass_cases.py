@@ -38,11 +38,13 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
+    """One parameter under two names, and a layer that is called twice."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.head = nn.Linear(8, 5, bias=False), nn.Linear(5, 8, bias=False), nn.Linear(8, 3)
-        self.down.weight = nn.Parameter(self.down.weight)
-        self.again = self.up  # one module twice
+        self.up, self.again = nn.Linear(8, 5, bias=False), nn.Linear(8, 5, bias=False)
+        self.down, self.head = nn.Linear(5, 8, bias=False), nn.Linear(8, 3)
+        self.again.weight = self.up.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.down(self.again(self.down(self.up(inputs).tanh())).tanh()))  # type: ignore[no-any-return]
@@ -113,3 +115,65 @@ def by_closure(model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor
 
 
 WAYS = {"closure": by_closure, "explicit": explicit}
+
+
+def scaled(model: nn.Module, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler) -> None:
+    """In float16 on a GPU, where there is a need to scale."""
+    with torch.autocast("cuda", torch.float16, enabled=batch[0].is_cuda):
+        loss = loss_of(model, batch)
+    scaler.scale(loss).backward()
+
+
+def scaled_closure(
+    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
+) -> None:
+    def closure() -> None:
+        optimizer.zero_grad()
+        scaled(model, batch, scaler)
+
+    optimizer.step(closure, scaler=scaler)
+
+
+def scaled_explicit(
+    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
+) -> None:
+    scaled_gradients(model, optimizer, batch, scaler)
+    optimizer.second_step(scaler)
+
+
+def scaled_clipped(
+    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
+) -> None:
+    scaled_gradients(model, optimizer, batch, scaler)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # clips nothing
+    optimizer.second_step(scaler)
+
+
+def scaled_gradients(
+    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
+) -> None:
+    optimizer.zero_grad()
+    with optimizer.first_pass():
+        scaled(model, batch, scaler)
+    optimizer.first_step(scaler)
+    scaled(model, batch, scaler)
+
+
+def scaled_by_the_scaler(
+    model: nn.Module, optimizer: TwoPass, batch: tuple[Tensor, Tensor], scaler: torch.amp.GradScaler
+) -> None:
+    optimizer.zero_grad()
+    with optimizer.first_pass():
+        scaled(model, batch, scaler)
+    optimizer.first_step()
+    scaled(model, batch, scaler)
+    scaler.step(optimizer)
+
+
+SCALED_WAYS = {
+    "closure": scaled_closure,
+    "explicit": scaled_explicit,
+    "clipped": scaled_clipped,
+    "by the scaler": scaled_by_the_scaler,
+}
