@@ -65,7 +65,8 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")
+    usual = Path("demo", "lightning")
+    parser.add_argument("--out", type=Path, default=usual, help="folder for the results (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     arguments = parser.parse_args()
     quiet()

@@ -2,13 +2,16 @@
 
 A BERT of two layers and 32 channels, with random weights to begin with, learns which of two tokens comes first in a
 sequence. It is trained as the Trainer does it, with SAM, and with the Fisher penalty; each run is measured on a few
-training examples, and what is found goes where the Trainer logs. Nothing is downloaded. Writes the logs of the three.
+training examples, and what is found goes where the Trainer logs. The trace is that of the Gauss-Newton matrix, which
+in a transformer is not the Hessian; a note in the first record says so. Nothing is downloaded. Writes the logs of the
+three.
 """
 
 import argparse
 import json
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
+from saltflat.integrations import MonitorWarning
 from saltflat.integrations.huggingface import FlatTraining
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
@@ -57,10 +61,13 @@ def model(seed: int) -> BertForSequenceClassification:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")
+    usual = Path("demo", "hugging_face")
+    parser.add_argument("--out", type=Path, default=usual, help="folder for the results (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity(logging.ERROR)
+    # That the trace is not the Hessian's is printed at the end.
+    warnings.filterwarnings("ignore", message=".*by the Gauss-Newton matrix", category=MonitorWarning)
     columns, test = examples(1024, seed=1), examples(256, seed=2)
     probe = {key: value[:PROBE] for key, value in columns.items()}
 
@@ -94,10 +101,11 @@ def main() -> None:
         last = trainer.flatness.history[-1].values
         print(
             f"{name}: test loss {loss:.4f} after {trainer.state.global_step} steps; on the probe loss "
-            f"{last['flatness/loss']:.4f}, Hessian trace {last['flatness/hessian_trace']:.4g}"
+            f"{last['flatness/loss']:.4f}, Gauss-Newton trace {last['flatness/hessian_trace']:.4g}"
         )
         (folder / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1), encoding="utf-8")
-    print(f"\nLogs are in {arguments.out}.")
+    print("\nNote:", *trainer.flatness.history[0].notes)
+    print(f"Logs are in {arguments.out}.")
 
 
 if __name__ == "__main__":

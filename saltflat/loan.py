@@ -44,6 +44,7 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         stack.enter_context(full_precision(model))
+        stack.enter_context(own_forward(model))
         # A compiled model would compile our taps into its graphs.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
@@ -74,6 +75,19 @@ def full_precision(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             torch.set_float32_matmul_precision(products)
+
+
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """The model without the autocast that Accelerate puts around its forward pass: curvature needs all the digits."""
+    with ExitStack() as stack:
+        for held in map(vars, model.modules()):
+            wrapped = held.get("forward")
+            # Others keep an original forward, too, for reasons of their own.
+            if type(getattr(wrapped, "__wrapped__", None)).__name__ == "ConvertOutputsToFp32":
+                stack.callback(held.__setitem__, "forward", wrapped)
+                held["forward"] = held["_original_forward"]
+        yield
 
 
 def _check_kind(model: nn.Module) -> None:

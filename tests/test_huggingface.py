@@ -1,9 +1,9 @@
 """Hugging Face's Trainer: FlatTraining and FlatnessCallback, against plain loops in float64."""
 
-import os
-import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from two_processes import BY_TORCHRUN, run_as_two
 
 import saltflat
 from saltflat.errors import ModelError, OptionError, SaltflatError, TrainingError, UnknownNameError
+from saltflat.integrations import MonitorWarning
 from saltflat.integrations import huggingface_callback as part
 from saltflat.integrations.huggingface import FlatnessCallback, FlatTraining
 from saltflat.training import SAM
@@ -24,6 +35,7 @@ from saltflat.training import SAM
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'pin_memory' argument is set as true but no accelerator",
     "ignore:Moving the following attributes in the config to the generation config",
+    "ignore:.* is by the Gauss-Newton matrix",  # behind tanh
 )
 
 EXAMPLES, BATCH, CLASSES, RATE = 24, 6, 3, 0.3
@@ -106,12 +118,12 @@ def trainer_for(
 
 
 def trained(model: nn.Module, folder: Path, **options: Any) -> dict[str, Tensor]:
-    resume = options.pop("resume", None)
-    trainer_for(model, folder, **options).train(resume_from_checkpoint=resume)
+    trainer_for(model, folder, **options).train()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 Gradients = list[Tensor]
+Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]
 
 
 def gradient(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
@@ -124,7 +136,7 @@ def moved(net: nn.Module, by: Sequence[Tensor]) -> None:
             p.add_(each)
 
 
-def by_hand(rule: Callable[[nn.Module, Tensor, Tensor], Gradients], epochs: int = 2) -> dict[str, Tensor]:
+def by_hand(rule: Rule, epochs: int = 2) -> dict[str, Tensor]:
     """Gradient descent with a gradient of one's own, on batches of all that a step sees."""
     model, columns = Small(), data()
     for _ in range(epochs):
@@ -134,21 +146,21 @@ def by_hand(rule: Callable[[nn.Module, Tensor, Tensor], Gradients], epochs: int 
     return dict(model.state_dict())
 
 
-def at(net: nn.Module, steps: Gradients, inputs: Tensor, labels: Tensor) -> Gradients:
+def at(net: nn.Module, steps: Gradients, inputs: Tensor, labels: Tensor, of: Rule = gradient) -> Gradients:
     kept = [p.detach().clone() for p in net.parameters()]
     moved(net, steps)
-    found = gradient(net, inputs, labels)
+    found = of(net, inputs, labels)
     with torch.no_grad():
         for p, k in zip(net.parameters(), kept, strict=True):
             p.copy_(k)
     return found
 
 
-def sam(rho: float = 0.5, balance: float = 1.0) -> Callable[[nn.Module, Tensor, Tensor], Gradients]:
+def sam(rho: float = 0.5, balance: float = 1.0, of: Rule = gradient) -> Rule:
     def rule(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
-        first = gradient(net, inputs, labels)
+        first = of(net, inputs, labels)
         length = torch.cat([g.flatten() for g in first]).norm()
-        second = at(net, [rho * g / length for g in first], inputs, labels)
+        second = at(net, [rho * g / length for g in first], inputs, labels, of)
         return [(1 - balance) * a + balance * b for a, b in zip(first, second, strict=True)]
 
     return rule
@@ -161,7 +173,7 @@ def asam(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
     return at(net, [0.5 * t**2 * g / length for t, g in zip(scales, first, strict=True)], inputs, labels)
 
 
-KINDS: dict[str, tuple[dict[str, Any], Callable[[nn.Module, Tensor, Tensor], Gradients]]] = {
+KINDS: dict[str, tuple[dict[str, Any], Rule]] = {
     "SAM": ({"rho": 0.5}, sam()),
     "ASAM": ({"kind": "asam", "rho": 0.5, "eta": 0.1}, asam),
     "gradient norm": ({"kind": "gradient_norm", "rho": 0.5, "balance": 0.3}, sam(balance=0.3)),
@@ -210,9 +222,11 @@ def test_the_logged_loss_is_the_one_at_the_weights(tmp_path: Path) -> None:
 def test_a_checkpoint_in_the_middle_goes_on_the_same_way(tmp_path: Path) -> None:
     options: dict[str, Any] = {"optim": "adamw_torch", "lr_scheduler_type": "linear"}
     options |= {"save_strategy": "steps", "save_steps": 3, "flat": {"sam": {"rho": 0.5}}}
-    whole = trained(Small(dropout=0.3), tmp_path, **options)
-    half = trained(Small(dropout=0.3), tmp_path, resume=str(tmp_path / "checkpoint-3"), **options)
-    torch.testing.assert_close(half, whole, rtol=0, atol=0)
+    whole, half = (trainer_for(Small(dropout=0.3), tmp_path, **options) for _ in range(2))
+    whole.train()
+    half.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    torch.testing.assert_close(half.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    assert (whole.perturbed_steps, half.perturbed_steps) == (8, 5)  # of this Trainer's own
 
 
 def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
@@ -243,7 +257,7 @@ def test_a_gradient_is_taken_after_both_passes_only() -> None:
         wrapped.take_gradient()
 
 
-def penalised(parts: int, alpha: float, beta: float) -> Callable[[nn.Module, Tensor, Tensor], Gradients]:
+def penalised(parts: int, alpha: float, beta: float) -> Rule:
     """The loss's gradient and beta times the mean over parts of g_i - g_i(w - alpha g_i)."""
 
     def rule(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
@@ -303,27 +317,34 @@ def squared_gradients(net: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     return total / len(labels)
 
 
+def with_squares(smoothing: float = 0.0) -> Rule:
+    """The gradient of the loss and a quarter of fisher_trace."""
+
+    def rule(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
+        loss = F.cross_entropy(net(inputs), labels, label_smoothing=smoothing)
+        loss = loss + 0.25 * squared_gradients(net, inputs, labels)
+        return list(torch.autograd.grad(loss, list(net.parameters())))
+
+    return rule
+
+
 @pytest.mark.parametrize(
     ("kind", "pieces", "smoothing"), [(Small, 1, 0.0), (Small, 2, 0.0), (Counting, 2, 0.0), (Small, 1, 0.1)]
 )
 def test_penalties_are_added_to_the_loss_that_is_trained_on(
     kind: type[Small], pieces: int, smoothing: float, tmp_path: Path
 ) -> None:
-    def rule(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
-        loss = F.cross_entropy(net(inputs), labels, label_smoothing=smoothing)
-        loss = loss + 0.25 * squared_gradients(net, inputs, labels)
-        return list(torch.autograd.grad(loss, list(net.parameters())))
-
     sizes: dict[str, Any] = {"per_device_train_batch_size": BATCH // pieces, "gradient_accumulation_steps": pieces}
     model = kind()
     trainer = trainer_for(
         *(model, tmp_path), flat={"penalties": {"fisher_trace": 0.25}}, label_smoothing_factor=smoothing, **sizes
     )
-    trainer.train()
+    with pytest.warns(MonitorWarning, match="smooths its labels by 0.1") if smoothing else nullcontext():
+        trainer.train()
     exact: dict[str, Any] = (
         {"rtol": 1e-9, "atol": 1e-12} if not smoothing else {"rtol": 1e-6, "atol": 1e-8}
     )  # smoothed in float32
-    torch.testing.assert_close(dict(model.state_dict()), by_hand(rule), **exact)
+    torch.testing.assert_close(dict(model.state_dict()), by_hand(with_squares(smoothing)), **exact)
 
     # Evaluation knows nothing of it.
     columns = data()
@@ -339,10 +360,24 @@ def test_penalties_are_added_to_the_loss_that_is_trained_on(
     assert trainer.evaluate(rows(columns))["eval_loss"] == pytest.approx(float(bare.detach()), rel=1e-6)
 
 
-def test_sam_takes_penalties_along(tmp_path: Path) -> None:
-    both = trained(Small(), tmp_path, flat={"sam": {"rho": 0.0}, "penalties": {"fisher_trace": 0.25}})
-    alone = trained(Small(), tmp_path, flat={"penalties": {"fisher_trace": {"strength": 0.25, "way": "single"}}})
-    torch.testing.assert_close(both, alone, rtol=1e-10, atol=1e-12)
+def test_penalties_count_as_the_loss_does_where_a_model_ignores_the_number_of_labels(tmp_path: Path) -> None:
+    class Ignoring(Small):
+        def forward(self, inputs: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+            return super().forward(inputs, labels)
+
+    def twice(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
+        return [2 * g for g in with_squares()(net, inputs, labels)]  # the Trainer adds two means
+
+    sizes = {"per_device_train_batch_size": BATCH // 2, "gradient_accumulation_steps": 2}
+    found = trained(Ignoring(), tmp_path, flat={"penalties": {"fisher_trace": 0.25}}, **sizes)
+    torch.testing.assert_close(found, by_hand(twice), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["auto", "loop"])
+def test_sam_takes_penalties_along(way: str, tmp_path: Path) -> None:
+    flat = {"sam": {"rho": 0.5}, "penalties": {"fisher_trace": {"strength": 0.25, "way": way}}}
+    found = trained(Small(), tmp_path, flat=flat)
+    torch.testing.assert_close(found, by_hand(sam(of=with_squares())), rtol=1e-9, atol=1e-12)
 
 
 def language() -> tuple[GPT2LMHeadModel, dict[str, Tensor]]:
@@ -373,6 +408,108 @@ def test_a_language_models_tokens_all_weigh_the_same(flat: dict[str, Any], atol:
     torch.testing.assert_close(run(3, flat), one, rtol=0, atol=atol)
     if "fisher" in flat:  # of strength 0
         torch.testing.assert_close(one, run(1, {}), rtol=0, atol=atol)
+
+
+def classes(several: bool = False) -> tuple[BertForSequenceClassification, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    still = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=11, max_position_embeddings=6, num_labels=CLASSES, **size, **still)
+    labels = torch.randint(CLASSES, (EXAMPLES,))
+    if several:
+        labels = F.one_hot(labels, CLASSES).double()
+        labels[:, 0] = 1.0
+    return BertForSequenceClassification(config).double(), {
+        "input_ids": torch.randint(11, (EXAMPLES, 6)),
+        "labels": labels,
+    }
+
+
+def ragged() -> tuple[GPT2LMHeadModel, dict[str, Tensor]]:
+    model, columns = language()
+    model.loss_type = None  # so the Trainer counts labels in another way than the model
+    return model, columns
+
+
+@pytest.mark.parametrize("make", [classes, language, ragged])
+def test_a_fisher_penalty_of_no_strength_is_the_plain_trainer(make: Callable[[], Any], tmp_path: Path) -> None:
+    def run(flat: dict[str, Any]) -> dict[str, Tensor]:
+        model, columns = make()
+        sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+        return trained(model, tmp_path, columns=columns, flat=flat, num_train_epochs=1, **sizes)
+
+    # One part of one piece: the same passes with the same random numbers.
+    torch.testing.assert_close(run({"fisher": {"beta": 0.0, "parts": 1}}), run({}), rtol=0, atol=1e-7)
+
+
+def test_a_probe_with_another_loss_than_the_models_own_is_said_so(tmp_path: Path) -> None:
+    def told(make: Callable[[], Any], probe: dict[str, Tensor] | None = None, **options: Any) -> list[str]:
+        model, columns = make()
+        watch = FlatnessCallback(probe or columns, "squared_norm", every=1, cap=None, spectrum=False, **options)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", MonitorWarning)
+            trainer_for(model, tmp_path, columns, callbacks=[watch], max_steps=1).train()
+        return [str(each.message) for each in found if each.category is MonitorWarning]
+
+    _, columns = language()
+    moved = torch.cat([columns["labels"][:, 1:], torch.full((EXAMPLES, 1), -100)], dim=1)
+    assert not told(classes)
+    assert not told(language, {**columns, "labels": moved})
+    (text,) = told(language)
+    assert "by the model itself" in text
+    assert "shifted already" in text
+    assert not told(lambda: classes(several=True), loss="bce_with_logits")
+    (text,) = told(lambda: classes(several=True))
+    assert "loss=" in text
+
+
+def test_penalties_on_another_loss_than_the_models_own_are_refused(tmp_path: Path) -> None:
+    model, columns = language()
+    with pytest.raises(TrainingError, match=r"by the model itself.*one loss"):
+        trained(model, tmp_path, columns=columns, flat={"penalties": {"fisher_trace": 0.1}})
+
+
+def test_a_second_training_keeps_what_was_found_and_a_callback_is_added_once(tmp_path: Path) -> None:
+    watch = FlatnessCallback(data(), every=4, cap=None, spectrum=False)
+    trainer = trainer_for(Small(), tmp_path, callbacks=[watch], flat={"flatness": watch})
+    for _ in range(2):
+        trainer.train()
+    assert [record.step for record in watch.history] == [4, 8, 4, 8]
+
+
+def test_the_rate_is_that_of_the_step_just_taken(tmp_path: Path) -> None:
+    watch = FlatnessCallback(data(), every=1, cap=None)
+    trained(Small(), tmp_path, callbacks=[watch], lr_scheduler_type="linear")
+    rates = [record.values["flatness/lr_lambda_max"] / record.values["flatness/lambda_max"] for record in watch.history]
+    assert rates == pytest.approx([RATE * (1 - n / 8) for n in range(8)])
+
+
+def test_reporters_that_fail_do_not_end_a_training_and_errors_close_loggers(tmp_path: Path) -> None:
+    class Bad(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "flatness/loss" in logs:
+                raise ConnectionError("gone")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 7:
+                raise RuntimeError("out of luck")
+
+    closed = []
+
+    class Closes:
+        def log(self, values: Any, step: int) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.append(True)
+
+    flat = {"flatness": {"probe": data(), "every": 2, "cap": None, "spectrum": False, "loggers": Closes()}}
+    trainer = trainer_for(Small(), tmp_path, callbacks=[Bad()], flat=flat)
+    with pytest.warns(MonitorWarning, match="did not take the values .*gone") as told, pytest.raises(RuntimeError):
+        trainer.train()
+    assert sum("gone" in str(each.message) for each in told) == 1
+    assert [record.step for record in trainer.flatness.history] == [2, 4, 6]
+    assert closed
 
 
 def test_the_callback_measures_after_steps_of_the_optimizer(tmp_path: Path) -> None:
@@ -429,9 +566,13 @@ def test_a_measurement_under_bf16_has_all_the_digits(tmp_path: Path) -> None:
         ({"fisher": True, "sam": True}, "fisher= and sam="),
         ({"fisher": True, "penalties": {"fisher_trace": 1.0}}, "fisher= and penalties="),
         ({"penalties": {"fisher_tracee": 1.0}}, "use 'fisher_trace'"),
-        ({"penalties": {"fisher_trace": {"way": "single"}}}, "strength"),
+        ({"penalties": {"fisher_trace": {"way": "loop"}}}, "strength"),
         ({"penalties": ["fisher_trace"]}, "strengths"),
         ({"flatness": {"probe": None, "every": "often"}}, "every='often'"),
+        ({"flatness": True}, "flatness=True without a probe"),
+        ({"flatness": ["hessian_trace"]}, "flatness=list without a probe"),
+        ({"flatness": {"every": 2}}, "without a probe"),
+        ({"flatness": {"probe": data(), "spectrm": False}}, "use 'spectrum'"),
     ],
 )
 def test_what_cannot_be_asked_is_said_before_training(flat: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -472,23 +613,26 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 TWO_PROCESSES = """
-import sys
-sys.path.insert(0, {tests!r})
+import gc
 from test_huggingface import *
 
 out = Path(sys.argv[1])
-fisher = {{"parts": 1, "alpha": 0.01, "beta": 20.0}}
-for name, flat in {{"global": {{"sam": {{"rho": 0.5}}}}, "local": {{"sam": {{"rho": 0.5, "sync": "local"}}}},
-                   "fisher": {{"fisher": fisher}}}}.items():
+fisher = {"parts": 1, "alpha": 0.01, "beta": 20.0}
+for name, flat in {"global": {"sam": {"rho": 0.5}}, "local": {"sam": {"rho": 0.5, "sync": "local"}},
+                   "fisher": {"fisher": fisher}}.items():
     model = Small()
-    flat["flatness"] = {{"probe": data(), "every": 2, "cap": 0.5, "spectrum": False}}
+    flat["flatness"] = {"probe": data(), "every": 2, "cap": 0.5, "spectrum": False}
     # Two processes with three micro-batches each: a step sees six examples, one by one.
     trainer = trainer_for(model, out, flat=flat, per_device_train_batch_size=BATCH // 6, gradient_accumulation_steps=3,
                           ddp_backend="gloo")
     trainer.train()
     told = [entry for entry in trainer.state.log_history if "flatness/hessian_trace" in entry]
     found = model.state_dict(), told, len(trainer.flatness.history)
-    torch.save(found, out / f"{{name}}{{trainer.args.process_index}}.pt")
+    torch.save(found, out / f"{name}{trainer.args.process_index}.pt")
+# What holds the group goes first, and then the group: its threads must not outlive the interpreter.
+del trainer, model
+gc.collect()
+torch.distributed.destroy_process_group()
 """
 
 
@@ -503,18 +647,7 @@ def one_by_one(net: nn.Module, inputs: Tensor, labels: Tensor) -> Gradients:
 
 
 def test_two_processes_step_together_and_know_what_the_first_measured(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TWO_PROCESSES.format(tests=str(Path(__file__).parent)), encoding="utf-8")
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    finished = subprocess.run(
-        [*command, "--master_port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_as_two(TWO_PROCESSES, tmp_path, BY_TORCHRUN)
     expected = {
         "global": by_hand(sam()),
         "local": by_hand(lambda net, inputs, labels: dealt(net, inputs, labels, sam())),

@@ -408,3 +408,27 @@ def test_a_name_cannot_steer_the_terminal_or_the_markup() -> None:
 
 def test_errors_of_this_part_are_errors_of_the_package() -> None:
     assert issubclass(MissingPackageError, SaltflatError)
+
+
+# What cannot be a logger, and where files are.
+
+
+def test_no_loggers_is_none() -> None:
+    watched(None).measure()
+
+
+def test_a_file_stays_where_it_was_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    logger = JsonLines("a.jsonl")
+    monkeypatch.chdir(tmp_path / "other")
+    logger.log({"one": 1.0}, 1)
+    assert len(lines(tmp_path / "a.jsonl")) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: JsonLines(None), lambda: TensorBoard("/dev/null/nowhere")])  # type: ignore[arg-type]
+def test_a_place_that_is_none_is_an_error_in_words(make: Any) -> None:
+    with pytest.raises(OptionError, match=r"Got .* Want .* Do: "):
+        make()

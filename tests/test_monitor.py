@@ -30,7 +30,7 @@ from saltflat.errors import (
     TrainingError,
     UnknownNameError,
 )
-from saltflat.integrations import Monitor, MonitorWarning, Record
+from saltflat.integrations import JsonLines, Monitor, MonitorWarning, Record
 from saltflat.integrations.probe_set import ProbeSet
 from saltflat.integrations.schedule import Every, Schedule
 from saltflat.integrations.sharpest import Sharpest
@@ -406,11 +406,88 @@ def test_a_training_that_diverged_is_said_so_once_and_goes_on() -> None:
 
 
 def test_a_measure_without_a_value_is_nan_with_its_reason() -> None:
-    monitor = Monitor(digits(), data(), ["distance_from_init", "squared_norm"], spectrum=False)
-    with pytest.warns(MonitorWarning, match="distance_from_init is nan .*initial="):
+    model = digits(batch_norm=False)
+    for p in model.parameters():
+        nn.init.zeros_(p)  # any noise changes what it predicts
+    monitor = Monitor(model, data(), ["pac_bayes_flatness", "squared_norm"], spectrum=False)
+    with pytest.warns(MonitorWarning, match="pac_bayes_flatness is nan .*accuracy drops"):
         record = monitor.measure()
-    assert isnan(record.values["flatness/distance_from_init"])
-    assert record.values["flatness/squared_norm"] > 0
+    assert isnan(record.values["flatness/pac_bayes_flatness"])
+    assert record.values["flatness/squared_norm"] == 0
+
+
+def test_behind_smooth_activations_the_trace_is_said_to_be_gauss_newtons() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    monitor = Monitor(model, data(), ["hessian_trace", "fisher_trace"], spectrum=False)
+    with pytest.warns(
+        MonitorWarning, match="hessian_trace is by the Gauss-Newton matrix, which is not the Hes"
+    ) as told:
+        first, second = monitor.measure(), monitor.measure()
+    assert len(told) == 1
+    (note,) = first.notes  # the Fisher trace is made of gradients
+    assert note.startswith("hessian_trace: by the Gauss-Newton matrix")
+    assert not second.notes
+    # Nobody can tell for examples that do not count.
+    inputs, labels = data()
+    labels[:8] = -100
+    with warnings.catch_warnings(action="error"):
+        record = Monitor(model, (inputs, labels), spectrum=False).measure()
+    assert "nobody knows" in record.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["none", "model", "state_dict"])
+def test_the_distance_is_that_from_the_weights_at_the_start(kind: str) -> None:
+    model = digits()
+    given: Any = {"none": None, "model": model, "state_dict": model.state_dict()}[kind]
+    monitor = Monitor(model, data(), "distance_from_init", spectrum=False, initial=given)
+    before = [p.detach().clone() for p in model.parameters()]
+    list(trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 2))
+    moved = sum(
+        float((p.detach() - q).double().square().sum()) for p, q in zip(model.parameters(), before, strict=True)
+    )
+    assert monitor.measure().values["flatness/distance_from_init"] == pytest.approx(moved**0.5, rel=1e-6)
+
+
+def test_a_probe_that_is_written_to_stays_what_it_was() -> None:
+    model, (inputs, labels) = digits(), data()
+    monitor = Monitor(model, (inputs, labels), "squared_norm", spectrum=False)
+    before = monitor.measure().values["flatness/loss"]
+    inputs.zero_()
+    assert monitor.measure().values["flatness/loss"] == before
+
+
+def test_another_prefix_tells_monitors_apart() -> None:
+    record = Monitor(digits(), data(), by_layer=True, prefix="test").measure()
+    assert all(name.startswith("test/") for name in record.values)
+    assert {"test/hessian_trace", "test/hessian_trace/0.weight", "test/lambda_max", "test/seconds"} <= set(
+        record.values
+    )
+
+
+def test_a_training_that_was_never_measured_is_said_so() -> None:
+    monitor = Monitor(digits(), data())
+    monitor.close()  # nothing was seen
+    for _ in range(3):
+        monitor.after_step()
+    monitor.__exit__(KeyError, KeyError(), None)  # that says enough
+    with pytest.warns(MonitorWarning, match="Nothing was measured in 3 steps"):
+        monitor.close()
+
+
+def test_a_model_that_accelerate_prepared_is_measured_in_full_precision() -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(mixed_precision="bf16", cpu=True)
+    plain, probe = digits(), data()
+    model = accelerator.prepare(digits())
+    prepared = vars(model)["forward"]
+    one, two = (
+        saltflat.measure(each, probe, measures="hessian_trace")["hessian_trace"].value for each in (plain, model)
+    )
+    assert one == two
+    assert vars(model)["forward"] is prepared
+    # Others may keep an original forward for reasons of their own.
+    vars(plain)["_original_forward"] = plain.forward
+    vars(plain)["forward"] = lambda inputs: 2 * vars(plain)["_original_forward"](inputs)
+    assert saltflat.measure(plain, probe, measures="hessian_trace")["hessian_trace"].value != one
 
 
 def test_any_error_of_the_model_is_survived() -> None:
@@ -467,6 +544,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "probe of no examples": ({"probe": (torch.zeros(0, 5), torch.zeros(0).long())}, EmptyDataError, "examples"),
     "probe that is used up": ({"probe": iter([data()])}, OneShotDataError, "only once"),
     "probe of another kind": ({"probe": 3}, DataError, "int"),
+    "probe without labels": ({"probe": {"input": data()[0]}}, DataError, "'labels'"),
+    "prefix with a slash": ({"prefix": "a/b"}, OptionError, "prefix="),
+    "misspelt option of the monitor": ({"by_layers": True}, UnknownNameError, "use 'by_layer'"),
+    "a logger's class": ({"loggers": [JsonLines]}, OptionError, "Do: JsonLines"),
+    "one label out of range": ({"probe": (data()[0], torch.tensor([0] * 23 + [3]))}, DataError, "class"),
     "labels out of range": ({"probe": (data()[0], 7 + data()[1])}, DataError, "class"),
     "no optimizer": ({"optimizer": 0.1}, OptionError, "param_groups"),
     "no logger": ({"loggers": ["flatness.jsonl"]}, OptionError, "JsonLines"),

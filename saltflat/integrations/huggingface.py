@@ -6,15 +6,21 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from saltflat.errors import OptionError
-from saltflat.integrations.huggingface_callback import FlatnessCallback, host, own_forward
-from saltflat.integrations.huggingface_options import fisher_from, penalties_from, two_pass_from
-from saltflat.integrations.one_for_all import check_not_sharded
+from saltflat.errors import OptionError, TrainingError
+from saltflat.integrations.huggingface_callback import FlatnessCallback, host
+from saltflat.integrations.huggingface_options import fisher_from, flatness_from, penalties_from, two_pass_from
+from saltflat.integrations.own_loss import losses
+from saltflat.integrations.record import Complaints
+from saltflat.loan import own_forward
+from saltflat.logits import Normalized
 from saltflat.randomness import remembered
 from saltflat.training.fisher_penalty import FisherPenalty
+from saltflat.training.frozen import frozen_buffers
+from saltflat.training.sharded import check_not_sharded
 from saltflat.training.two_pass import TwoPass
 
 __all__ = ["FlatTraining", "FlatnessCallback"]
@@ -41,8 +47,10 @@ class FlatTraining:
       nothing else is said.
     * ``penalties={"fisher_trace": 0.01}``: measures to add to the loss while the model trains, with their strengths; a
       dict in place of the strength gives options of :func:`saltflat.training.penalty`, too, as in
-      ``{"hessian_trace": {"strength": 0.01, "columns": "sampled:2"}}``. The logged loss contains them. (For causal
-      language models see what :class:`FlatnessCallback` says about labels.)
+      ``{"hessian_trace": {"strength": 0.01, "columns": "sampled:2"}}``. The logged loss contains them. A model whose
+      own loss is not the penalty's is refused at the first batch: so are causal language models, which compare outputs
+      with the next label. (Smoothed labels, and a ``compute_loss_func``, are the Trainer's: a penalty is of the loss
+      that it names.)
     * ``flatness={"probe": batch, "every": "1 epoch"}``: the options of :class:`FlatnessCallback`, or one of those; here
       the values also go to the Trainer's reporters.
 
@@ -50,7 +58,7 @@ class FlatTraining:
         sam: the :class:`~saltflat.training.two_pass.TwoPass` around the Trainer's optimizer, from the first step on.
         fisher: the :class:`~saltflat.training.FisherPenalty`, from the first step on.
         flatness: the :class:`FlatnessCallback`.
-        perturbed_steps: how many steps were taken with a gradient from shifted weights.
+        perturbed_steps: how many steps were taken with a gradient from shifted weights, since this Trainer was made.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -88,11 +96,22 @@ class FlatTraining:
         self.sam: TwoPass | None = None
         self.fisher: FisherPenalty | None = None
         self.perturbed_steps = 0
+        self._counting: Any = None
+        self._complain, self._is_compared = Complaints(), False
+        self.flatness: Any = flatness_from(flatness)
         super().__init__(*args, **kwargs)
-        self.flatness: Any = FlatnessCallback(**flatness) if isinstance(flatness, Mapping) else flatness
         if self.flatness is not None:
             self.flatness.log = self._log_flatness
-            self.add_callback(self.flatness)
+            if self.flatness not in self.callback_handler.callbacks:
+                self.add_callback(self.flatness)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            if self.flatness is not None:
+                self.flatness.give_up()
+            raise
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if self._make_fisher is not None:
@@ -108,17 +127,44 @@ class FlatTraining:
             raise
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        batch = dict(inputs) if self._penalties and model.training else None  # the Trainer may take labels out of it
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
-        if batch is None:
-            return found
-        loss, outputs = found if return_outputs else (found, None)
+        trainers = super().compute_loss  # type: ignore[misc]
+        if not self._penalties or not model.training:
+            return trainers(model, inputs, return_outputs=return_outputs, **kwargs)
+        batch, items = dict(inputs), kwargs.get("num_items_in_batch")  # the Trainer may take labels out of the inputs
         inner = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
-        share = 1 / self._micro_batches_per_step if self._is_scaled(kwargs.get("num_items_in_batch")) else 1.0
-        with own_forward(inner):
-            for penalty, strength in self._penalties:
-                loss = loss + strength * share * penalty(inner, batch)
+        if not self._is_compared:
+            self._compare(inner, batch)
+            self._is_compared = True
+        share = self._ratio(trainers, inner, batch, items) if self._is_scaled(items) else 1.0
+        found = trainers(model, inputs, return_outputs=return_outputs, **kwargs)
+        loss, outputs = found if return_outputs else (found, None)
+        for penalty, strength in self._penalties:
+            loss = loss + strength * share * penalty(inner, batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _compare(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Refuse penalties on another loss than the one that is trained on."""
+        trainer: Any = self
+        smoothing = trainer.args.label_smoothing_factor
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        for penalty, _ in self._penalties:
+            if trainer.compute_loss_func is not None or isinstance(penalty.loss, Normalized):
+                continue
+            if smoothing:
+                if getattr(penalty.loss, "label_smoothing", 0.0) != smoothing:
+                    self._complain(
+                        "smoothing",
+                        f"The training smooths its labels by {smoothing}, and the penalty {penalty.name} does not. "
+                        f"Do: give it 'loss': torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
+                    )
+                continue
+            found = losses(model, inputs, batch.get("labels"), penalty.loss)
+            if found is not None and not found.agree:
+                raise TrainingError(
+                    f"Got {found.ours:.6g} as the loss of the first batch for the penalty {penalty.name}, and "
+                    f"{found.own:.6g} by the model itself. Want one loss: a penalty on another one pulls elsewhere. "
+                    "Do: give the penalty the model's own 'loss'; models that shift labels inside cannot have one."
+                )
 
     def _plain_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, items)  # type: ignore[misc]
@@ -150,7 +196,9 @@ class FlatTraining:
             self._check_not_sharded(model)
             self.sam = self._make_sam(model, base)
             # Called for steps that are really taken: a GradScaler may skip one.
-            base.register_step_post_hook(self._count)
+            if self._counting is not None:
+                self._counting.remove()
+            self._counting = base.register_step_post_hook(self._count)
         return self.sam
 
     def _count(self, *_: Any) -> None:
@@ -167,24 +215,33 @@ class FlatTraining:
         self.fisher.set_epoch(int(trainer.state.epoch or 0))
         model.train()
         batch = dict(trainer._prepare_inputs(inputs))
-        weight = self._weight(batch, items)
         if items is not None and self.fisher.whole is None:
             self.fisher.whole = True  # a mean over labels, of which examples may have more or fewer
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         # Autocast around it all in place of one around forward: the penalty can then leave it, and must.
         with own_forward(inner), trainer.accelerator.autocast():
+            scaled = items is not None and self._is_scaled(items)
+            weight = self._ratio(self.compute_loss, inner, batch, items) if scaled else 1 / self._micro_batches_per_step
+            if weight == 0 and inner is model:
+                return torch.zeros((), device=trainer.args.device)  # no labels that count, and so no mean of them
             loss = self.fisher.backward(batch, weight=weight, scaler=trainer.accelerator.scaler)
         return weight * loss
 
-    def _weight(self, batch: dict[str, Any], items: Any) -> float:
-        """Of a micro-batch among those of its step: by the number of its labels, where the Trainer counts those."""
-        if items is None or not self._is_scaled(items):
+    def _ratio(self, loss: Callable[..., Any], model: nn.Module, batch: dict[str, Any], items: Any) -> float:
+        """What a micro-batch counts for in its step: its share of the step's loss over its own mean, as it comes.
+
+        Models count labels in their own ways, or not at all: so both are asked for.
+        """
+        if items is None:
             return 1 / self._micro_batches_per_step
-        trainer: Any = self
-        labels = batch["labels"][..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else batch["labels"]
-        # The count is that of all processes, whose gradients will be averaged.
-        several = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
-        return int(labels.ne(-100).sum()) * several / int(items)
+        back = remembered()
+        found = []
+        with torch.no_grad(), frozen_buffers(model):
+            for count in (items, None):
+                found.append(float(loss(model, dict(batch), num_items_in_batch=count)))
+                back()
+        share, mean = found
+        return share / mean if share else 0.0
 
     def _is_scaled(self, items: Any) -> bool:
         """Whether losses of micro-batches come as their shares of the step's, which the Trainer then just adds."""
@@ -207,5 +264,7 @@ class FlatTraining:
     def _log_flatness(self, values: dict[str, float]) -> None:
         trainer: Any = self
         should_log = trainer.control.should_log
-        trainer.log(values)
-        trainer.control.should_log = should_log  # to log something says that nothing is left to log
+        try:
+            trainer.log(values)
+        finally:
+            trainer.control.should_log = should_log  # to log something says that nothing is left to log

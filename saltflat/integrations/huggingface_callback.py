@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import distributed as dist
 from torch import nn
 
-from saltflat.integrations.monitor import Monitor
-from saltflat.integrations.one_for_all import DEFAULT_EVERY, OneForAll, check_not_sharded
-from saltflat.integrations.record import Record
-from saltflat.integrations.schedule import Every
+from saltflat.errors import first_line
+from saltflat.integrations.monitor import Monitor, check_options
+from saltflat.integrations.one_for_all import AsItStepped, OneForAll
+from saltflat.integrations.own_loss import DO, losses
+from saltflat.integrations.record import Complaints, Record
+from saltflat.integrations.schedule import DEFAULT_EVERY, Every
+from saltflat.losses import loss_from
 from saltflat.report.optional import MissingPackageError
+from saltflat.training.sharded import check_not_sharded
 
 
 def host() -> Any:
@@ -29,6 +32,7 @@ def host() -> Any:
 
 
 _TrainerCallback: Any = host().TrainerCallback
+COMPARED = 8  # examples for which the loss is compared with the model's own
 
 
 class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
@@ -43,6 +47,13 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
     inside. :func:`saltflat.measure`, and so this callback, compare outputs and labels position by position. So give
     the probe labels that are shifted already: ``labels[:, :-1] = input_ids[:, 1:]`` and ``labels[:, -1] = -100``.
 
+    **Other losses.** Regression (``num_labels=1``) needs ``loss="mse"``, and labels of shape ``(N, 1)``, as the outputs
+    have; several labels for an example need ``loss="bce_with_logits"``; ``label_smoothing_factor`` needs
+    ``loss=nn.CrossEntropyLoss(label_smoothing=...)``. A :class:`~saltflat.integrations.MonitorWarning` at the start
+    says if the loss of the probe is not the model's own.
+
+    ``flatness/lr_lambda_max`` has the learning rate of the step just taken.
+
     Args:
         probe: the examples to measure on, as for :func:`saltflat.measure`: a dict of tensors with ``labels``, say.
         measures: names as for :func:`saltflat.measure`.
@@ -51,7 +62,7 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
         options: of :class:`saltflat.integrations.Monitor`: ``cap``, ``by_layer``, ``loggers`` and so on.
 
     Attributes:
-        history: a record for every measurement, on the first process.
+        history: a record for every measurement, on the first process; those of an earlier training stay.
     """
 
     def __init__(
@@ -65,45 +76,77 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         Every.of(every)
+        check_options(options, without=("model",))
         self.probe, self.measures, self.loss, self.every, self.options = probe, measures, loss, every, options
         self.log: Callable[[dict[str, float]], None] | None = None  # the Trainer's, where there is a way to it
         self.watch: OneForAll | None = None
+        self._earlier: list[Record] = []
+        self._stepped: AsItStepped | None = None
+        self._complain = Complaints()
 
     @property
     def history(self) -> list[Record]:
-        return [] if self.watch is None else self.watch.history
+        return [*self._earlier, *([] if self.watch is None else self.watch.history)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         check_not_sharded(model)
+        self._earlier = self.history
+        self.watch = self._stepped = None
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
         def make() -> Monitor:
             return Monitor(model, self.probe, self.measures, self.loss, every=self.every, **self.options)
 
-        with own_forward(model):
-            self.watch = OneForAll(
-                *(make, self.every),
-                broadcast=_broadcast if several else None,
-                is_first=state.is_world_process_zero,
-                step=state.global_step,
-                epoch=int(state.epoch or 0),
-            )
+        self.watch = OneForAll(
+            *(make, self.every),
+            broadcast=_broadcast if several else None,
+            is_first=state.is_world_process_zero,
+            step=state.global_step,
+            epoch=int(state.epoch or 0),
+        )
+        if self.watch.monitor is not None:
+            self._compare(self.watch.monitor, getattr(args, "label_smoothing_factor", 0.0))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
+        self._stepped = AsItStepped(optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
         if self.watch is not None:
-            with own_forward(model):
-                record = self.watch.after_step(optimizer)
-            self._tell(record, state)
+            self._tell(self.watch.after_step(self._stepped or optimizer), state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
         if self.watch is not None:
-            with own_forward(model):
-                record = self.watch.after_epoch(optimizer)
-            self._tell(record, state)
+            self._tell(self.watch.after_epoch(self._stepped or optimizer), state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.watch is not None:
             self.watch.close()
+
+    def give_up(self) -> None:
+        """Close the loggers of a training that ended with an error."""
+        if self.watch is not None:
+            self.watch.close(quiet=True)
+
+    def _compare(self, monitor: Monitor, smoothing: float) -> None:
+        """Say if what is measured is not the flatness of what is trained on."""
+        if self.options.get("logits", "none") != "none":
+            return
+        if smoothing:
+            if getattr(loss_from(self.loss), "label_smoothing", 0.0) != smoothing:
+                self._complain(
+                    "smoothing",
+                    f"The training smooths its labels by {smoothing}, and the loss of the probe does not. "
+                    f"Do: pass loss=torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
+                )
+            return
+        inputs, labels = monitor.few(COMPARED)
+        found = losses(monitor.model, inputs, labels, self.loss)
+        if found is not None and not found.agree_shifted:
+            self._complain(
+                "loss",
+                f"The loss of the probe's first examples is {found.ours:.6g} as it is measured, and {found.own:.6g} by "
+                f"the model itself: what is measured is not the flatness of what is trained on. {DO}.",
+            )
 
     def _tell(self, record: Record | None, state: Any) -> None:
         if record is None:
@@ -111,22 +154,11 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
         if self.log is None:
             state.log_history.append({**record.values, "epoch": state.epoch, "step": state.global_step})
         else:
-            self.log(dict(record.values))
-
-
-@contextmanager
-def own_forward(model: nn.Module) -> Iterator[None]:
-    """The model without the autocast that Accelerate puts around its forward pass: curvature needs all the digits."""
-    held = vars(model)
-    original, wrapped = held.get("_original_forward"), held.get("forward")
-    if original is None or wrapped is None:
-        yield
-        return
-    held["forward"] = original
-    try:
-        yield
-    finally:
-        held["forward"] = wrapped
+            try:
+                self.log(dict(record.values))
+            # A lost connection is no reason to end a training.
+            except Exception as error:
+                self._complain("log", f"The Trainer's log did not take the values ({first_line(error)}).")
 
 
 def _broadcast(found: Any) -> Any:

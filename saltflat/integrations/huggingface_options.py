@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from saltflat.amounts import check_amount
 from saltflat.errors import OptionError, unknown
+from saltflat.integrations.huggingface_callback import FlatnessCallback
 from saltflat.training.asam import ASAM
 from saltflat.training.fisher_penalty import FisherPenalty
 from saltflat.training.gradient_norm import GradientNormPenalty
@@ -69,6 +70,19 @@ def penalties_from(given: Mapping[str, Any] | None) -> list[tuple[Penalty, float
         check_amount(strength=strength)
         made.append((penalty(name, **options), float(strength)))
     return made
+
+
+def flatness_from(given: Mapping[str, Any] | FlatnessCallback | None) -> FlatnessCallback | None:
+    """The callback that watches; None if there is to be none."""
+    if given is None or given is False or isinstance(given, FlatnessCallback):
+        return given or None
+    if not isinstance(given, Mapping) or "probe" not in given:
+        raise OptionError(
+            f"Got flatness={given if isinstance(given, bool) else type(given).__name__} without a probe. "
+            "Want the options of FlatnessCallback, and among them the examples to measure on. "
+            "Do: for instance flatness={'probe': batch, 'every': '1 epoch'}."
+        )
+    return FlatnessCallback(**given)
 
 
 def _as_dict(name: str, given: Mapping[str, Any] | bool | None) -> dict[str, Any] | None:

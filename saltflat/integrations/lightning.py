@@ -35,12 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import OptionError, TrainingError
-from saltflat.integrations.monitor import Monitor
-from saltflat.integrations.one_for_all import DEFAULT_EVERY, OneForAll, check_not_sharded
-from saltflat.integrations.record import Record
-from saltflat.integrations.schedule import Every
+from saltflat.errors import OptionError, TrainingError, first_line, unknown
+from saltflat.integrations.monitor import Monitor, check_options
+from saltflat.integrations.one_for_all import AsItStepped, OneForAll
+from saltflat.integrations.record import PREFIX, Complaints, Record
+from saltflat.integrations.schedule import DEFAULT_EVERY, Every
 from saltflat.report.optional import MissingPackageError
+from saltflat.training.sharded import check_not_sharded
 from saltflat.training.two_pass import TwoPass
 
 __all__ = ["FlatnessCallback", "TwoPassPrecision"]
@@ -72,7 +73,12 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
 
     The values go to all loggers of the trainer, and to ``trainer.callback_metrics``, where checkpoints and early
     stopping find them: ``ModelCheckpoint(monitor="flatness/hessian_trace")``. There they stay until the next
-    measurement; a callback that looks for them before the first one will not find them.
+    measurement; a callback that looks for them before the first one will not find them. So that they are those of the
+    moment, such a callback needs ``cap=None`` here, which is checked, and an ``every`` that is its own.
+
+    A step is a batch after which an optimizer stepped, and values are logged there, also with several optimizers.
+    ``flatness/lr_lambda_max`` has the learning rate of the step just taken; it is left out if several optimizers train
+    the measured module.
 
     With several processes the first one measures, and the others wait for it and know what it found. That must be over
     before the process group's timeout (half an hour, if nothing else is said).
@@ -85,10 +91,11 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             were accumulated for it.
         model: what to measure. If left out, the LightningModule, by its ``forward``; else the name of an attribute of
             it, such as ``"net"``, or a function of the LightningModule that gives a module.
-        options: of :class:`saltflat.integrations.Monitor`: ``cap``, ``by_layer``, ``loggers`` and so on.
+        options: of :class:`saltflat.integrations.Monitor`: ``cap``, ``by_layer``, ``loggers`` and so on; and
+            ``prefix``, where several callbacks are to tell their values apart.
 
     Attributes:
-        history: a record for every measurement, on the first process.
+        history: a record for every measurement, on the first process; those of an earlier fit stay.
     """
 
     def __init__(
@@ -103,6 +110,7 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         Every.of(every)
+        check_options(options)
         if model is not None and not isinstance(model, str) and not callable(model):
             raise OptionError(
                 f"Got model={model!r}. Want the name of an attribute of the LightningModule, or a function of it. "
@@ -112,10 +120,14 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         self.options = options
         self.watch: OneForAll | None = None
         self._step = 0
+        self._earlier: list[Record] = []
+        self._stepped: AsItStepped | None = None
+        self._optimizer: Any = None
+        self._complain = Complaints()
 
     @property
     def history(self) -> list[Record]:
-        return [] if self.watch is None else self.watch.history
+        return [*self._earlier, *([] if self.watch is None else self.watch.history)]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuses what cannot work, before anything is trained."""
@@ -123,11 +135,15 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         strategy = next((name for name in SHARDED if name in kinds), None)
         if strategy is not None:
             check_not_sharded(pl_module, f"the strategy {strategy}, which spreads weights over the processes")
+        if stage == "fit" and self.options.get("cap", 0.05) is not None:
+            self._check_fresh(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         module = self._measured(pl_module)
         check_not_sharded(module)
         _check_two_pass(trainer)
+        self._earlier = self.history
+        self.watch = None
 
         def make() -> Monitor:
             return Monitor(module, self.probe, self.measures, self.loss, every=self.every, **self.options)
@@ -136,29 +152,64 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             *(make, self.every),
             broadcast=trainer.strategy.broadcast if trainer.world_size > 1 else None,
             is_first=trainer.is_global_zero,
-            step=trainer.global_step,
+            step=trainer.fit_loop.epoch_loop._batches_that_stepped,  # global_step counts every optimizer's
             epoch=trainer.current_epoch,
         )
         self._step = trainer.global_step
+        self._stepped = None
         self._optimizer = _optimizer_of(module, trainer.optimizers)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if optimizer is self._optimizer:
+            self._stepped = AsItStepped(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Batches that are accumulated leave the count of steps alone; several optimizers raise it by more than one.
         if self.watch is not None and trainer.global_step != self._step:
             self._step = trainer.global_step
-            self._log(trainer, self.watch.after_step(self._optimizer))
+            self._log(trainer, self.watch.after_step(self._used))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self.watch is not None:
-            self._log(trainer, self.watch.after_epoch(self._optimizer))
+            self._log(trainer, self.watch.after_epoch(self._used))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self.watch is not None:
+            self.watch.close(quiet=True)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if self.watch is not None:
+        if self.watch is not None and stage == "fit":
             self.watch.close()
+
+    def _check_fresh(self, trainer: Any) -> None:
+        """Values that wait until they can be afforded are old when a checkpoint is chosen by them."""
+        for each in trainer.callbacks:
+            watched = getattr(each, "monitor", None)
+            if isinstance(watched, str) and watched.startswith(f"{self.options.get('prefix', PREFIX)}/"):
+                raise OptionError(
+                    f"Got {type(each).__name__}(monitor={watched!r}) and cap={self.options.get('cap', 0.05)}, under "
+                    "which a measurement may wait and its values be old. Want those of the moment. "
+                    "Do: FlatnessCallback(..., cap=None), and as often as the other callback looks."
+                )
+
+    @property
+    def _used(self) -> Any:
+        return self._stepped or self._optimizer
 
     def _measured(self, pl_module: Any) -> nn.Module:
         model = self.model
-        found = pl_module if model is None else (attrgetter(model) if isinstance(model, str) else model)(pl_module)
+        if model is None and type(pl_module).forward is _host.LightningModule.forward:
+            raise OptionError(
+                f"Got {type(pl_module).__name__} without a forward. Want a module that gives outputs for inputs. "
+                "Do: write one, or name the part to measure, for instance FlatnessCallback(..., model='net')."
+            )
+        try:
+            found = pl_module if model is None else (attrgetter(model) if isinstance(model, str) else model)(pl_module)
+        except AttributeError:
+            if not isinstance(model, str):
+                raise
+            names = [name for name, _ in pl_module.named_modules() if name]
+            raise unknown(f"part of {type(pl_module).__name__}", model, names) from None
         if not isinstance(found, nn.Module):
             raise OptionError(
                 f"Got a {type(found).__name__} as the model to measure. Want a module. "
@@ -170,7 +221,12 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         if record is None:
             return
         for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.log_metrics(record.values, step=trainer.global_step)
+            try:
+                logger.log_metrics(record.values, step=record.step)
+            # A full disk or a lost connection is no reason to end a training.
+            except Exception as error:
+                name = type(logger).__name__
+                self._complain(name, f"{name} did not take the values ({first_line(error)}).")
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in record.values.items()})
 
 
@@ -203,9 +259,10 @@ class TwoPassPrecision(_MixedPrecision):  # type: ignore[misc]
 
 
 def _optimizer_of(module: nn.Module, optimizers: list[Any]) -> Any:
-    """The optimizer that trains the module, if several are there."""
+    """The optimizer that trains the module; None if several do."""
     own = {id(p) for p in module.parameters()}
-    return next((o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])), None)
+    found = [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+    return found[0] if len(found) == 1 else None
 
 
 def _check_two_pass(trainer: Any) -> None:

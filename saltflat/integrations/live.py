@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table as Grid
 from rich.text import Text
 
-from saltflat.integrations.record import EDGE, EDGE_NAME, PREFIX
+from saltflat.integrations.record import EDGE, EDGE_NAME, short
 from saltflat.report.text import number, printable
 
 COLUMNS = 5  # records shown side by side
@@ -100,16 +100,16 @@ class Table:
 
 def _rows(values: Mapping[str, float]) -> list[str]:
     """The names that belong to the whole network."""
-    return [name for name in values if "/" not in name.removeprefix(PREFIX)]
+    return [name for name in values if "/" not in short(name)]
 
 
 def _label(name: str) -> str:
-    return "lr * lambda_max" if name == EDGE_NAME else printable(name.removeprefix(PREFIX))
+    return "lr * lambda_max" if short(name) == EDGE_NAME else printable(short(name))
 
 
 def _cell(name: str, value: float) -> Text:
     text = Text("nan" if isnan(value) else number(value))
-    if name == EDGE_NAME and value > EDGE:
+    if short(name) == EDGE_NAME and value > EDGE:
         text.append(f" > {EDGE:g}")
         text.stylize("bold red")
     return text

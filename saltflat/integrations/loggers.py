@@ -42,7 +42,11 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        if not isinstance(path, str | os.PathLike):
+            raise OptionError(
+                f"Got a path of type {type(path).__name__}. Want the name of a file. Do: JsonLines('flatness.jsonl')."
+            )
+        self.path = Path(path).absolute()  # whoever trains may change the working directory
         try:  # now, not after an hour
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("ab").close()
@@ -83,7 +87,14 @@ class TensorBoard:
         self._is_own = isinstance(where, str | os.PathLike)
         if self._is_own:
             package("tensorboard", "a TensorBoard logger")
-            where = package("torch.utils.tensorboard", "a TensorBoard logger").SummaryWriter(os.fspath(where))
+            writer = package("torch.utils.tensorboard", "a TensorBoard logger").SummaryWriter
+            try:
+                where = writer(os.path.abspath(where))
+            except OSError as error:
+                raise OptionError(
+                    f"Got the folder {os.fspath(where)!r}, which cannot be written to ({error.strerror}). "
+                    "Want one that can. Do: choose another folder."
+                ) from error
         elif not hasattr(where, "add_scalar"):
             raise OptionError(
                 f"Got a {type(where).__name__} for TensorBoard. Want a folder or a SummaryWriter. "

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.errors import ModelError, OptionError, TrainingError
+from saltflat.errors import ModelError, OptionError, TrainingError, unknown
+from saltflat.integrations.doubts import doubts
 from saltflat.integrations.live import Table
 from saltflat.integrations.plot import figure_of
 from saltflat.integrations.probe_set import ProbeSet, device_of
 from saltflat.integrations.readout import Readout
 from saltflat.integrations.record import PREFIX, Complaints, Record
 from saltflat.integrations.request import tried
-from saltflat.integrations.schedule import Schedule
+from saltflat.integrations.schedule import DEFAULT_EVERY, Schedule
 from saltflat.integrations.told import Loggers
 from saltflat.loan import loan
 from saltflat.measures.request import requests
+from saltflat.measuring import measure
 
-__all__ = ["Monitor", "Record"]
+__all__ = ["Monitor"]
+
+CERTIFIED = 8  # examples for which Gauss-Newton and the Hessian are compared
 
 
 class Monitor:
@@ -34,13 +39,17 @@ class Monitor:
     diverged say, warns once (:class:`MonitorWarning`), gives nan and a note in the record, and the training goes on;
     so does a logger that fails. Wrong options are errors at once: everything is tried on two examples first.
 
+    Traces and other measures of the curvature are made of the Gauss-Newton matrix. Behind smooth activations, as in
+    transformers, that is not the Hessian: a certificate at the start finds out, and if so a warning and a note in the
+    first record say it. ``flatness/lambda_max`` is the Hessian's own in any case.
+
     Under DistributedDataParallel measure in one process, or in all: nothing here talks to the others.
 
     Args:
         model: the module that is trained; of a DistributedDataParallel, or one that was
             compiled, the module inside is taken.
-        probe: the examples to measure on, as for :func:`saltflat.measure`. They are read once, and kept on the model's
-            device. A few hundred are enough to see a trend, and cheap.
+        probe: the examples to measure on, as for :func:`saltflat.measure`. They are read once, copied, and kept on
+            the model's device. A few hundred are enough to see a trend, and cheap.
         measures: names as for :func:`saltflat.measure`.
         loss: as for :func:`saltflat.measure`.
         every: ``100`` or ``"100 steps"``, or ``"1 epoch"``.
@@ -48,15 +57,20 @@ class Monitor:
             is made as soon as there is time for it. The first measurement is made when it is due: after a run that is
             too short for it, the share is above the cap. No limit if None.
         loggers: where the values go: any of :mod:`saltflat.integrations.loggers`, or functions of
-            ``(values, step)``.
+            ``(values, step)``; None for none.
         by_layer: whether to keep what each parameter contributes, too.
         optimizer: whose learning rate is multiplied with the largest eigenvalue. It can be given to every call instead.
+            With SAM and its kin pass it: only so is a call in between the passes, at shifted weights, refused. The rate
+            is that of the moment of the call: call before the schedule steps to have the one of the step just taken.
         spectrum: whether to find the largest eigenvalue of the Hessian of the whole network (not of the Gauss-Newton
             matrix, and without weight decay), from the eigenvector of the time before.
         table: True for a table in the terminal, or a :class:`saltflat.integrations.loggers.Table` of your own.
         seed: of everything random.
+        prefix: stands in front of every name, with a slash; without one itself.
         clock: says the time in seconds. One that stands still while something else runs keeps that out of the shares.
-        options: of :func:`saltflat.measure`. There is no certificate and no progress bar unless asked for.
+        options: of :func:`saltflat.measure`. There is no progress bar, and no certificate but the one at the start,
+            unless asked for. ``initial`` is copied; if it is left out, ``distance_from_init`` is that from the weights
+            at the start of the monitor.
 
     Attributes:
         history: a :class:`Record` for every measurement.
@@ -95,7 +109,7 @@ class Monitor:
         measures: str | Sequence[str] = ("hessian_trace",),
         loss: Any = "cross_entropy",
         *,
-        every: int | str = "100 steps",
+        every: int | str = DEFAULT_EVERY,
         cap: float | None = 0.05,
         loggers: Any = (),
         by_layer: bool = False,
@@ -103,6 +117,7 @@ class Monitor:
         spectrum: bool = True,
         table: bool | Table | None = None,
         seed: int = 0,
+        prefix: str = PREFIX,
         clock: Callable[[], float] = time.perf_counter,
         **options: Any,
     ) -> None:
@@ -111,35 +126,48 @@ class Monitor:
                 f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module you train."
             )
         self.model = _inside(model)
-        names = tuple(request.key for request in requests(measures))
-        self.optimizer = _checked(optimizer)
+        check_options(options)
+        if not isinstance(prefix, str) or not prefix or "/" in prefix:
+            raise OptionError(f"Got prefix={prefix!r}. Want a word without a slash. Do: leave it out for {PREFIX!r}.")
+        asked = requests(measures)
+        names = tuple(request.key for request in asked)
+        self.optimizer, self.prefix = _checked(optimizer), prefix
         options = {"seed": seed, "progress": False, "certificate": False, **options}
+        if any("initial_weight" in each.measure.statistics for each in asked):
+            options["initial"] = _copied(self.model if options.get("initial") is None else options["initial"])
         self.history: list[Record] = []
-        self.step = self.epoch = 0
+        self.step = self.epoch = self._calls = 0
         self._schedule = Schedule(every, cap)
         with loan(self.model, "keep", probe):
             self._probe = ProbeSet(probe)
-        tried(self.model, self._probe.few(device_of(self.model), 2), loss, names, options)
-        complain = Complaints()
-        self._readout = Readout(self.model, names, loss, by_layer, spectrum, options, complain)
-        self._loggers = Loggers(loggers, table, complain)
+        tried(self.model, self._probe, loss, names, options)
+        uncertain = doubts(self.model, [self.few(CERTIFIED)], loss, names, options)
+        self._complain = Complaints()
+        self._readout = Readout(self.model, names, loss, by_layer, spectrum, options, self._complain, prefix, uncertain)
+        self._loggers = Loggers(loggers, table, self._complain)
         self._clock = clock
 
     def after_step(self, optimizer: Optimizer | None = None) -> Record | None:
         """To be called after every training step: measures if that is due and there is time."""
         used = self._used(optimizer)
+        self._calls += 1
         self.step += 1
         return self._measured(used) if self._schedule.after_step(self.step, self._clock()) else None
 
     def after_epoch(self, optimizer: Optimizer | None = None) -> Record | None:
         """To be called after every epoch: measures if that is due and there is time."""
         used = self._used(optimizer)
+        self._calls += 1
         self.epoch += 1
         return self._measured(used) if self._schedule.after_epoch(self.epoch, self._clock()) else None
 
     def measure(self, optimizer: Optimizer | None = None) -> Record:
         """Measures now, whatever the schedule says. The time it takes is counted all the same."""
         return self._measured(self._used(optimizer))
+
+    def few(self, count: int) -> tuple[Any, Tensor]:
+        """Inputs and targets of the probe's first examples."""
+        return self._probe.few(device_of(self.model), count)[0]
 
     @property
     def skipped(self) -> int:
@@ -158,9 +186,15 @@ class Monitor:
             figure.savefig(path)
         return figure
 
-    def close(self) -> None:
-        """Close the loggers; each closes what it has opened itself."""
+    def close(self, quiet: bool = False) -> None:
+        """Close the loggers; each closes what it has opened itself. Warns of a training that was never measured."""
         self._loggers.close()
+        if self._calls and not self.history and not quiet:
+            self._complain(
+                "empty",
+                f"Nothing was measured in {self.step} steps and {self.epoch} epochs: every "
+                f"{self._schedule.every.count} {self._schedule.every.unit}s was not reached. Measure more often.",
+            )
 
     def __enter__(self) -> Monitor:
         return self
@@ -168,7 +202,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(quiet=error is not None)
 
     def _measured(self, optimizer: Any) -> Record:
         # Kernels that are still queued belong to the training.
@@ -177,7 +211,7 @@ class Monitor:
         values, notes = self._readout(self._probe.on(device_of(self.model)), optimizer, self.step)
         self._synchronize()
         seconds = self._clock() - started
-        values[f"{PREFIX}seconds"] = seconds
+        values[f"{self.prefix}/seconds"] = seconds
         record = Record(self.step, self.epoch, values, seconds, notes)
         self.history.append(record)
         self._loggers.log(record)
@@ -202,6 +236,23 @@ class Monitor:
                 torch.cuda.synchronize(device)
             elif device.type in ("mps", "xpu"):
                 getattr(torch, device.type).synchronize()
+
+
+def check_options(options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+    """Refuse names that neither a monitor nor a measurement knows; ``without`` names others that are no use here."""
+    known = {*inspect.signature(Monitor).parameters, *inspect.signature(measure).parameters}
+    known -= {"options", "data", *without}
+    for name in options:
+        if name not in known:
+            raise unknown("option", name, known)
+
+
+def _copied(initial: Any) -> Any:
+    """Weights as they are now; training goes on writing to its own."""
+    values = initial.state_dict() if isinstance(initial, nn.Module) else initial
+    if not isinstance(values, Mapping):
+        return values  # an error of measure's, with a better word
+    return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in values.items()}
 
 
 def _inside(model: nn.Module) -> nn.Module:

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
-
-from saltflat.errors import ModelError, TrainingError, first_line
+from saltflat.errors import TrainingError, first_line
 from saltflat.integrations.monitor import Monitor
 from saltflat.integrations.record import Record
-from saltflat.integrations.schedule import Every
-
-DEFAULT_EVERY = "100 steps"  # the Monitor's
+from saltflat.integrations.schedule import DEFAULT_EVERY, Every
 
 # (what the first process has) -> the same, on every process
 Broadcast = Callable[[Any], Any]
@@ -69,9 +64,9 @@ class OneForAll:
         """What was measured, on the first process; empty on the others."""
         return [] if self.monitor is None else self.monitor.history
 
-    def close(self) -> None:
+    def close(self, quiet: bool = False) -> None:
         if self.monitor is not None:
-            self.monitor.close()
+            self.monitor.close(quiet)
 
     def _asked(self, ask: Callable[[Any], Record | None] | None, optimizer: Any) -> Record | None:
         if not self._is_due:
@@ -103,23 +98,9 @@ class OneForAll:
         return result if keeps else found
 
 
-def check_not_sharded(model: nn.Module, how: str = "") -> None:
-    """Every process must have all of the weights.
+class AsItStepped:
+    """An optimizer with the learning rates of its latest step, which a schedule may have changed since."""
 
-    Args:
-        model: the module to measure or to train.
-        how: what is known to spread them, if anything.
-    """
-    spread = how or next(
-        (
-            f"{name!r}, of which each process has a part"
-            for name, p in model.named_parameters()
-            if isinstance(p, DTensor) or type(p).__name__ == "FlatParameter" or hasattr(p, "ds_id")
-        ),
-        "",
-    )
-    if spread:
-        raise ModelError(
-            f"Got {spread}. Want a model whose weights are whole on every process. "
-            "Do: train with DistributedDataParallel, or measure a checkpoint afterwards with saltflat.measure."
-        )
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = [{"lr": float(group["lr"])} for group in optimizer.param_groups if "lr" in group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from saltflat.integrations.record import EDGE, EDGE_NAME, PREFIX, Record
+from saltflat.integrations.record import EDGE, EDGE_NAME, Record, short
 from saltflat.report.optional import package
 from saltflat.report.text import printable
 
@@ -18,21 +18,21 @@ def figure_of(history: Sequence[Record]) -> Any:
     Made without pyplot: there is no window, no current figure, and nothing to close.
     """
     names = list(dict.fromkeys(name for record in history for name in record.values))
-    panels = [name for name in names if "/" not in name.removeprefix(PREFIX)]
+    panels = [name for name in names if "/" not in short(name)]
     across, down = min(ACROSS, max(1, len(panels))), max(1, -(-len(panels) // ACROSS))
     figure = package("matplotlib.figure", "plot()").Figure(figsize=(4 * across, 2.6 * down), layout="constrained")
     if not panels:
         figure.text(0.5, 0.5, "Nothing was measured yet.", ha="center")
     for place, panel in enumerate(panels):
         axis = figure.add_subplot(down, across, place + 1)
-        axis.set_title(printable(panel.removeprefix(PREFIX)), fontsize=9, parse_math=False)
+        axis.set_title(printable(short(panel)), fontsize=9, parse_math=False)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
         for name in names:
             if name.startswith(f"{panel}/"):
                 _line(axis, history, name, color="0.75", linewidth=0.8)
         _line(axis, history, panel, color="C0", marker=".", linewidth=1.2)
-        if panel == EDGE_NAME:
+        if short(panel) == EDGE_NAME:
             axis.axhline(EDGE, color="C3", linestyle="--", linewidth=1)
     return figure
 

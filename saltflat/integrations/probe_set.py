@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch, batches, checked
-from saltflat.errors import EmptyDataError
+from saltflat.errors import DataError, EmptyDataError
 
 Item = tuple[Any, Tensor]
 
@@ -22,7 +23,13 @@ class ProbeSet:
     """
 
     def __init__(self, data: Any) -> None:
-        self._batches = [batch.to(None) for batch in batches(checked(data))]
+        if isinstance(data, Mapping) and not isinstance(data.get("labels"), Tensor):
+            raise DataError(
+                f"Got a probe with the keys {sorted(map(str, data))}. Want a tensor under 'labels' beside the inputs. "
+                "Do: add the labels, or rename them."
+            )
+        # Copies: the training may write to its own.
+        self._batches = [_each(batch, Tensor.clone).to(None) for batch in batches(checked(data))]
         if not self._batches:
             raise EmptyDataError(
                 "Got a probe without examples. Want at least one. Do: check the path, the split and drop_last."
@@ -55,6 +62,10 @@ def _item(batch: Batch) -> Item:
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
+    return _each(batch, lambda tensor: tensor.to(device))
+
+
+def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     parts = (batch.args, batch.kwargs, batch.targets)
-    args, kwargs, targets = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, parts)
+    args, kwargs, targets = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, parts)
     return Batch(args, kwargs, targets, batch.first, batch.examples)

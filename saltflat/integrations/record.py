@@ -6,13 +6,22 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PREFIX = "flatness/"
+PREFIX = "flatness"
 EDGE = 2.0  # of lr * lambda_max: beyond it gradient descent on a parabola diverges
-EDGE_NAME = f"{PREFIX}lr_lambda_max"
+EDGE_NAME = "lr_lambda_max"
+
+
+def short(name: str) -> str:
+    """A name without its prefix.
+
+    >>> short("flatness/hessian_trace/0.weight")
+    'hessian_trace/0.weight'
+    """
+    return name.split("/", 1)[-1]
 
 
 class MonitorWarning(UserWarning):
-    """A measurement or a logger failed; the training goes on."""
+    """Something about a measurement or a logger is not as it seems; the training goes on."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Record:
         epoch: epochs done by then.
         values: by name, such as ``"flatness/hessian_trace"``; nan where it could not be measured.
         seconds: how long it took.
-        notes: what could not be measured, and why.
+        notes: what could not be measured, and why; and what there is to say of the values, when it is true first.
     """
 
     step: int

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from saltflat.errors import DataError, EmptyDataError, ModelError, OptionError, SaltflatError, UnknownNameError, unknown
+from saltflat.errors import DataError, EmptyDataError, ModelError, OptionError, SaltflatError, UnknownNameError
+from saltflat.integrations.probe_set import ProbeSet, device_of
+from saltflat.loan import loan
+from saltflat.logits import normalized
+from saltflat.losses import loss_from
 from saltflat.measuring import measure
+from saltflat.problem import Problem, real
 
-# Given to the monitor under names of their own.
-TAKEN = ("model", "data", "loss", "measures")
+FEW = 2  # examples to try it on
+AT_ONCE = 64  # examples in a forward pass over the probe
 
 
-def tried(model: nn.Module, few: Any, loss: Any, measures: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raises what is wrong with the names, options, model or data; values are of no interest here."""
-    known = [name for name in inspect.signature(measure).parameters if name not in TAKEN]
-    for name in options:
-        if name not in known:
-            raise unknown("option", name, known)
+def tried(model: nn.Module, probe: ProbeSet, loss: Any, measures: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raises what is wrong with the options, model or data; values are of no interest here."""
     try:
-        measure(model, few, loss, measures, **options)
+        measure(model, probe.few(device_of(model), FEW), loss, measures, **options)
+        _check_targets(model, probe, loss, options)
     except (OptionError, UnknownNameError, ModelError):
         raise
     except DataError as error:
@@ -32,3 +34,18 @@ def tried(model: nn.Module, few: Any, loss: Any, measures: Sequence[str], option
     except SaltflatError:
         # NaN, say: that may pass.
         pass
+
+
+def _check_targets(model: nn.Module, probe: ProbeSet, loss: Any, options: Mapping[str, Any]) -> None:
+    """Those of all examples: one that is out of range would else be found when the first measurement is due."""
+    mode, dtype = options.get("mode", "eval"), options.get("dtype")
+    data = probe.on(device_of(model))
+    with loan(model, mode, data), torch.no_grad():
+        chosen = normalized(loss_from(loss), options.get("logits", "none"))
+        problem = Problem.of(model, data, chosen, options.get("layers"), dtype, mode)
+        for batch in problem.batches():
+            for start in range(0, batch.examples, AT_ONCE):
+                few = batch.cut(start, start + AT_ONCE)
+                outputs = problem.network(few)
+                problem.check_outputs(outputs, few)
+                problem.loss.check(outputs, real(few.targets))

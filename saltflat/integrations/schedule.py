@@ -8,6 +8,8 @@ from math import inf
 
 from saltflat.errors import OptionError
 
+DEFAULT_EVERY = "100 steps"
+
 
 @dataclass(frozen=True)
 class Every:

@@ -23,7 +23,12 @@ class Loggers:
     """All of them; one that fails is named in a warning, once, and tried again the next time."""
 
     def __init__(self, given: Any, table: bool | Table | None, complain: Complaints) -> None:
-        several = list(given) if isinstance(given, list | tuple) else [given]
+        several = list(given or ()) if given is None or isinstance(given, list | tuple) else [given]
+        for each in several:
+            if isinstance(each, type):
+                raise OptionError(
+                    f"Got the class {each.__name__} as a logger. Want one that was made. Do: {each.__name__}(...)."
+                )
         self._all: list[Any] = [each if hasattr(each, "log") else _Function(each) for each in several]
         for each, logger in zip(several, self._all, strict=True):
             if not callable(logger.log) or (isinstance(logger, _Function) and not callable(each)):
