@@ -95,6 +95,7 @@ def main() -> int:
                 f"sync={sync!r}: after {optimizer.perturbed_steps} steps the weights of {world} processes are "
                 f"{apart:.0e} from each other and {difference(alone, model):.0e} from those of one process"
             )
+    del model, optimizer  # what holds the group goes before the group
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -166,7 +166,7 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
     off. Single examples' gradients are not defined otherwise. Modes, buffers, hooks and ``.grad`` are as before
     afterwards. It runs in float32 (or float64), with autocast off. With DistributedDataParallel pass ``model.module``.
 
-    Every example's gradient is written out for every column, and differentiated once more: about ten plain training
+    Every example's gradient is written out for every column, and differentiated once more: about eight plain training
     steps per column for LeNet on a CPU, and memory for several times (columns x examples x parameters) numbers. Exact
     columns are one fewer than classes. For many classes take ``columns="sampled:2"``: other random columns at every
     call, unbiased for measures that are linear in the curvature, which all are but maxima and roots. For large networks
