@@ -100,7 +100,7 @@ def test_the_code_about_training_runs(tmp_path: Path, monkeypatch: pytest.Monkey
         "torch": torch,
         "model": model,
         "criterion": nn.CrossEntropyLoss(),
-        "loader": [(inputs, targets)],
+        "loader": [(inputs, targets)] * 100,
         "inputs": inputs,
         "targets": targets,
         "probe_inputs": inputs,
