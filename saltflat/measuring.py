@@ -181,13 +181,18 @@ def _certified(model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, m
 
 def _hedged(request: Request, reading: Reading) -> Reading:
     """A reading made of Gauss-Newton blocks that are not known to be the Hessian's."""
-    made_of = [need.name for need in request.needs.values()]
-    if not any(
-        name == "top_eigenvalue" or (name in STATISTICS and STATISTICS[name].of == "curvature") for name in made_of
-    ):
+    if not is_gauss_newton(request):
         return reading
     note = "by the Gauss-Newton matrix, which the certificate does not find to be the Hessian here"
     return replace(reading, exact=False, notes=(*reading.notes, note))
+
+
+def is_gauss_newton(request: Request) -> bool:
+    """Whether a measure takes curvature from the Gauss-Newton matrix."""
+    made_of = [need.name for need in request.needs.values()]
+    return any(
+        name == "top_eigenvalue" or (name in STATISTICS and STATISTICS[name].of == "curvature") for name in made_of
+    )
 
 
 def _legend(request: Request) -> dict[str, Any]:

@@ -474,8 +474,17 @@ def test_a_training_that_was_never_measured_is_said_so() -> None:
         monitor.close()
 
 
-def test_a_model_that_accelerate_prepared_is_measured_in_full_precision() -> None:
-    accelerator = pytest.importorskip("accelerate").Accelerator(mixed_precision="bf16", cpu=True)
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """With the state it keeps for a whole process as if the test were alone in it."""
+    host = pytest.importorskip("accelerate")
+    host.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield host
+    host.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_model_that_accelerate_prepared_is_measured_in_full_precision(accelerate: Any) -> None:
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     plain, probe = digits(), data()
     model = accelerator.prepare(digits())
     prepared = vars(model)["forward"]

@@ -12,8 +12,8 @@ from saltflat.certificate import certify
 from saltflat.errors import first_line
 from saltflat.logits import normalized
 from saltflat.losses import loss_from
-from saltflat.measures.request import Request, requests
-from saltflat.statistic import STATISTICS
+from saltflat.measures.request import requests
+from saltflat.measuring import is_gauss_newton
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Doubt:
 
 def doubts(model: nn.Module, few: Any, loss: Any, measures: Any, options: Mapping[str, Any]) -> dict[str, Doubt]:
     """For measures made of the Gauss-Newton matrix, where that is not known to be the Hessian's; by their keys."""
-    concerned = [request.key for request in requests(measures) if _is_gauss_newton(request)]
+    concerned = [request.key for request in requests(measures) if is_gauss_newton(request)]
     if not concerned:
         return {}
     shared = {name: options[name] for name in ("layers", "seed", "mode") if name in options}
@@ -48,10 +48,3 @@ def doubts(model: nn.Module, few: Any, loss: Any, measures: Any, options: Mappin
         f"{found.examples} examples at the start: they differ by up to {found.gap:.0%} in a parameter)"
     )
     return dict.fromkeys(concerned, Doubt(text, is_certain=True))
-
-
-def _is_gauss_newton(request: Request) -> bool:
-    made_of = [need.name for need in request.needs.values()]
-    return any(
-        name == "top_eigenvalue" or (name in STATISTICS and STATISTICS[name].of == "curvature") for name in made_of
-    )
