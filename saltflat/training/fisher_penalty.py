@@ -24,7 +24,8 @@ from saltflat.training.part_gradients import Gradients, Passes
 from saltflat.training.parts import COARSE, Parts, copied, examples_in
 from saltflat.training.processes import averaged
 from saltflat.training.sharded import check_not_sharded
-from saltflat.training.two_pass import TwoPass, norm_of
+from saltflat.training.two_pass import TwoPass
+from saltflat.training.vectors import multiply, norm_of
 from saltflat.training.wrapped import check_steps_alone
 
 
@@ -154,7 +155,7 @@ class FisherPenalty:
         if scaler is None:
             optimizer.step()
         else:
-            _multiply(self._present(), self._scale(scaler))
+            multiply(self._present(), self._scale(scaler))
             scaler.step(optimizer)
         return loss
 
@@ -173,7 +174,7 @@ class FisherPenalty:
         loss, gradients = self._gradients(batch, scaler)
         factor = weight if scaler is None else weight * self._scale(scaler)
         if scaler is not None or weight != 1:
-            _multiply(list(gradients.values()), factor)
+            multiply(list(gradients.values()), factor)
         self._accumulate(gradients)
         return loss
 
@@ -185,7 +186,7 @@ class FisherPenalty:
             return torch.zeros(())
         norm = norm_of(gradients)
         if self.threshold is not None:
-            _multiply(gradients, (self.threshold / norm).clamp(max=1.0))
+            multiply(gradients, (self.threshold / norm).clamp(max=1.0))
         return norm
 
     def set_epoch(self, epoch: int) -> None:
@@ -234,7 +235,7 @@ class FisherPenalty:
             # Copies in the parameters' own layout: autograd may give the same tensor to two of them.
             gradients = {name: torch.empty_like(parameters[name]).copy_(each) for name, each in found.items()}
             if scale is not None:
-                _multiply(list(gradients.values()), 1 / scale)
+                multiply(list(gradients.values()), 1 / scale)
         elif _keeps_statistics(inner):
             self._update_buffers(inner, batch)
         if self.is_active:
@@ -285,13 +286,6 @@ class FisherPenalty:
 def _keeps_statistics(model: nn.Module) -> bool:
     layers = [each for each in model.modules() if isinstance(each, _NormBase) and each.training]
     return any(each.track_running_stats and each.running_mean is not None for each in layers)
-
-
-@torch.no_grad()
-def _multiply(tensors: list[Tensor], factor: Tensor | float) -> None:
-    for device in {each.device for each in tensors}:
-        here = factor.to(device) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_([each for each in tensors if each.device == device], here)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat.amounts import check_amount
-from saltflat.training.two_pass import TwoPass, norm_of
+from saltflat.training.two_pass import TwoPass
+from saltflat.training.vectors import norm_of
 
 
 class GradientNormPenalty(TwoPass):

@@ -19,7 +19,9 @@ from saltflat.errors import OptionError, TrainingError
 from saltflat.randomness import remembered
 from saltflat.training.leftovers import without_leftovers
 from saltflat.training.processes import averaged
+from saltflat.training.scaling import check_not_unscaled, scale_of
 from saltflat.training.shift import shifted
+from saltflat.training.vectors import norm_of, times
 from saltflat.training.wrapped import base_from, check_model
 from saltflat.training.wrapper import Wrapper
 
@@ -158,7 +160,7 @@ class TwoPass(Wrapper, ABC):
                 "Got first_step() with sync='local' after a backward pass that averaged over the processes. "
                 "Want each process's own gradient. Do: forward and backward inside of `with optimizer.first_pass():`."
             )
-        _check_scaled(scaler, self)
+        check_not_unscaled(scaler, self)
         for group in self.param_groups:  # schedules may have changed it
             check_amount(rho=group["rho"])
         groups, parameters, gradients = self._with_gradients()
@@ -174,7 +176,7 @@ class TwoPass(Wrapper, ABC):
             per_length = torch.where(length > 0, 1 / length, 0.0)
             # Up, which is down for those that are to make the loss large.
             rhos = [-group["rho"] if group.get("maximize") else group["rho"] for group in groups]
-            steps = _times(directions, rhos, per_length)
+            steps = times(directions, rhos, per_length)
         if self.keeps_first:
             self._first = {p: g.clone() for p, g in zip(parameters, gradients, strict=True)}
         self._moved = norm_of(steps) if steps else 0.0
@@ -298,7 +300,7 @@ class TwoPass(Wrapper, ABC):
                 gradient.div_(scale.to(gradient.device))
         if self.keeps_first:
             if scale is None and overflow is not None:
-                scale = _scale_of(scaler)  # the second gradient has been unscaled before
+                scale = scale_of(scaler)  # the second gradient has been unscaled before
             self._mix(first, scale)
         self._perturbation = moved
         self._perturbed = self._perturbed + (moved > 0 if isinstance(moved, float) else (moved > 0).long())
@@ -365,35 +367,3 @@ class TwoPass(Wrapper, ABC):
                 else "Do: call second_step() or restore() first."
             )
         )
-
-
-def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean length of all of them together, on the first one's device; at least in single precision."""
-    squares = [each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in tensors]
-    norms = torch._foreach_norm(squares)
-    length: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0]) for each in norms]))
-    return length
-
-
-def _times(directions: Sequence[Tensor], rhos: Sequence[float], factor: Tensor) -> list[Tensor]:
-    if len({each.device for each in directions}) > 1 or len(set(rhos)) > 1:
-        return [each * (factor * rho).to(each.device) for each, rho in zip(directions, rhos, strict=True)]
-    return list(torch._foreach_mul(list(directions), factor * rhos[0]))
-
-
-def _check_scaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
-    states = getattr(scaler, "_per_optimizer_states", {})
-    if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
-        raise TrainingError(
-            "Got a first gradient that the GradScaler has unscaled. Want it left as it is: the scaler unscales once "
-            "per step, and steps are taken with the second. Do: call scaler.unscale_() before second_step() only."
-        )
-
-
-def _scale_of(scaler: GradScaler | None) -> float:
-    if scaler is None:
-        raise TrainingError(
-            "Got a second gradient that a GradScaler has unscaled, and a first one that it has not. Want to know the "
-            "scale of the first. Do: call first_step(scaler)."
-        )
-    return scaler.get_scale()
