@@ -28,8 +28,8 @@ class Recipe:
         beta1: of Adam.
         beta2: of Adam.
         eps: of Adam.
-        schedule: ``"constant"``; ``"cosine"``, to zero at the last epoch; ``"steps"``, times ``decay`` at milestones; or
-            ``"inverse"``, ``lr / (1 + decay * step)`` after so many steps.
+        schedule: ``"constant"``; ``"cosine"``, to zero at the last epoch; ``"steps"``, times ``decay`` at milestones;
+            or ``"inverse"``, ``lr / (1 + decay * step)`` after so many steps.
         decay: what the schedules above need of it.
         milestones: of ``"steps"``, as shares of the epochs.
         batch: examples in a step; the last of an epoch may be smaller.
