@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import saltflat
 from saltflat.readers import read
+from saltflat.symmetry import canonical, same_up_to_rescaling
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 1 if QUICK else 6
@@ -144,15 +145,15 @@ def main() -> None:
     for note in reports["as trained"]["minimum_unit_sharpness"].notes:
         print(f"\nNot a minimum but a limit, as trained: {note}")
 
-    forms = [saltflat.canonical(each, example) for each in (folded, rescaled)]
+    forms = [canonical(each, example) for each in (folded, rescaled)]
     print(
         f"\nThe folded network and its rescaled copy are {distance(folded, rescaled):.3g} apart, "
         f"in canonical form {distance(*forms):.0e}"
     )
-    print(f"The same up to rescaling: {saltflat.same_up_to_rescaling(folded, rescaled, example)}")
+    print(f"The same up to rescaling: {same_up_to_rescaling(folded, rescaled, example)}")
     with torch.no_grad():
         rescaled.get_parameter("linear.weight")[0, 0] *= 1.001
-    print(f"And with one weight 0.1 % larger: {saltflat.same_up_to_rescaling(folded, rescaled, example)}")
+    print(f"And with one weight 0.1 % larger: {same_up_to_rescaling(folded, rescaled, example)}")
     print(f"\nPictures of the rescalings are in {out}: graph.png, and graph_folded.png without BatchNorm.")
 
 

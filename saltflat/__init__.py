@@ -2,15 +2,18 @@
 
 __version__ = "0.1.0"
 
+from typing import Any
+
 from saltflat.catalogue import catalogue
 from saltflat.certificate import certify
 from saltflat.eigenvalues import eigenvalues_of
 from saltflat.errors import SaltflatError
+from saltflat.landscape import landscape
 from saltflat.measuring import measure
 from saltflat.report import Report, compare
+from saltflat.studies.study import Study
 from saltflat.sweep import statistics_of
 from saltflat.symmetry.audit import audit
-from saltflat.symmetry.canonical import canonical, same_up_to_rescaling
 from saltflat.symmetry.fold import fold
 from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.rebalance import rebalance
@@ -19,17 +22,26 @@ from saltflat.symmetry.rescale import rescale
 __all__ = [
     "Report",
     "SaltflatError",
+    "Study",
     "audit",
-    "canonical",
     "catalogue",
     "certify",
     "compare",
     "eigenvalues_of",
     "fold",
+    "landscape",
     "measure",
     "rebalance",
     "rescale",
-    "same_up_to_rescaling",
     "statistics_of",
     "symmetries",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that have moved are still found where they were."""
+    if name in ("canonical", "same_up_to_rescaling"):
+        from saltflat import symmetry
+
+        return getattr(symmetry, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -74,6 +74,10 @@ class ReportError(SaltflatError, ValueError):
     """A report that cannot be written, read or compared."""
 
 
+class StudyError(SaltflatError, ValueError):
+    """A study that cannot be run as it is asked for, or a folder that cannot hold it; what was finished is kept."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error of someone else's says, in one line.
 

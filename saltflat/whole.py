@@ -99,8 +99,8 @@ def accuracy_at(setting: Setting, weights: Weights | None = None) -> float:
     with torch.no_grad():
         for batch in setting.chunks(0):
             outputs, targets = _outputs(setting, batch, _leaves(setting, weights))
-            hits, kept = _hits(setting, outputs, targets)
-            right, counted = right + int((hits & kept).sum()), counted + int(kept.sum())
+            met, kept = hits(setting, outputs, targets)
+            right, counted = right + int((met & kept).sum()), counted + int(kept.sum())
     return right / _counted(counted)
 
 
@@ -138,7 +138,7 @@ def _outputs(setting: Setting, batch: Batch, leaves: Weights) -> tuple[Tensor, T
     return outputs, targets
 
 
-def _hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Which targets are met, and which count."""
     loss = setting.problem.loss
     if isinstance(loss, Normalized):  # the largest logit stays the largest

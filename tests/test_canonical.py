@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
-from saltflat import canonical, rescale, same_up_to_rescaling
+from saltflat import rescale
 from saltflat.errors import ModelError, NonFiniteError, OptionError
+from saltflat.symmetry import canonical, same_up_to_rescaling
 from saltflat.symmetry.rescale import rescaled
 
 

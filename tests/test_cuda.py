@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import saltflat
+from saltflat.symmetry import same_up_to_rescaling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -86,7 +87,7 @@ def test_the_rescalings_found_on_a_gpu_are_those_found_on_a_cpu(name: str) -> No
     for member, moves in here.moving().items():
         assert (moving[member] == moves).all(), member
     other = saltflat.rescale(model, x.cuda(), seed=1)
-    assert saltflat.same_up_to_rescaling(model, other, x.cuda())
+    assert same_up_to_rescaling(model, other, x.cuda())
     batches = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, case.batches)
     names = ["minimum_sharpness", "minimum_unit_sharpness"]
     one, two = (saltflat.measure(m, batches, case.loss, names, certificate=False) for m in (model, other))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import saltflat
+from saltflat.landscape import Landscape
 from saltflat.measures import MEASURES
 from saltflat.report import Audit
 
@@ -194,6 +195,28 @@ def the_trainer_looks_for_flat_minima(printed: str, out: Path) -> None:
 
 
 # What each example must have printed and written.
+def the_loss_is_walked_around(printed: str, out: Path) -> None:
+    assert {path.name for path in out.iterdir()} == {
+        *("landscape.json", "landscape.png"),
+        *(f"slices_{kind}.png" for kind in ("length_1", "by_filter", "by_entry")),
+    }
+    plane = Landscape.load(out / "landscape.json")
+    assert plane.losses.shape == (11, 11)
+    assert plane.loss < 0.5
+    assert plane.losses.max() > 2 * plane.loss
+    bend = re.search(r"the slice bends by (\S+), the eigenvalue is (\S+)", printed)
+    assert bend
+    assert float(bend[1]) == pytest.approx(float(bend[2]), rel=0.05)
+    rows = {
+        label: [float(each) for each in found[1].split()]
+        for label in ("length 1", "by filter", "by entry")
+        if (found := re.search(rf"^{label} +([-+\de. ]+)$", printed, re.MULTILINE))
+    }
+    assert min(rows["length 1"]) > 1e-3, "of one length, directions move small layers more"
+    assert rows["by filter"][0] < 1e-8 < 1e-3 < rows["by filter"][1], "filters know layers, not units"
+    assert max(rows["by entry"]) < 1e-8
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "01_digits.py": the_digits_are_compared,
     "02_mnist_lenet.py": the_lenet_is_saved_and_measured,
@@ -204,6 +227,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "07_monitor.py": the_training_is_watched,
     "08_lightning.py": lightning_trains_and_logs,
     "09_hugging_face.py": the_trainer_looks_for_flat_minima,
+    "10_landscape.py": the_loss_is_walked_around,
 }
 
 

@@ -1,11 +1,11 @@
 """The command line: every sub-command is one call of the library."""
 
-# The first three add their commands to the program.
-from saltflat.cli import measuring, reading, symmetry
+# These modules add their commands to the program.
+from saltflat.cli import landscape, measuring, reading, study, symmetry
 from saltflat.cli.names import names_from
 from saltflat.cli.program import app
 
-__all__ = ["app", "main", "measuring", "names_from", "reading", "symmetry"]
+__all__ = ["app", "landscape", "main", "measuring", "names_from", "reading", "study", "symmetry"]
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import typer
 import saltflat
 from saltflat.cli import options
 from saltflat.cli.names import dtype_named, names_from
-from saltflat.cli.outputs import check_outputs, keep
+from saltflat.cli.outputs import check_outputs, keep, keep_page
 from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import show_on_screen
 from saltflat.cli.source import Source, weights_before
@@ -44,10 +44,11 @@ def measure(
     quiet: options.Quiet = False,
     out: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the report into this file, .png, .svg or .pdf.")] = None,
+    html: options.Html = None,
     show_traceback: options.Traceback = False,
 ) -> None:
     """Measure a network on data: print a table, write a report."""
-    check_outputs(out, plot, quiet)
+    check_outputs(out, plot, quiet, html)
     source = Source.of(
         device,
         model=model,
@@ -86,3 +87,4 @@ def measure(
     if not quiet:
         show_on_screen(report)
     keep(report, out, plot, quiet)
+    keep_page(report, html, quiet)

@@ -48,5 +48,8 @@ Diagonal: TypeAlias = Annotated[
     str, typer.Option(help="exact, finite_difference, finite_difference_printed or hutchinson.")
 ]
 Initial: TypeAlias = Annotated[Path | None, typer.Option(help="Weights before training, for distances from them.")]
+Html: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Write it to this file as one page for a browser, which loads nothing.")
+]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 Traceback: TypeAlias = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from saltflat.cli.screen import say
 from saltflat.errors import OptionError
+from saltflat.report import Audit, Comparison, Report
 from saltflat.report.file import checked, replacing
 
 PICTURES = ("png", "svg", "pdf")
@@ -20,17 +21,22 @@ class Kept(Protocol):
     def plot(self) -> Any: ...
 
 
-def check_outputs(out: Path | None, plot: Path | None, quiet: bool) -> None:
+def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path | None = None) -> None:
     """Find out before the long work whether its results can be kept."""
-    if quiet and out is None and plot is None:
+    if quiet and out is None and plot is None and html is None:
         raise OptionError("Got --quiet without --out or --plot. Want a place for the results. Do: --out report.json.")
-    places = [checked(path, option) for option, path in {"--out": out, "--plot": plot}.items() if path is not None]
+    given = {"--out": out, "--plot": plot, "--html": html}
+    places = [checked(path, option) for option, path in given.items() if path is not None]
     if plot is not None and picture_format(plot) not in PICTURES:
         raise OptionError(
             f"Got --plot {str(plot)!r}. Want a name that ends in {' or '.join(PICTURES)}. Do: figure.png."
         )
     if len(places) > len(set(places)):
-        raise OptionError(f"Got {str(plot)!r} for both --out and --plot. Want a file for each. Do: --out report.json.")
+        both = next(path for path in given.values() if path is not None and places.count(checked(path)) > 1)
+        names = " and ".join(
+            name for name, path in given.items() if path is not None and checked(path) == checked(both)
+        )
+        raise OptionError(f"Got {str(both)!r} for both {names}. Want a file for each. Do: --out report.json.")
 
 
 def keep(result: Kept, out: Path | None, plot: Path | None, quiet: bool) -> None:
@@ -51,6 +57,23 @@ def draw(figure: Any, plot: Path, quiet: bool = False) -> None:
         figure.savefig(part, format=picture_format(plot))
     if not quiet:
         say(f"{done} {plot}.")
+
+
+def check_page(html: Path | None) -> None:
+    """Find out before anything is shown whether a page can be written."""
+    if html is not None:
+        checked(html, "--html")
+
+
+def keep_page(result: Report | Comparison | Audit, html: Path | None, quiet: bool = False) -> None:
+    """Write the result as a page for a browser, and say so."""
+    if html is not None:
+        from saltflat.report.html import audit_page, write_page  # needs packages that only pages do
+
+        done = _done(html)
+        _ = write_page(audit_page(result), html) if isinstance(result, Audit) else result.to_html(html)
+        if not quiet:
+            say(f"{done} {html}.")
 
 
 def picture_format(path: Path) -> str:

@@ -9,11 +9,15 @@ from typing import Annotated
 import typer
 
 import saltflat
+from saltflat.cli import options
 from saltflat.cli.names import names_from
+from saltflat.cli.outputs import check_page, keep_page
 from saltflat.cli.program import app
 from saltflat.cli.screen import show_on_screen, stdout_checked
+from saltflat.errors import OptionError
+from saltflat.landscape import Landscape
 from saltflat.report import Audit, Report
-from saltflat.report.file import AUDIT, REPORT, form_of
+from saltflat.report.file import AUDIT, LANDSCAPE, REPORT, Form, form_of
 
 FACTS = ("name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options")
 
@@ -24,9 +28,13 @@ def compare(
     measures: Annotated[
         list[str] | None, typer.Option(help="Names, with commas or one by one; all if not given.")
     ] = None,
+    html: options.Html = None,
 ) -> None:
     """Print reports side by side, and which differences are real."""
-    show_on_screen(saltflat.compare(*reports, names=names_from(measures)))
+    check_page(html)
+    found = saltflat.compare(*reports, names=names_from(measures))
+    show_on_screen(found)
+    keep_page(found, html)
 
 
 @app.command(name="list")
@@ -44,8 +52,17 @@ def list_measures(
 
 @app.command()
 def show(
-    report: Annotated[Path, typer.Argument(help="A report that measure wrote, or an audit that audit wrote.")],
+    report: Annotated[
+        Path, typer.Argument(help="A report that measure wrote, an audit that audit wrote, or a landscape.")
+    ],
+    html: options.Html = None,
 ) -> None:
-    """Print a report or an audit again."""
-    kind = Audit if form_of(report, REPORT, AUDIT) is AUDIT else Report
-    show_on_screen(kind.load(report))
+    """Print a report, an audit or a landscape again."""
+    check_page(html)
+    kinds: dict[Form, type[Report | Audit | Landscape]] = {REPORT: Report, AUDIT: Audit, LANDSCAPE: Landscape}
+    found = kinds[form_of(report, *kinds)].load(report)
+    if html is not None and isinstance(found, Landscape):
+        raise OptionError("Got a landscape with --html. Want a report or an audit. Do: draw it, with its plot().")
+    show_on_screen(found)
+    if not isinstance(found, Landscape):
+        keep_page(found, html)

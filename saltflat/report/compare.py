@@ -113,6 +113,12 @@ class Comparison(Mapping[str, Contrast]):
         )
         return plain
 
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the comparison as one page for a browser, which loads nothing, and give the path back."""
+        from saltflat.report.html import comparison_page, write_page  # not needed to compare
+
+        return write_page(comparison_page(self), path)
+
     def to_frame(self) -> Any:
         """A ``pandas.DataFrame`` with a row per measure, layer and report; a whole network is the layer ``""``.
 

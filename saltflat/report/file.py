@@ -1,4 +1,4 @@
-"""Reports and audits on disk: strict JSON that names its schema, written whole or not at all."""
+"""Reports, audits and landscapes on disk: strict JSON that names its schema, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Form:
 
 REPORT = Form("saltflat.report/1", "a report", "Report.save")
 AUDIT = Form("saltflat.audit/1", "an audit", "Audit.save")
+LANDSCAPE = Form("saltflat.landscape/1", "a landscape", "Landscape.save")
 
 
 def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -120,7 +121,7 @@ def check_schema(content: Any, source: str, form: Form = REPORT) -> None:
             f"Got {source} with the schema {schema!r}. Want {form.schema!r}. "
             "Do: read it with the saltflat that wrote it."
         )
-    other = next((each for each in (REPORT, AUDIT) if schema == each.schema), None)
+    other = next((each for each in (REPORT, AUDIT, LANDSCAPE) if schema == each.schema), None)
     if other is not None:
         raise ReportError(
             f"Got {source}, which is not {form.what} but {other.what}. Want {form.what}, written by {form.writer}. "

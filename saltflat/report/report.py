@@ -150,6 +150,12 @@ class Report(Mapping[str, Reading]):
         """The report that was saved there."""
         return cls._from(read(path), f"the file {os.fspath(path)!r}")
 
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as one page for a browser, which loads nothing, and give the path back."""
+        from saltflat.report.html import report_page, write_page  # not needed to measure
+
+        return write_page(report_page(self), path)
+
     def to_frame(self) -> Any:
         """A ``pandas.DataFrame`` with one row per measure and layer; the whole network is the layer ``""``."""
         columns = ["measure", "layer", "value", "stderr", "exact", "converged"]

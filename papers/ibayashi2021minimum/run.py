@@ -1,0 +1,173 @@
+"""Ibayashi et al.'s random-label experiment, Figures 2 and 4: does minimum sharpness go with the generalization gap?
+
+    python papers/ibayashi2021minimum/run.py                  train and measure both networks, draw
+    python papers/ibayashi2021minimum/run.py --scale smoke    two minutes on a CPU, to see that it runs
+    python papers/ibayashi2021minimum/run.py table            what was found, beside the paper's archived values
+    python papers/ibayashi2021minimum/run.py figures          draw again from the rows
+
+MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. A run that was stopped
+goes on where it was.
+"""
+
+import argparse
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from scipy.stats import kendalltau, pearsonr
+
+from saltflat.studies import Results, Study
+
+HERE = Path(__file__).parent
+CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]
+# The paper's baseline is normalized sharpness in the form of its first version, twice ours.
+MEASURES = ("minimum_sharpness", "normalized_sharpness", "normalized_sharpness_arxiv", "hessian_trace", "squared_norm")
+COLLAPSED = 0.2  # training accuracy below this: the network gives (nearly) the same answer to everything
+FITTED = 0.01  # training error up to which the labels count as fitted
+LR = {"ibayashi_mlp": 0.1, "ibayashi_lenet": 0.01}
+EPOCHS = {"ibayashi_mlp": 400, "ibayashi_lenet": 120}
+
+
+def study(network: str, scale: str) -> Study:
+    """The authors' recipe: SGD, momentum 0.9, l2 1e-5, lr / (1 + 1e-4 step), batches of 1024, permuted labels."""
+    small = scale == "smoke"
+    ratios = (0.0, 0.5, 1.0) if small else CLAIMS[0]["ratios"]
+    return Study(
+        name=f"ibayashi2021-{network}-{scale}",
+        data={"name": "mnist", "normalize": "half", **({"train_limit": 300, "test_limit": 500} if small else {})},
+        network=network,
+        axes={"label_noise": list(ratios)},
+        seeds=2 if small else 5,
+        settings={
+            **{"optimizer": "sgd", "lr": LR[network], "momentum": 0.9, "l2": 1e-5, "batch": 100 if small else 1024},
+            **{"schedule": "inverse", "decay": 1e-4, "label_noise_kind": "permuted"},
+        },
+        stop={"epochs": 10 if small else EPOCHS[network]},
+        measures=MEASURES,
+        measure={"examples": 50 if small else 60_000, "dtype": "float64"},
+    )
+
+
+class Found:
+    """The trained networks of one kind, as arrays; those that collapsed are known by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.results = Results.load(folder)
+        self.rows = [row for row in self.results.rows.values() if row.outcome is not None and row.readings]
+        self.ratio = np.array([row.config["label_noise"] for row in self.rows])
+        self.gap = np.array([row.gap["error"] for row in self.rows])
+        self.error = np.array([row.outcome.train_error for row in self.rows])
+        self.collapsed = 1 - self.error < COLLAPSED
+
+    def values(self, measure: str) -> np.ndarray[Any, Any]:
+        return np.array([row.readings[measure].value for row in self.rows])
+
+    def mean(self, values: np.ndarray[Any, Any], ratio: float) -> float:
+        chosen = values[(self.ratio == ratio) & ~self.collapsed]
+        return float(chosen.mean()) if len(chosen) else float("nan")
+
+
+def table(claim: dict[str, Any], found: Found) -> Iterator[str]:
+    """What the README shows of one network."""
+    fitted = int((found.error <= FITTED).sum())
+    ended = sorted({row.outcome.epochs for row in found.rows if row.outcome is not None})
+    yield f"### {claim['where']}: {claim['network']}"
+    yield ""
+    yield f"{len(found.rows)} networks, {int(found.collapsed.sum())} collapsed (left out of the means and of the second row of correlations), {fitted} with at most {FITTED:.0%} training error; {' or '.join(map(str, ended))} epochs (the paper: {claim['epochs']})."
+    yield ""
+    yield "| random labels | networks | minimum sharpness, here | archived | normalized sharpness (arXiv form), here | archived, not converged | gap, here | archived | largest training error |"
+    yield "| --- " * 9 + "|"
+    sharpness, normalized = found.values("minimum_sharpness"), found.values("normalized_sharpness_arxiv")
+    for ratio in sorted(set(found.ratio)):
+        here = [found.mean(values, ratio) for values in (sharpness, normalized, found.gap)]
+        place = claim["ratios"].index(ratio)
+        archived = [claim[key][place] for key in ("ms", "ns", "gap")]
+        chosen = found.ratio == ratio
+        cells = [f"{ratio:g}", str(int((chosen & ~found.collapsed).sum()))]
+        for mine, theirs in zip(here, archived, strict=True):
+            cells += [f"{mine:.3g}", f"{theirs:g}"]
+        yield "| " + " | ".join([*cells, f"{found.error[chosen].max():.2%}"]) + " |"
+    yield ""
+    yield "| correlation with the gap | Pearson, here | archived | Kendall, here | archived | verdict |"
+    yield "| --- " * 6 + "|"
+    for name, short in {
+        "minimum_sharpness": "ms",
+        "normalized_sharpness": "ns",
+        "hessian_trace": "",
+        "squared_norm": "",
+    }.items():
+        yield correlations(f"{name}, all", found.values(name), found.gap, claim, short)
+        if found.collapsed.any():
+            kept = ~found.collapsed
+            yield correlations(f"{name}, without collapsed", found.values(name)[kept], found.gap[kept], claim, short)
+    yield ""
+
+
+def correlations(
+    title: str, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], claim: dict[str, Any], short: str
+) -> str:
+    pearson, kendall = float(pearsonr(x, y).statistic), float(kendalltau(x, y).statistic)
+    archived = [f"{claim[f'{short}_{kind}']:.3f}" if short else "" for kind in ("pearson", "kendall")]
+    judged = ""
+    if short:
+        least = claim[f"{short}_pearson"]
+        judged = (
+            "reproduced"
+            if pearson >= least - 0.1
+            else "same sign"
+            if pearson > 0 and pearsonr(x, y).pvalue < 0.05
+            else "not reproduced"
+        )
+        if short == "ns":
+            judged = f"{judged} (the archived number is not converged: not the same quantity)"
+    return f"| {title} | {pearson:.3f} | {archived[0]} | {kendall:.3f} | {archived[1]} | {judged} |"
+
+
+def draw(claim: dict[str, Any], found: Found, path: Path) -> None:
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    for axes, (name, key, factor) in zip(
+        figure.subplots(1, 2), (("minimum_sharpness", "ms", 1), ("normalized_sharpness_arxiv", "ns", 1)), strict=True
+    ):
+        values = found.values(name) * factor
+        kept = ~found.collapsed
+        points = axes.scatter(values[kept], found.gap[kept], c=found.ratio[kept], cmap="viridis", s=18, label="here")
+        axes.scatter(values[~kept], found.gap[~kept], marker="x", color="tab:red", label="collapsed")
+        axes.plot(claim[key], claim["gap"], "k+", label="archived means" + (" (not converged)" if key == "ns" else ""))
+        axes.set_xscale("log")
+        axes.set_xlabel(name)
+        axes.set_ylabel("test error - training error")
+        axes.legend(fontsize=8)
+    figure.colorbar(points, ax=figure.axes, label="share of random labels")
+    figure.suptitle(claim["where"])
+    figure.savefig(path, dpi=80)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "table", "figures"), default="all")
+    parser.add_argument("--networks", nargs="+", choices=tuple(LR), default=list(LR))
+    parser.add_argument("--scale", choices=("full", "smoke"), default="full")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
+    parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
+    given = parser.parse_args(words)
+    out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
+    for claim in CLAIMS:
+        folder = out / claim["network"]
+        if given.what == "all" and claim["network"] in given.networks:
+            study(claim["network"], given.scale).run(folder, device=given.device, data_folder=given.data)
+        if not folder.exists():
+            continue
+        found = Found(folder)
+        if given.what != "table":
+            draw(claim, found, out / f"{claim['network']}.png")
+        print("\n".join(table(claim, found)))
+
+
+if __name__ == "__main__":
+    main()

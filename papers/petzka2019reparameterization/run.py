@@ -1,0 +1,238 @@
+"""Petzka et al.'s MNIST experiment, Figures 3 to 6: do kappa and rho go with the generalization gap?
+
+    python papers/petzka2019reparameterization/run.py                  train, measure, rescale, measure again, draw
+    python papers/petzka2019reparameterization/run.py --scale smoke    a minute on a CPU, to see that it runs
+    python papers/petzka2019reparameterization/run.py table            what was found, beside the paper
+    python papers/petzka2019reparameterization/run.py figures          draw again from the rows
+
+MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. A run that was stopped
+goes on where it was.
+"""
+
+import argparse
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from scipy.stats import pearsonr
+from torch import nn
+
+import saltflat
+from saltflat.report.file import write
+from saltflat.studies import Results, Study
+from saltflat.studies.remaking import remade
+
+HERE = Path(__file__).parent
+CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]
+HESSIAN = ("hessian_trace", "hessian_top_eigenvalue")
+MEASURES = ("kappa_trace", "kappa_trace_max", "rho", "rho_max", *HESSIAN)
+LARGEST_ERROR = 0.07  # of networks that are kept, on the training set
+FACTORS = (5, 25)  # of the rescalings, both included
+
+
+def study(scale: str) -> Study:
+    """Batches of 1000 to 8000 with learning rates in proportion ("0.02 to 1.6", a misprint of 0.16), many seeds."""
+    small = scale == "smoke"
+    batches = (20, 40) if small else (1000, 2000, 4000, 8000)
+    lr = 0.1 if small else 0.02  # of the smallest batch
+    return Study(
+        name=f"petzka2019-mnist-{scale}",
+        data={"name": "mnist", **({"train_limit": 2000, "test_limit": 1000} if small else {})},
+        network="petzka_mlp",
+        axes={"batch, lr": [(batch, lr * batch / batches[0]) for batch in batches]},
+        seeds=3 if small else 18,
+        settings={"optimizer": "sgd", "init": "xavier_normal"},
+        stop={"epochs": 20 if small else 400},
+        measures=MEASURES,
+        measure={"examples": 200 if small else 60_000, "dtype": "float64"},
+    )
+
+
+def rescaled(model: nn.Sequential, seed: int) -> nn.Sequential:
+    """The same function: each hidden layer divided by a random whole number, the layer after it multiplied by that."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    with torch.no_grad():
+        for layer, after in zip(layers, layers[1:], strict=False):
+            factor = int(torch.randint(FACTORS[0], FACTORS[1] + 1, (), generator=generator))
+            layer.weight.div_(factor)
+            layer.bias.div_(factor)
+            after.weight.mul_(factor)
+    return model
+
+
+def measure_rescaled(results: Results, path: Path, device: str, data: Path) -> None:
+    """Every network again, after its layers were rescaled; its outputs are checked to be the same."""
+    done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    most = results.study.measure["examples"]
+    examples = results.study.data.examples(data)
+    for number, key in enumerate(key for key, row in results.rows.items() if row.outcome is not None):
+        if key in done:
+            continue
+        network = remade(results, key, examples)
+        inputs, labels = network.inputs[:most].double().to(device), network.labels[:most].to(device)
+        model = network.model.to(device)
+        assert isinstance(model, nn.Sequential)
+        with torch.no_grad():
+            before = model(inputs)
+            after = rescaled(model, number)(inputs)
+        off = float((after - before).abs().max() / before.abs().max())
+        report = saltflat.measure(model, (inputs, labels), measures=MEASURES, progress=False)
+        done[key] = {"outputs_differ_by": off, "values": {name: reading.value for name, reading in report.items()}}
+        write(done, path)
+        print(f"rescaled {len(done)} networks; the outputs of the last differ by {off:.0e}", flush=True)
+
+
+class Found:
+    """The networks that count, as arrays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.results = Results.load(folder)
+        rows = self.results.rows.items()
+        self.trained = {key: row for key, row in rows if row.outcome is not None and row.readings}
+        self.kept = {key: row for key, row in self.trained.items() if row.outcome.train_error <= LARGEST_ERROR}
+        self.gap = np.array([row.gap["loss"] for row in self.kept.values()])
+        self.batch = np.array([row.config["batch"] for row in self.kept.values()])
+        path = folder / "rescaled.json"
+        self.rescaled: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        first = next(iter(self.kept.values()), None)
+        self.layers = list(first.readings["kappa_trace"].layers) if first else []
+
+    def whole(self, measure: str) -> np.ndarray[Any, Any]:
+        return np.array([row.readings[measure].value for row in self.kept.values()])
+
+    def layer(self, measure: str, layer: str) -> np.ndarray[Any, Any]:
+        return np.array([row.readings[measure].layers[layer] for row in self.kept.values()])
+
+    def after(self, measure: str) -> np.ndarray[Any, Any]:
+        return np.array([self.rescaled[key]["values"][measure] for key in self.kept])
+
+
+def interval(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, float, float, float]:
+    """Pearson's correlation, its 95 % interval (Fisher's) and the probability of so much by chance."""
+    found = pearsonr(x, y)
+    low, high = found.confidence_interval(0.95)
+    return float(found.statistic), float(low), float(high), float(found.pvalue)
+
+
+def shown(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> str:
+    r, low, high, _ = interval(x, y)
+    return f"{r:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def table(found: Found) -> Iterator[str]:
+    """What the README shows."""
+    if len(found.kept) < 4:
+        yield f"{len(found.kept)} networks have at most {LARGEST_ERROR:.0%} training error: too few for correlations."
+        return
+    outcomes = [row.outcome for row in found.kept.values()]
+    losses = [each.train_loss for each in outcomes]
+    yield f"{len(found.trained)} networks trained, {len(found.kept)} of them with at most {LARGEST_ERROR:.0%} training error. "
+    yield f"Epochs {outcomes[0].epochs}; training loss {min(losses):.3g} to {max(losses):.3g}; gap {found.gap.min():.3f} to {found.gap.max():.3f}."
+    yield ""
+    hidden = found.layers[:4]
+    yield "| figure | number | layer | paper | here, with 95 % interval | verdict |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for claim in CLAIMS[:3]:
+        for place, layer in enumerate(found.layers):
+            values = found.layer(claim["measure"], layer)
+            printed = claim.get("layers")
+            paper = (
+                f"{printed[place]:.2f}"
+                if printed and layer in hidden
+                else "significant"
+                if layer in hidden
+                else "not measured"
+            )
+            judged = verdict(claim, values, found.gap) if layer in hidden else "not comparable"
+            yield f"| {claim['where']} | {claim['measure']} | {place + 1} | {paper} | {shown(values, found.gap)} | {judged} |"
+    for network, family in CLAIMS[3]["network_wise"].items():
+        by_layer = [interval(found.layer(family, layer), found.gap)[0] for layer in hidden]
+        here = interval(found.whole(network), found.gap)[0]
+        judged = "reproduced" if here > max(by_layer) else "not reproduced"
+        yield f"| Figure 6 | {network} | all | above the layers' | {shown(found.whole(network), found.gap)}; layers up to {max(by_layer):.2f} | {judged} |"
+    yield ""
+    if not all(key in found.rescaled for key in found.kept):
+        return
+    worst = max(found.rescaled[key]["outputs_differ_by"] for key in found.kept)
+    yield f"After each hidden layer was divided by a random whole number from {FACTORS[0]} to {FACTORS[1]} and the next multiplied by it (outputs differ by at most {worst:.0e}):"
+    yield ""
+    yield "| number | correlation before | after | largest relative change of a network's number | verdict |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name in MEASURES:
+        before, after = found.whole(name), found.after(name)
+        change = float(np.abs(after / before - 1).max())
+        moved = abs(interval(before, found.gap)[0] - interval(after, found.gap)[0])
+        if name in HESSIAN:
+            judged = "reproduced" if interval(after, found.gap)[3] > 0.05 else "not reproduced"
+            judged = f"{judged}: {'no' if judged == 'reproduced' else 'a'} clear correlation is left"
+        else:
+            judged = "reproduced: unchanged" if moved < 1e-3 else "not reproduced"
+        yield f"| {name} | {shown(before, found.gap)} | {shown(after, found.gap)} | {change:.1e} | {judged} |"
+
+
+def verdict(claim: dict[str, Any], values: np.ndarray[Any, Any], gap: np.ndarray[Any, Any]) -> str:
+    r, low, _, chance = interval(values, gap)
+    if "significant" in claim:
+        return "reproduced" if r > 0 and chance < claim["significant"] else "not reproduced"
+    if r >= claim["at_least"]:
+        return "reproduced"
+    return "same sign" if low > 0 else "not reproduced"
+
+
+def draw(found: Found, folder: Path) -> None:
+    """Plots like the paper's: a panel per layer, or per network-wise number, a colour per batch size."""
+    hidden = found.layers[:4]
+    panels = {
+        f"figure{3 + place}": [
+            (f"{claim['measure']}, layer {number + 1}", found.layer(claim["measure"], layer))
+            for number, layer in enumerate(hidden)
+        ]
+        for place, claim in enumerate(CLAIMS[:3])
+    }
+    panels["figure6"] = [(name, found.whole(name)) for name in CLAIMS[3]["network_wise"]]
+    if all(key in found.rescaled for key in found.kept):
+        names = ("kappa_trace", "rho", *HESSIAN)
+        panels["invariance"] = [(name, found.whole(name)) for name in names]
+        panels["invariance"] += [(f"{name}, rescaled", found.after(name)) for name in names]
+    for name, each in panels.items():
+        figure = Figure(figsize=(13, 3.4 * (len(each) // 4)), layout="constrained")
+        for axes, (title, values) in zip(np.ravel(figure.subplots(len(each) // 4, 4)), each, strict=True):
+            for batch in sorted(set(found.batch)):
+                axes.scatter(
+                    values[found.batch == batch], found.gap[found.batch == batch], s=14, label=f"batch {batch}"
+                )
+            if values.max() > 50 * values.min() > 0:
+                axes.set_xscale("log")
+            axes.set_title(f"{title}\nr = {interval(values, found.gap)[0]:.2f}", fontsize=10)
+            axes.set_ylabel("test loss - training loss")
+        figure.axes[0].legend(fontsize=7)
+        figure.savefig(folder / f"{name}.png", dpi=80)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "table", "figures"), default="all")
+    parser.add_argument("--scale", choices=("full", "smoke"), default="full")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
+    parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
+    given = parser.parse_args(words)
+    out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
+    if given.what == "all":
+        results = study(given.scale).run(out, device=given.device, data_folder=given.data)
+        measure_rescaled(results, out / "rescaled.json", given.device, given.data)
+    found = Found(out)
+    if given.what != "table" and len(found.kept) >= 4:
+        draw(found, out)
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""saltflat study: run, status, score and report"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from saltflat.cli import options
+from saltflat.cli.program import app, users_session
+from saltflat.cli.screen import say, show_on_screen, stdout_checked
+from saltflat.errors import SaltflatError, StudyError, unknown
+from saltflat.studies import Results, Study
+from saltflat.studies.executors import EXECUTORS, executor_named
+from saltflat.studies.lock import holder, is_locked
+from saltflat.studies.store import Store
+
+Folder: TypeAlias = Annotated[Path, typer.Argument(help="The folder that run was given as --out.")]
+KeepMissed: TypeAlias = Annotated[
+    bool, typer.Option("--keep-missed", help="Score runs too that missed the stopping rule.")
+]
+GAPS = ("error", "loss")
+
+study = typer.Typer(
+    help="Train many networks over a grid, measure them, and see which measures go with the generalization gap.",
+    no_args_is_help=True,
+)
+app.add_typer(study, name="study")
+
+
+@study.command(
+    help="Train and measure what is not yet done. Give the same command again to go on: nothing that is finished is "
+    "lost or repeated, whatever was killed.\n\nThe exit code is 2 for bad input or a folder that cannot be written, "
+    "130 after Ctrl-C, else 0, also where runs failed: they are counted at the end."
+)
+def run(
+    definition: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study: name, data, axes, stop ...")],
+    out: Annotated[Path, typer.Option(help="The folder for the runs; made if it is not there.")],
+    executor: Annotated[str, typer.Option(help="here, processes or ray.")] = "here",
+    workers: Annotated[int | None, typer.Option(help="How many processes.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")] = None,
+    cpus: Annotated[float | None, typer.Option(help="Cores that one task needs, on a cluster.")] = None,
+    gpus: Annotated[float | None, typer.Option(help="GPUs that one task needs, on a cluster.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto for a GPU if there is one.")] = "cpu",
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try runs again that ended in an error.")
+    ] = False,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="SALTFLAT_DATA", help="Where named data sets are, if not where the study says."),
+    ] = None,
+    every: Annotated[float, typer.Option(help="Seconds between checkpoints of a training.")] = 30.0,
+    quiet: options.Quiet = False,
+    show_traceback: options.Traceback = False,
+) -> None:
+    """Train and measure what is not yet done."""
+    resources = {name: value for name, value in {"cpus": cpus, "gpus": gpus}.items() if value is not None}
+    again = f"saltflat study run {definition} --out {out}"
+    with users_session(show_traceback):
+        if executor not in EXECUTORS:
+            raise unknown("executor", executor, EXECUTORS)
+        found = Study.from_file(definition)
+        chosen = executor_named(executor, workers=workers, address=address)
+        try:
+            results = found.run(
+                out,
+                chosen,
+                device,
+                retry_failed,
+                False if quiet else None,
+                data_folder=data_dir,
+                resources=resources,
+                every=every,
+            )
+        except KeyboardInterrupt as stop:
+            say(f"Stopped. What is finished is kept. Go on with: {again}", "red")
+            raise typer.Exit(130) from stop
+    if quiet:
+        return
+    show_on_screen(results)
+    if results.counts["failed"]:
+        say(f"Runs that failed have their traceback in {out}/rows; try them again with --retry-failed.")
+    say(f"Next: saltflat study score {out}, or saltflat study report {out} --out report.html.")
+
+
+@study.command()
+def status(folder: Folder) -> None:
+    """Print how many runs are done, missed, diverged, failed and missing; also while the study runs."""
+    results = Results.load(folder)
+    show_on_screen(results)
+    running = is_locked(folder)
+    if running:
+        say(f"{holder(folder)} is working on it now.".capitalize())
+    elif results.counts["missing"]:
+        say(f"Nobody is working on it. Go on with: saltflat study run STUDY.yaml --out {folder}")
+    _write_table(results)
+
+
+@study.command()
+def score(
+    folder: Folder,
+    gap: Annotated[str, typer.Option(help="error or loss: test minus training.")] = "error",
+    keep_missed: KeepMissed = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything.")] = False,
+) -> None:
+    """Print how well each measure goes with the generalization gap, beside controls."""
+    if gap not in GAPS:
+        raise unknown("gap", gap, GAPS)
+    results = Results.load(folder)
+    try:
+        scores = results.scores(gap, missed="keep" if keep_missed else "leave out")
+    except SaltflatError as error:
+        raise StudyError(str(error).replace("missed='keep'", "--keep-missed")) from error
+    if as_json:
+        with stdout_checked():
+            typer.echo(json.dumps(scores.to_dict(), indent=2, allow_nan=False))
+    else:
+        show_on_screen(scores)
+    _write_table(results)
+
+
+@study.command()
+def report(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="The page to write, .html.")],
+    keep_missed: KeepMissed = False,
+    audits: Annotated[int, typer.Option(help="Rescale so many of the runs and see which measures notice.")] = 2,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="SALTFLAT_DATA", help="Where named data sets are, if not where the study says."),
+    ] = None,
+    quiet: options.Quiet = False,
+    show_traceback: options.Traceback = False,
+) -> None:
+    """Write the study as one page for a browser, with everything in it."""
+    with users_session(show_traceback):
+        results = Results.load(folder)
+        done = "Replaced" if out.exists() else "Wrote"
+        results.write_html(
+            out,
+            audits=audits,
+            data_folder=data_dir,
+            progress=False if quiet else None,
+            missed="keep" if keep_missed else "leave out",
+        )
+    if not quiet:
+        say(f"{done} {out}.")
+
+
+def _write_table(results: Results) -> None:
+    """Bring table.csv up to date; a folder that may only be read is read all the same."""
+    try:
+        Store(results.folder).write_table(results.csv())
+    except StudyError as problem:
+        say(f"table.csv is left as it was: {problem}")

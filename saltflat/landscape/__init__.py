@@ -1,0 +1,7 @@
+"""The loss around a network's weights: curves and maps."""
+
+from saltflat.landscape.plot import plot_together
+from saltflat.landscape.result import Landscape
+from saltflat.landscape.slice import landscape
+
+__all__ = ["Landscape", "landscape", "plot_together"]

@@ -1,0 +1,92 @@
+"""How long a direction is: as the weights are, filter by filter, layer by layer or entry by entry, or of length one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from saltflat.errors import unknown
+from saltflat.geometry import geometries
+from saltflat.network import Network
+from saltflat.whole import norm_of
+
+Vector = Mapping[str, Tensor]
+
+
+def by_filter(network: Network, vector: Vector) -> dict[str, Tensor]:
+    r"""Every filter of the direction as long as the filter of the weights (Li et al., 2018).
+
+    .. math::
+        d_{l,i} \leftarrow \frac{d_{l,i}}{\|d_{l,i}\|} \|w_{l,i}\|
+
+    A filter is all the weights into one unit: a row of a Linear layer, an output channel of a convolution. A number
+    that stands alone (a bias, a factor of a norm) is a filter of its own. Filters of zeros do not move.
+    """
+    shapes = geometries(network)
+    found = {}
+    for name, direction in vector.items():
+        weight = network.measured[name].double()
+        if name not in shapes:
+            found[name] = direction.sign() * weight.abs()
+            continue
+        units, count = shapes[name].units("row")
+        units = units.to(weight.device).flatten()
+        lengths = [
+            weight.new_zeros(count).index_add_(0, units, each.double().square().flatten()).sqrt()
+            for each in (weight, direction)
+        ]
+        found[name] = direction * _ratio(*lengths)[units].reshape(direction.shape)
+    return found
+
+
+def by_layer(network: Network, vector: Vector) -> dict[str, Tensor]:
+    """Every parameter of the direction as long as that parameter of the weights."""
+    return {
+        name: direction * _ratio(network.measured[name].double().norm(), direction.norm())
+        for name, direction in vector.items()
+    }
+
+
+def by_entry(network: Network, vector: Vector) -> dict[str, Tensor]:
+    """Every entry of the direction times the size of its weight: no rescaling of units changes the slice."""
+    return {name: direction * network.measured[name].double().abs() for name, direction in vector.items()}
+
+
+def by_length(network: Network, vector: Vector) -> dict[str, Tensor]:
+    """The whole direction of length one."""
+    length = norm_of(vector)
+    return {name: direction / length if length else direction for name, direction in vector.items()}
+
+
+def as_it_is(network: Network, vector: Vector) -> dict[str, Tensor]:
+    """The direction unchanged."""
+    return dict(vector)
+
+
+Normalize = Callable[[Network, Vector], dict[str, Tensor]]
+NORMALIZATIONS: dict[str, Normalize] = {
+    "filter": by_filter,
+    "layer": by_layer,
+    "entry": by_entry,
+    "length": by_length,
+    "none": as_it_is,
+}
+WORDS = {
+    "filter": "each filter as long as that of the weights",
+    "layer": "each parameter as long as that of the weights",
+    "entry": "each entry times the size of its weight",
+    "length": "of length 1",
+    "none": "as given",
+}
+
+
+def check_normalization(name: str) -> str:
+    if not isinstance(name, str) or name not in NORMALIZATIONS:
+        raise unknown("normalization", name, NORMALIZATIONS)
+    return name
+
+
+def _ratio(wanted: Tensor, got: Tensor) -> Tensor:
+    return torch.where(got > 0, wanted / got.where(got > 0, torch.ones_like(got)), torch.zeros_like(got))

@@ -1,0 +1,138 @@
+"""Landscapes as pictures: curves for one direction, maps for two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saltflat.amounts import check_count
+from saltflat.errors import OptionError, unknown
+from saltflat.landscape.view import name_of
+from saltflat.report.optional import package
+from saltflat.report.text import number, printable
+
+if TYPE_CHECKING:
+    from saltflat.landscape.result import Landscape
+
+WHAT = {"loss": "mean loss", "error": "share of wrong answers"}
+# Told apart without colours, too (Okabe and Ito).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+LINES = ("-", "--", "-.", ":")
+MAP = "cividis"  # made for all kinds of colour vision
+TICKS = 8  # beside the colours, about
+DECADES = 2  # above which a scale is logarithmic if nothing is said
+
+
+def figure_of(landscape: Landscape, what: str = "loss", log: bool | None = None, levels: int = 20) -> Any:
+    """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
+    check_count(2, levels=levels)
+    if landscape.dimensions == 1:
+        return plot_together({"": landscape}, what, log)
+    values = _values(landscape, what)
+    figure = package("matplotlib.figure", "plot()").Figure(figsize=(6.6, 5.2), layout="compressed")
+    axis = figure.add_subplot()
+    axis.set_title(printable(landscape.model), fontsize=10, parse_math=False)
+    axis.set_xlabel(name_of(landscape.directions[0], 0), parse_math=False)
+    axis.set_ylabel(name_of(landscape.directions[1], 1), parse_math=False)
+    # Rows of an image go up, and the first direction goes to the right.
+    across, up = landscape.coordinates
+    seen = np.ma.masked_invalid(values.T)
+    edges, norm = _levels(seen, log, levels)
+    filled = axis.contourf(across, up, seen, levels=edges, norm=norm, cmap=MAP)
+    axis.contour(across, up, seen, levels=edges, colors="black", linewidths=0.3, alpha=0.6)
+    axis.plot([0], [0], "+", color="white", markersize=9, markeredgewidth=2.5)
+    axis.plot([0], [0], "+", color="black", markersize=8, markeredgewidth=1)
+    axis.set_aspect("equal")
+    axis.set_facecolor("#dddddd")  # seen where the loss overflowed
+    bar = figure.colorbar(filled, ax=axis, label=WHAT[what])
+    shown = edges[:: max(1, len(edges) // TICKS)]
+    bar.set_ticks(shown, labels=[number(float(each), 3) for each in shown], fontsize=8)
+    bar.ax.minorticks_off()
+    return figure
+
+
+def plot_together(
+    landscapes: Mapping[str, Landscape] | Sequence[Landscape], what: str = "loss", log: bool | None = None
+) -> Any:
+    """Several slices of one dimension in one picture, by the names that they are given.
+
+    Args:
+        landscapes: by name, or one after the other.
+        what: ``"loss"``, or ``"error"`` for the share of wrong answers.
+        log: a logarithmic scale; if None, where the values are positive and span more than two powers of ten.
+    """
+    named = (
+        dict(landscapes) if isinstance(landscapes, Mapping) else {str(n): each for n, each in enumerate(landscapes, 1)}
+    )
+    if not named or any(each.dimensions != 1 for each in named.values()):
+        got = "no landscapes" if not named else "a landscape of two dimensions among them"
+        raise OptionError(f"Got {got}. Want landscapes of one dimension. Do: draw maps one by one, with .plot().")
+    figure = package("matplotlib.figure", "plot()").Figure(figsize=(6.4, 4.2), layout="constrained")
+    axis = figure.add_subplot()
+    for index, (name, each) in enumerate(named.items()):
+        axis.plot(
+            each.coordinates[0],
+            np.ma.masked_invalid(_values(each, what)),
+            LINES[index // len(COLOURS) % len(LINES)] if index >= len(COLOURS) else LINES[index % len(LINES)],
+            color=COLOURS[index % len(COLOURS)],
+            marker="." if len(each.coordinates[0]) <= 60 else None,
+            label=printable(name),
+        )
+    every = np.concatenate([_values(each, what) for each in named.values()])
+    if _logarithmic(np.ma.masked_invalid(every), log):
+        axis.set_yscale("log", nonpositive="mask")
+    axis.axvline(0, color="black", linewidth=0.6, zorder=0)
+    directions = list(dict.fromkeys(name_of(each.directions[0], 0) for each in named.values()))
+    axis.set_xlabel(directions[0] if len(directions) == 1 else "distance along the direction", parse_math=False)
+    axis.set_ylabel(WHAT[what])
+    axis.grid(color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    if list(named) == [""]:
+        axis.set_title(printable(named[""].model), fontsize=10, parse_math=False)
+    else:
+        for text in axis.legend(frameon=False).get_texts():
+            text.set_parse_math(False)
+    return figure
+
+
+def _values(landscape: Landscape, what: str) -> NDArray[np.float64]:
+    if what not in WHAT:
+        raise unknown("quantity to draw", what, WHAT)
+    if what == "loss":
+        return landscape.losses
+    if landscape.errors is None:
+        raise OptionError(
+            "Got what='error' for a landscape without errors. Want a loss that knows right and wrong. Do: what='loss'."
+        )
+    return landscape.errors
+
+
+def _logarithmic(seen: Any, log: bool | None) -> bool:
+    """Whether the scale is; zeros and negative values have no logarithm."""
+    positive = seen.count() > 0 and float(seen.min()) > 0
+    if log is None:
+        return bool(positive and np.log10(float(seen.max())) - np.log10(float(seen.min())) > DECADES)
+    if not isinstance(log, bool):
+        raise OptionError(f"Got log={log!r}. Want True, False or None. Do: leave it out.")
+    if log and not (seen > 0).any():
+        raise OptionError("Got log=True for values that are all 0 or negative. Want positive ones. Do: leave log out.")
+    return log
+
+
+def _levels(seen: Any, log: bool | None, count: int) -> tuple[NDArray[np.float64], Any]:
+    """Edges of the contours, and the norm that their colours follow."""
+    colors = package("matplotlib.colors", "plot()")
+    if _logarithmic(seen, log):
+        low, high = float(seen[seen > 0].min()), float(seen.max())
+        high = high if high > low else 2 * low
+        edges = np.geomspace(low, high, count + 1)
+        edges[0], edges[-1] = low, high
+        return edges, colors.LogNorm(low, high)
+    low, high = float(seen.min()), float(seen.max())
+    if not high > low:  # flat: one level around it
+        low, high = low - 0.5 * max(abs(low), 1.0), high + 0.5 * max(abs(high), 1.0)
+    return np.linspace(low, high, count + 1), colors.Normalize(low, high)

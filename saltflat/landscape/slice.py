@@ -1,0 +1,178 @@
+"""A slice through the loss around a network's weights."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from saltflat.columns import plan_from
+from saltflat.errors import ModelError, ParameterError, unknown
+from saltflat.landscape.batch_norm import norms_of, statistics_at
+from saltflat.landscape.directions import Direction, Wanted, directions_of, wanted_from
+from saltflat.landscape.grid import Grid, grid_from
+from saltflat.landscape.heights import heights_of
+from saltflat.landscape.points import Points
+from saltflat.landscape.result import Landscape
+from saltflat.loan import loan
+from saltflat.measuring import version
+from saltflat.problem import Problem
+from saltflat.progress import steps_shown
+from saltflat.setting import NotDefinedError, Setting
+from saltflat.sweep import bytes_from, check_seed, described
+from saltflat.whole import check_loss
+
+BATCH_NORM = ("running", "recompute")
+
+
+def landscape(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    directions: str | Sequence[Mapping[str, Tensor]] = "filter",
+    dimensions: int = 1,
+    points: int = 21,
+    radius: float = 1.0,
+    normalize: str | None = None,
+    biases: str = "ignore",
+    batch_norm: str = "running",
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | Callable[[str, int, int | None], None] | None = None,
+) -> Landscape:
+    r"""How the loss rises around a network's weights, along one or two directions.
+
+    .. math::
+        L(w + x d_1) \quad\text{or}\quad L(w + x d_1 + y d_2)
+
+    Args:
+        model: any module. It is run in eval mode and given back bit for bit as it was.
+        data: as for :func:`saltflat.measure`.
+        loss: as for :func:`saltflat.measure`.
+        directions: ``"filter"``: random ones, each filter as long as that of the weights (Li et al., 2018);
+            ``"random"``: random ones that are normalised otherwise; ``"eigenvectors"``: of the Hessian's largest
+            eigenvalues; or a mapping for each dimension from names of parameters to tensors, such as the difference of
+            two ``state_dict``. Two random directions are independent and not made orthogonal.
+        dimensions: 1 for a curve, 2 for a map.
+        points: along each direction: an odd number, so that the weights themselves are in the middle.
+        radius: how far the outermost points are, in lengths of the direction.
+        normalize: ``"filter"``, ``"layer"`` or ``"entry"``: each filter, parameter or entry is as long as that of the
+            weights (times a normal number, for entries); ``"length"``: the whole direction has length one; ``"none"``.
+            If None, ``"filter"`` for that, ``"length"`` for random directions and eigenvectors, ``"none"`` for given
+            ones.
+        biases: ``"ignore"``: biases and the parameters of norms do not move in random directions; ``"include"``: they
+            do, each number as a filter of its own.
+        batch_norm: ``"running"``: BatchNorm uses the statistics that the model keeps, at every point; ``"recompute"``:
+            they are taken anew at every point, as averages over the batches of the data.
+        layers: names of modules or parameters that move; all that require a gradient if None.
+        memory: working memory beyond the model and the results, such as ``"512MiB"``.
+        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
+        seed: of the random directions.
+        progress: True or False for a progress bar (shown on a terminal if None), or a function of
+            ``(step, done, total)``.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> _ = net.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
+        >>> data = torch.eye(2), torch.zeros(2, 1)
+        >>> along = {"weight": torch.tensor([[1.0, 0.0]])}
+        >>> found = landscape(net, data, "mse", directions=[along], points=3)  # ((3 + x)^2 + 4^2) / 2
+        >>> found.losses.tolist(), found.curvature
+        ([10.0, 12.5, 16.0], (1.0,))
+    """
+    started = time.perf_counter()
+    grid = grid_from(dimensions, points, radius)
+    wanted = wanted_from(directions, dimensions, normalize, biases)
+    if not isinstance(batch_norm, str) or batch_norm not in BATCH_NORM:
+        raise unknown("treatment of BatchNorm", batch_norm, BATCH_NORM)
+    limit, seed = bytes_from(memory), check_seed(seed)
+    with loan(model, "eval", data) as notes, steps_shown(progress) as tick:
+        problem = Problem.of(model, data, loss, layers, dtype, "eval")
+        setting = Setting(problem, plan_from("exact"), seed, limit, tick=tick)
+        along, told = _directions(setting, wanted, dimensions)
+        points_ = Points(problem.network, grid.places, along, grid.beside)
+        again = batch_norm == "recompute" and norms_of(model)
+        statistics = statistics_at(setting, points_) if again else None
+        found = heights_of(setting, points_, statistics)
+        check_loss(float(found.losses[grid.middle]))
+        shape = (grid.points,) * grid.dimensions
+        return Landscape(
+            coordinates=(grid.axis.numpy(),) * grid.dimensions,
+            losses=found.losses.reshape(shape).numpy(),
+            errors=None if found.errors is None else found.errors.reshape(shape).numpy(),
+            directions=tuple({**each.told(), "normalize": wanted.normalize} for each in along),
+            model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+            examples=found.examples,
+            settings=_settings(setting, loss, wanted, grid, batch_norm, points_),
+            versions={
+                "saltflat": version(),
+                "torch": torch.__version__,
+                "numpy": numpy.__version__,
+                "python": platform.python_version(),
+            },
+            seconds=time.perf_counter() - started,
+            notes=(*notes, *told, *_about_batch_norm(model, batch_norm, wanted)),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _directions(setting: Setting, wanted: Wanted, count: int) -> tuple[list[Direction], list[str]]:
+    # The first examples are tried before anything long: what is wrong with model or data is said here.
+    setting.probe(next(iter(setting.problem.batches())))
+    try:
+        found, notes = directions_of(setting, wanted, count)
+    except NotDefinedError as error:
+        raise ModelError(
+            f"Got a model without eigenvectors: the Hessian {str(error).rstrip('.')}. "
+            "Want a loss with second derivatives. Do: directions='filter'."
+        ) from error
+    if len(found) < count:
+        raise ParameterError(
+            f"Got {count} dimensions for a single number that can move. Want more numbers. Do: dimensions=1."
+        )
+    return found, notes
+
+
+def _settings(
+    setting: Setting, loss: Any, wanted: Wanted, grid: Grid, batch_norm: str, points: Points
+) -> dict[str, Any]:
+    general = described(setting, loss)
+    # There are no columns here, and the way of the sweeps is not that of the points.
+    del general["columns"]
+    return {
+        **general,
+        "way": " + ".join(sorted(points.used)),
+        "directions": wanted.kind,
+        "normalize": wanted.normalize,
+        "biases": wanted.biases,
+        "batch_norm": batch_norm,
+        "points": grid.points,
+        "radius": grid.radius,
+    }
+
+
+def _about_batch_norm(model: nn.Module, batch_norm: str, wanted: Wanted) -> list[str]:
+    count = len(norms_of(model))
+    if not count:
+        return ["There is no BatchNorm with statistics to recompute."] if batch_norm == "recompute" else []
+    if batch_norm == "running":
+        return [
+            "BatchNorm used the statistics that the model keeps, at every point: eval mode. Away from the middle they "
+            "are not those of the data; batch_norm='recompute' takes them anew at every point."
+        ]
+    said = [
+        "BatchNorm's statistics were taken anew at every point, in the middle too, as averages over the batches of the "
+        "data: the loss in the middle is not quite that of the model as it is."
+    ]
+    if wanted.kind == "eigenvectors":
+        said.append("The eigenvectors are those of the Hessian in eval mode, with the statistics that the model keeps.")
+    return said

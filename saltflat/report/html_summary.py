@@ -1,0 +1,172 @@
+"""A study in plain words: what was trained, what goes with the gap, and what does no better than a control."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from saltflat.report.change_text import many
+from saltflat.report.html_page import setting
+from saltflat.report.html_runs import levels, varied
+from saltflat.report.text import listed, printable
+
+if TYPE_CHECKING:
+    from saltflat.studies.row import Row
+    from saltflat.studies.scores import Score, Scores
+
+# The score that sentences are about: of all pairs of networks, the share ordered as the gap orders them, minus the
+# share ordered the other way round.
+HEADLINE = "kendall_b"
+GRANULATED = "granulated"
+WITH, AGAINST, NEITHER, UNKNOWN = "with", "against", "neither", "unknown"
+GAPS = {"error": "test error minus training error", "loss": "test loss minus training loss"}
+ENDINGS = {
+    "done": "finished",
+    "missed": "missed the stopping rule",
+    "diverged": "diverged",
+    "failed": "failed with an error",
+}
+MOST_LEVELS = 6
+
+
+def verdict(score: Score, name: str = HEADLINE) -> str:
+    """Whether a score tells the gap: its interval is above zero, below zero, or contains it."""
+    low, high = score.intervals.get(name, (math.nan, math.nan))
+    if math.isnan(low) or math.isnan(high) or math.isnan(strength(score)):
+        return UNKNOWN
+    return WITH if low > 0 else AGAINST if high < 0 else NEITHER
+
+
+def strength(score: Score) -> float:
+    """How closely it goes with the gap, in either direction."""
+    found = getattr(score, HEADLINE)
+    return math.nan if found is None else abs(found)
+
+
+def runs_told(rows: Sequence[Row], axes: Sequence[str]) -> list[str]:
+    """How many networks there are, how they ended, and what differs between them."""
+    ends = {status: sum(row.status == status for row in rows) for status in ENDINGS}
+    ended = listed([f"{count} {ENDINGS[status]}" for status, count in ends.items() if count])
+    said = [f"{many(len(rows), 'network')}: {ended}." if rows else "There are no networks yet."]
+    names = varied(rows, axes)
+    if names:
+        said.append(f"They differ in {listed([_levels_told(rows, name) for name in names])}.")
+    elif len(rows) > 1:
+        said.append("They do not differ in any setting.")
+    return said
+
+
+def scores_told(scores: Scores) -> list[str]:
+    """Which measures go with the gap and which do not; and whether any does better than the controls."""
+    measures = [each for each in scores.scores.values() if each.kind == "measure"]
+    controls = [each for each in scores.scores.values() if each.kind != "measure"]
+    if not measures:
+        return ["No measure was taken, so there is nothing to score."]
+    # What it comes to is said first.
+    return [*_against_controls(measures, controls), *_relations(measures), *_granulated(measures)]
+
+
+def left_out_told(scores: Scores) -> str:
+    """How many runs the scores are of, and why others are not among them."""
+    reasons = listed([f"{count} {reason}" for reason, count in scores.left_out.items() if count])
+    return printable(f"Scores are over {many(scores.runs, 'run')}{f', without {reasons}' if reasons else ''}.")
+
+
+def _relations(measures: Sequence[Score]) -> list[str]:
+    by: dict[str, list[Score]] = {}
+    for each in sorted(measures, key=_rank):
+        by.setdefault(verdict(each), []).append(each)
+    said = []
+    if not by.get(WITH) and not by.get(AGAINST):
+        said.append("No measure goes with the gap: none has an interval that leaves out zero.")
+    if by.get(WITH):
+        said.append(f"Larger where the gap is larger: {_named(by[WITH])}.")
+    if by.get(AGAINST):
+        said.append(f"Smaller where the gap is larger: {_named(by[AGAINST])}.")
+    if by.get(NEITHER):
+        said.append(f"No sign of a relation, the interval contains zero: {_named(by[NEITHER])}.")
+    if by.get(UNKNOWN):
+        said.append(f"Cannot be judged: {listed([printable(each.name) for each in by[UNKNOWN]])}.")
+    return said
+
+
+def _granulated(measures: Iterable[Score]) -> list[str]:
+    """Measures whose relation is not there, or is the opposite, when one setting changes and all others stay."""
+    sure = [each for each in measures if verdict(each) in (WITH, AGAINST)]
+    lost = [each for each in sure if verdict(each, GRANULATED) not in (verdict(each), UNKNOWN)]
+    if not lost:
+        return []
+    names = listed([f"{printable(each.name)} ({_value(each, GRANULATED)})" for each in lost])
+    return [f"Not so where a single setting changes and all others stay (granulated score): {names}."]
+
+
+def _against_controls(measures: Sequence[Score], controls: Sequence[Score]) -> list[str]:
+    judged = [each for each in measures if verdict(each) in (WITH, AGAINST)]
+    known = sorted((each for each in controls if not math.isnan(strength(each))), key=_rank)
+    if not known:
+        return ["There is no control to compare with."]
+    unbeaten = [each for each in known if not any(strength(one) > strength(each) for one in judged)]
+    if unbeaten:
+        return [f"No measure does better than {_or(unbeaten)}."]
+    best = known[0]
+    ahead = [each for each in sorted(judged, key=_rank) if strength(each) > strength(best)]
+    clear = [each for each in ahead if _least(each) > strength(best)]
+    control = f"better than every control; the best of those is {printable(best.name)} ({_value(best)})"
+    if clear:
+        return [f"{_named(clear)} {'do' if len(clear) > 1 else 'does'} {control}."]
+    doing = "do" if len(ahead) > 1 else "does"
+    return [f"{_named(ahead)} {doing} {control}. That lead is within the uncertainty."]
+
+
+def _least(score: Score) -> float:
+    """The end of the interval that is nearer to zero."""
+    return min(map(abs, score.intervals[HEADLINE]))
+
+
+def _rank(score: Score) -> float:
+    return -strength(score) if not math.isnan(strength(score)) else math.inf
+
+
+def _named(scores: Iterable[Score]) -> str:
+    return listed([f"{printable(each.name)} ({_value(each)})" for each in scores])
+
+
+def _or(scores: Sequence[Score]) -> str:
+    names = [f"{printable(each.name)} ({_value(each)})" for each in scores]
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _value(score: Score, name: str = HEADLINE) -> str:
+    value = two_digits(getattr(score, name))
+    low, high = score.intervals.get(name, (math.nan, math.nan))
+    return value if math.isnan(low) else f"{value}, {two_digits(low)} to {two_digits(high)}"
+
+
+def two_digits(value: float) -> str:
+    """A score as it is printed; what is rounded to zero has no sign.
+
+    Example:
+        >>> two_digits(-0.001), two_digits(-0.625)
+        ('0.00', '-0.62')
+    """
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
+def _levels_told(rows: Sequence[Row], name: str) -> str:
+    known = [setting(each) for each in levels(rows, name)]
+    if len(known) > MOST_LEVELS:
+        return f"{printable(name)} ({len(known)} values)"
+    return f"{printable(name)} ({'; '.join(known)})"
+
+
+def warnings_of(given: Iterable[str], scores: Mapping[str, Scores]) -> list[str]:
+    """Every warning once; of those that only one of several gaps has, it is said which."""
+    found = dict.fromkeys(printable(each) for each in given)
+    common = [set(each.warnings) for each in scores.values()]
+    shared = set.intersection(*common) if common else set()
+    for gap, each in scores.items():
+        for warning in each.warnings:
+            label = "" if warning in shared else f"Gap in {gap}: "
+            found[printable(label + warning)] = None
+    return list(found)

@@ -1,0 +1,59 @@
+"""Whether rescaling fools the measures of a study, tried on a few of its own networks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from saltflat.errors import StudyError
+from saltflat.report.audit import Audit
+from saltflat.studies.remaking import remade
+from saltflat.studies.row import Row
+from saltflat.studies.store import Store
+from saltflat.symmetry.audit import audit
+
+if TYPE_CHECKING:
+    from saltflat.studies.results import Results
+
+EXAMPLES, DRAWS = 100, 3
+
+
+def audited(
+    results: Results, count: int, data_folder: str | os.PathLike[str] | None = None, progress: bool | None = None
+) -> dict[str, Audit]:
+    """Audits of so many runs by key, on their first 100 training examples, 3 random rescalings of each kind.
+
+    Args:
+        results: of the study.
+        count: how many runs: those with the smallest and the largest gap first.
+        data_folder: where named data sets are, if not where the study says.
+        progress: a bar, on a terminal if None.
+    """
+    study, store = results.study, Store(results.folder)
+    rows = [row for row in results.rows.values() if row.status in ("done", "missed") and store.has_weights(row.key)]
+    if not rows:
+        raise StudyError("Got no run with weights in the folder. Want one to rescale. Do: run the study here first.")
+    examples = study.data.examples(None if data_folder is None else os.fspath(data_folder))
+    found = {}
+    for row in _apart(rows, count):
+        network = remade(results, row.key, examples)
+        found[row.key] = audit(
+            network.model,
+            (network.inputs[:EXAMPLES].double(), network.labels[:EXAMPLES]),
+            measures=list(study.measures),
+            draws=DRAWS,
+            initial=network.initial,
+            progress=progress,
+        )
+    return found
+
+
+def _apart(rows: Sequence[Row], count: int) -> list[Row]:
+    """Rows spread over the gaps that there are: the ends first, then between."""
+    ordered = sorted(rows, key=lambda row: (row.gap["error"], row.gap["loss"]))
+    if count >= len(ordered):
+        return list(ordered)
+    if count == 1:
+        return [ordered[len(ordered) // 2]]
+    return [ordered[round(place * (len(ordered) - 1) / (count - 1))] for place in range(count)]

@@ -1,0 +1,77 @@
+"""What an executor hands back where a result should have been."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from saltflat.errors import SaltflatError, first_line
+
+K = TypeVar("K")
+T = TypeVar("T")
+RETRIES = 2  # of a task whose worker process died
+
+
+class ExecutorError(SaltflatError, RuntimeError):
+    """Nothing can be run: workers do not start, a cluster does not answer, a session is over."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A task that came to nothing.
+
+    Attributes:
+        error: in one line, such as ``"TypeError: 'int' object is not callable"``.
+        traceback: as Python prints it; empty where no Python code failed, as when a worker process was killed.
+    """
+
+    error: str
+    traceback: str = ""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An error as a failure. Its traceback starts where our own code called.
+
+    Example:
+        >>> failure_of(ValueError("lr is negative")).error
+        'ValueError: lr is negative'
+    """
+    try:
+        said = first_line(error)
+    except Exception:  # an error whose own text cannot be made is still to be told
+        said = f"{type(error).__name__}: no message"
+    # The first frame is that of our caller. Without it the text is the same under every executor.
+    beyond = error.__traceback__.tb_next if error.__traceback__ else None
+    return Failure(said, "".join(traceback.format_exception(type(error), error, beyond)))
+
+
+def attempted(work: Callable[[K], T], task: K, catch: tuple[type[BaseException], ...] = (Exception,)) -> T | Failure:
+    """What the work makes of the task, or the failure it ends in.
+
+    Example:
+        >>> attempted(len, "four"), attempted(len, 4).error
+        (4, "TypeError: object of type 'int' has no len()")
+    """
+    try:
+        return work(task)
+    except catch as error:
+        return failure_of(error)
+
+
+def died(how: str) -> Failure:
+    """Of a task whose worker processes all died."""
+    return Failure(
+        f"WorkerDied: Got a worker process that {how}, {RETRIES + 1} times, each time with this task. "
+        "Want one that lives until the task is done. Do: give it more memory (fewer workers, smaller groups), "
+        "or use executor='here' to see what ends it."
+    )
+
+
+def closed(key: str) -> ExecutorError:
+    """Of a task that comes too late."""
+    return ExecutorError(
+        f"Got the task {key!r} after the session was closed. Want it before. "
+        "Do: submit inside of `with executor.open() as session:`."
+    )

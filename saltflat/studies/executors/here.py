@@ -1,0 +1,41 @@
+"""Tasks in this process, one after another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from saltflat.studies.executors.executor import Executor, Session, Task
+from saltflat.studies.executors.failure import attempted, closed
+
+
+class Here(Executor):
+    """In this process, in order, each task only when its result is asked for. Ctrl-C and ``sys.exit`` end all."""
+
+    name = "here"
+
+    def open(self) -> Session:
+        return _Session()
+
+
+class _Session(Session):
+    at_once = 1
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Task, Callable[[Any], Any]]] = deque()
+        self._open = True
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+        self._waiting.clear()
+
+    def submit(self, task: Task, work: Callable[[Any], Any], *, soon: bool = False) -> None:
+        if not self._open:
+            raise closed(task.key)
+        (self._waiting.appendleft if soon else self._waiting.append)((task, work))
+
+    def finished(self) -> Iterator[tuple[Any, Any]]:
+        while self._waiting:
+            task, work = self._waiting.popleft()
+            yield task, attempted(work, task)

@@ -1,0 +1,87 @@
+"""Whether the runs of a study can be done with its examples; asked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from saltflat.errors import first_line
+from saltflat.problem import Problem
+from saltflat.studies.building import built
+from saltflat.studies.canonical import text_of
+from saltflat.studies.examples import Examples
+from saltflat.studies.grid import recipe_of, refuse
+from saltflat.studies.precision import DTYPES
+from saltflat.studies.recipe import SETTINGS, Recipe
+
+if TYPE_CHECKING:
+    from saltflat.studies.study import Study
+
+# What of a recipe beside its architecture can make building fail.
+BUILDING = ("network", "init", "dropout", "dtype")
+
+
+def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examples) -> None:
+    """Refuse a study that its examples do not allow, with all that is wrong."""
+    if study.train is not None:
+        return
+    recipes = [recipe_of(config) for config in runs.values()]
+    sizes = dict.fromkeys((r.train_size, r.confusion, r.batch, r.nesterov, r.momentum, r.optimizer) for r in recipes)
+    problems = [text for each in sizes for text in _size_problems(*each, len(examples.train_inputs))]
+    structures = {text_of([{name: getattr(r, name) for name in BUILDING}, r.architecture]): r for r in recipes}
+    problems += [text for recipe in structures.values() for text in _structure_problems(study, recipe, examples)]
+    refuse(problems, study.name)
+
+
+def _size_problems(
+    train_size: int | None, confusion: int, batch: int, nesterov: bool, momentum: float, optimizer: str, there: int
+) -> Iterator[str]:
+    taken = there - confusion if train_size is None else train_size
+    if taken < 1 or taken + confusion > there:
+        wanted = "all" if train_size is None else f"{train_size:,}"
+        yield (
+            f"Got train_size={wanted} and confusion={confusion:,} of {there:,} training examples. Want both to fit in. "
+            "Do: lower one of them."
+        )
+    elif batch > taken + confusion:
+        yield (
+            f"Got batch={batch:,} for {taken + confusion:,} training examples. Want at most these. "
+            "Do: lower the batch, or take more examples."
+        )
+    if nesterov and momentum == 0 and optimizer == "sgd":
+        yield "Got nesterov=True with momentum=0. Want momentum to look ahead by. Do: give momentum."
+
+
+def _structure_problems(study: Study, recipe: Recipe, examples: Examples) -> Iterator[str]:
+    """Build the network once, run it on two examples, and see that the layers to measure are there."""
+    told = ", ".join(f"{name}={value!r}" for name, value in recipe.architecture.items()) or "no arguments"
+    network = f"the network {recipe.network!r} with {told}"
+    try:
+        model = built(recipe, examples.shape, examples.classes)
+        inputs = examples.train_inputs[:2]
+        inputs = inputs.to(DTYPES[recipe.dtype]) if inputs.is_floating_point() else inputs
+        with torch.no_grad():
+            outputs = model(inputs)
+    except Exception as error:  # a network of the user's, or sizes that do not fit, can fail in any way
+        yield (
+            f"Got {first_line(error)} from {network} on inputs of shape {examples.shape}. Want a network that takes "
+            "them. Do: change its arguments, or the data."
+        )
+        return
+    if tuple(outputs.shape) != (len(inputs), examples.classes):
+        yield (
+            f"Got outputs of shape {tuple(outputs.shape)} for {len(inputs)} examples from {network}. "
+            f"Want {(len(inputs), examples.classes)}. Do: make it end in one output per class."
+        )
+        return
+    layers = study.measure.get("layers")
+    if layers is not None:
+        try:
+            Problem.of(model, (inputs, examples.train_labels[:2]), layers=layers)
+        except Exception as error:
+            yield str(error)
+
+
+assert set(BUILDING) <= set(SETTINGS)

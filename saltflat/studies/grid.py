@@ -1,0 +1,200 @@
+"""The runs of a study: every value of every axis with every other, times the seeds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from saltflat.errors import SaltflatError, StudyError, unknown
+from saltflat.studies.canonical import FORMAT, canonical, digest, frozen, text_of
+from saltflat.studies.recipe import SETTINGS, Recipe
+from saltflat.studies.settings import ALLOWED
+from saltflat.studies.takers import STOPS, Taker, network_taker, train_taker
+
+if TYPE_CHECKING:
+    from saltflat.studies.study import Study
+
+MOST_RUNS = 100_000
+USUAL = {each.name: each.default for each in fields(Recipe) if each.name in SETTINGS}
+
+
+def runs_of(study: Study) -> dict[str, dict[str, Any]]:
+    """The configuration of each run by its key, in the order of the grid; all that is wrong is told at once."""
+    refuse(_form_problems(study), study.name)
+    count = math.prod(len(values) for values in study.axes.values()) * len(study.seeds)
+    if count > MOST_RUNS:
+        raise StudyError(
+            f"Got a grid of {count:,} runs. Want at most {MOST_RUNS:,}. Do: take values or axes away, or make several "
+            "studies of it."
+        )
+    takers, problems = _takers(study)
+    problems += _name_problems(study, takers)
+    if study.train is None:
+        problems += _value_problems(study)
+    refuse(problems, study.name)
+    found = {}
+    for place in places_of(study):
+        given = {**study.settings, **study.stop_settings, **place}
+        config, identity = _config(study, given, takers)
+        found[digest(identity)] = config
+    return found
+
+
+def places_of(study: Study) -> Iterator[dict[str, Any]]:
+    """Of every run what it does not share with all others, its seed last; in the order of the grid."""
+    for values in product(*study.axes.values(), study.seeds):
+        place: dict[str, Any] = {}
+        for axis, value in zip(study.axes, values, strict=False):
+            names = names_in(axis)
+            place |= {axis: value} if len(names) == 1 else dict(zip(names, value, strict=True))
+        yield {**place, "seed": values[-1]}
+
+
+def names_in(axis: str) -> list[str]:
+    """The settings that an axis is about: several, with commas between them, go hand in hand.
+
+    Example:
+        >>> names_in("batch, lr")
+        ['batch', 'lr']
+    """
+    return [name.strip() for name in axis.split(",")]
+
+
+def varied(study: Study) -> dict[str, tuple[Any, ...]]:
+    """For every setting that is not the same for all runs the values it takes."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for axis, values in study.axes.items():
+        names = names_in(axis)
+        found |= {axis: tuple(values)} if len(names) == 1 else dict(zip(names, zip(*values, strict=True), strict=True))
+    return found
+
+
+def recipe_of(config: Mapping[str, Any]) -> Recipe:
+    """The recipe of a configuration, every value of it hashable."""
+    return Recipe.of({name: frozen(value) for name, value in config.items()})
+
+
+def refuse(problems: Iterable[str], name: str) -> None:
+    """Tell all problems in one error, if there are any."""
+    told = list(dict.fromkeys(problems))
+    if len(told) == 1:
+        raise StudyError(told[0])
+    if told:
+        listed = " ".join(f"({number}) {each}" for number, each in enumerate(told, start=1))
+        raise StudyError(f"Got {len(told)} problems in the study {name!r}. {listed}")
+
+
+def _config(study: Study, given: dict[str, Any], takers: Mapping[str, Taker]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All settings of one run; and all that determines its training."""
+    order = [*varied(study), "seed"]
+    if study.train is None:
+        network = given.get("network", study.network)
+        filled = {**USUAL, "network": network, **given}
+        config = {name: ALLOWED[name].tidy(value) if name in ALLOWED else value for name, value in filled.items()}
+        config = {name: config[name] for name in [*order, *(each for each in config if each not in order)]}
+        whole = {**takers[network].defaults, **config}
+    else:
+        taker = takers[study.train]
+        filled = {**taker.defaults, **given, **({} if study.network is None else {"network": study.network})}
+        config = whole = {name: filled[name] for name in [*order, *(each for each in filled if each not in order)]}
+    identity = {"format": FORMAT, "data": study.data.identity, "train": study.train, "config": whole}
+    return config, identity
+
+
+def _form_problems(study: Study) -> list[str]:
+    """What is wrong with the grid, whatever its names mean."""
+    problems: list[str] = []
+    names: list[str] = []
+    for name, values in study.axes.items():
+        if not values:
+            problems.append(f"Got the axis {name!r} without values. Want at least one. Do: give some, or leave it out.")
+        texts = [text_of(value) for value in values]
+        twice = [value for place, value in enumerate(values) if texts[place] in texts[:place]]
+        if twice:
+            problems.append(f"Got {twice[0]!r} twice in the axis {name!r}. Want each value once. Do: take one away.")
+        own = names_in(name)
+        if len(own) > 1:
+            problems += [
+                f"Got {value!r} in the axis {name!r}. Want {len(own)} values in a list, one for each name. "
+                f"Do: for instance {own[0]}, {own[1]}: [[1000, 0.02], [2000, 0.04]]."
+                for value in values
+                if not isinstance(value, list | tuple) or len(value) != len(own)
+            ]
+        names += own
+        if "seed" in own:
+            problems.append("Got the axis 'seed'. Want seeds apart from the axes. Do: give seeds: a count or a list.")
+        for each in own:
+            for other, place in ((study.settings, "settings"), (study.stop_settings, "stop")):
+                if each in other:
+                    problems.append(f"Got {each!r} in axes and in {place}. Want it in one. Do: take it out of {place}.")
+    problems += [
+        f"Got {name!r} in more than one axis. Want it in one. Do: take it out of the others."
+        for name, count in Counter(names).items()
+        if count > 1
+    ]
+    for name in study.settings:
+        if name == "seed":
+            problems.append("Got 'seed' in settings. Want seeds apart. Do: give seeds: a count or a list.")
+        if name in study.stop_settings:
+            problems.append(f"Got {name!r} in settings and in stop. Want it in one. Do: take it out of settings.")
+        if name == "network":
+            problems.append("Got 'network' in settings. Want it beside them. Do: give network: on its own line.")
+    if not study.seeds:
+        problems.append("Got no seeds. Want at least one. Do: give a count from 1, or a list.")
+    if len(set(study.seeds)) < len(study.seeds):
+        problems.append(f"Got a seed twice in {list(study.seeds)}. Want each once. Do: take one away.")
+    problems += [text for seed in study.seeds if (text := ALLOWED["seed"].problem("seed", seed)) is not None]
+    return problems
+
+
+def _takers(study: Study) -> tuple[dict[str, Taker], list[str]]:
+    """The functions that settings go to, by name; and why some cannot be found."""
+    takers, problems = {}, []
+    if study.train is not None:
+        return {study.train: train_taker(study.train)}, []
+    for name in varied(study).get("network", (study.network,)):
+        try:
+            takers[str(name)] = network_taker(str(name))
+        except SaltflatError as error:
+            problems.append(str(error))
+    return takers, problems
+
+
+def _name_problems(study: Study, takers: Mapping[str, Taker]) -> list[str]:
+    """Settings that nobody takes."""
+    problems = []
+    own = (*SETTINGS, "seed") if study.train is None else ("seed",)
+    given = [*varied(study), *study.settings, *study.stop_settings]
+    for taker in takers.values():
+        for name in given:
+            # What ends a run is also for judging how it ended; only the number of epochs must reach a train function.
+            judged = study.train is not None and name in STOPS and name != "epochs"
+            if name not in own and not taker.takes(name) and not judged:
+                problems.append(str(unknown(f"setting or argument of {taker.what}", name, [*own, *taker.names])))
+        for name in taker.required:
+            if name not in given:
+                problems.append(
+                    f"Got no {name!r}, which {taker.what} needs. Want a value. Do: give it in settings or axes."
+                )
+    return problems
+
+
+def _value_problems(study: Study) -> list[str]:
+    """Values of the wrong kind, or out of range."""
+    given = {name: (value,) for name, value in {**study.settings, **study.stop_settings}.items()}
+    problems = []
+    for name, values in {**given, **varied(study)}.items():
+        for value in values:
+            problem = ALLOWED[name].problem(name, value) if name in ALLOWED else None
+            if problem is not None:
+                problems.append(problem)
+    return problems
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values mean the same."""
+    return bool(canonical(one) == canonical(other))

@@ -1,0 +1,151 @@
+"""What is measured of a trained network, and on what."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.columns import plan_from
+from saltflat.errors import ModelError, NonFiniteError, SaltflatError, StudyError, first_line, unknown
+from saltflat.gathering import DIAGONALS
+from saltflat.logits import normalized
+from saltflat.losses import loss_from
+from saltflat.measures.request import requests
+from saltflat.measuring import measure
+from saltflat.report import Reading, Report
+from saltflat.sweep import bytes_from, check_seed
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# Cheap ones of every kind: curvature, norms, Fisher, relative, and minimal over rescalings.
+USUAL_MEASURES = (
+    "hessian_trace",
+    "squared_norm",
+    "distance_from_init",
+    "fisher_trace",
+    "fisher_rao_norm",
+    "normalized_sharpness",
+    "minimum_sharpness",
+    "kappa_trace",
+    "rho",
+    "relative_flatness",
+)
+# What of saltflat.measure a study decides itself.
+DECIDED = ("model", "data", "loss", "measures", "progress", "mode", "initial")
+# A certificate would double the time of every run; a study that wants it says so.
+USUAL_OPTIONS: dict[str, Any] = {"examples": 1000, "dtype": "float64", "certificate": False}
+
+
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """How to measure: what is given, checked, and the usual for the rest."""
+    usual = {
+        **{each.name: each.default for each in inspect.signature(measure).parameters.values()},
+        **USUAL_OPTIONS,
+    }
+    usual = {name: value for name, value in usual.items() if name not in DECIDED}
+    for name in given:
+        if name not in usual:
+            raise unknown("option of measure", name, usual)
+    options = {**usual, **given}
+    examples = options["examples"]
+    if examples is not None and (not isinstance(examples, int) or isinstance(examples, bool) or examples < 1):
+        raise StudyError(f"Got examples={examples!r} of measure. Want a whole number from 1. Do: null takes all.")
+    if options["dtype"] not in DTYPES:
+        raise unknown("dtype", options["dtype"], DTYPES)
+    plan_from(options["columns"])
+    bytes_from(options["memory"])
+    check_seed(options["seed"])
+    normalized(loss_from("cross_entropy"), options["logits"])
+    if options["diagonal"] not in DIAGONALS:
+        raise unknown("diagonal", options["diagonal"], DIAGONALS)
+    if not isinstance(options["certificate"], bool):
+        raise StudyError(
+            f"Got certificate={options['certificate']!r} of measure. Want true or false. Do: leave it out."
+        )
+    return options
+
+
+def measures_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The measures by the names that their readings will have."""
+    return tuple(each.key for each in requests(given))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was read off one network.
+
+    Attributes:
+        readings: by measure.
+        seconds: it took.
+        made_with: versions and device.
+    """
+
+    readings: dict[str, Reading]
+    seconds: float
+    made_with: dict[str, str]
+
+
+def measured(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    initial: Mapping[str, Tensor] | None,
+    measures: Sequence[str],
+    options: Mapping[str, Any],
+) -> Measured:
+    """Measure a trained network on its own training examples. What the network does not allow is nan, with the reason.
+
+    Args:
+        model: on the device of the inputs; its precision is changed to that of the options.
+        inputs: training examples.
+        labels: that it was trained on.
+        initial: its ``state_dict`` before training, where that is known.
+        measures: by name.
+        options: as ``options_of`` gives them.
+    """
+    dtype = DTYPES[options["dtype"]]
+    model = model.to(dtype)
+    data = (inputs.to(dtype) if inputs.is_floating_point() else inputs, labels)
+    before = None if initial is None else {name: each.to(inputs.device) for name, each in initial.items()}
+    rest = {name: value for name, value in options.items() if name not in ("examples", "dtype")}
+
+    def taken(names: Sequence[str]) -> Report:
+        return measure(model, data, measures=list(names), dtype=dtype, initial=before, progress=False, **rest)
+
+    readings: dict[str, Reading] = {}
+    seconds, made_with = 0.0, {}
+    reports, problems = _reports(taken, measures)
+    for report in reports:
+        # Numbers per unit, and the scales that solvers found, would make megabytes of a row.
+        readings |= {name: replace(reading, units={}, details={}) for name, reading in report.items()}
+        seconds += report.seconds
+        made_with = {**report.versions, "device": report.device}
+    if problems and not reports:
+        raise next(iter(problems.values()))
+    for name, error in problems.items():
+        readings[name] = Reading(name, math.nan, exact=False, notes=(first_line(error),))
+    return Measured({name: readings[name] for name in measures}, seconds, made_with)
+
+
+def _reports(taken: Any, measures: Sequence[str]) -> tuple[list[Report], dict[str, SaltflatError]]:
+    """All in one sweep; where one of them cannot be taken, each by itself."""
+    try:
+        return [taken(measures)], {}
+    except NonFiniteError:
+        raise
+    except ModelError as error:
+        if len(measures) == 1:
+            return [], {measures[0]: error}
+    reports: list[Report] = []
+    problems: dict[str, SaltflatError] = {}
+    for name in measures:
+        try:
+            reports.append(taken([name]))
+        except ModelError as error:
+            problems[name] = error
+    return reports, problems

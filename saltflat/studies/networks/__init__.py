@@ -1,0 +1,100 @@
+"""Ready-made networks: one file per family, found by name.
+
+    @network_named("mlp", "linear layers with ReLU between them")
+    def mlp(shape: tuple[int, ...], classes: int, *, width: int = 64, depth: int = 2) -> nn.Module: ...
+
+The keyword arguments are what a study may vary. A study names its own network as ``package.module:function``; the
+function takes the shape of one input and the number of classes first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from saltflat.errors import ModelError, OptionError, unknown
+from saltflat.readers.factory import named
+
+Make: TypeAlias = Callable[..., nn.Module]
+NETWORKS: dict[str, Network] = {}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A way to make networks.
+
+    Attributes:
+        name: what a recipe calls it.
+        meaning: what it is, in a few words.
+        make: takes the shape of one input, the number of classes and the network's own arguments by name.
+    """
+
+    name: str
+    meaning: str
+    make: Make
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The network's own, with their defaults; ``inspect.Parameter.empty`` where there is none."""
+        parameters = list(inspect.signature(self.make).parameters.values())[2:]
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return {each.name: each.default for each in parameters if each.kind not in kinds}
+
+    def check(self, architecture: Mapping[str, Any]) -> None:
+        """Refuse arguments that the network does not take."""
+        kinds = {each.kind for each in inspect.signature(self.make).parameters.values()}
+        for name in architecture:
+            if name in self.arguments or inspect.Parameter.VAR_KEYWORD in kinds:
+                continue
+            if not self.arguments:
+                raise OptionError(
+                    f"Got {name!r} for the network {self.name!r}, which takes no arguments. Want none. "
+                    f"Do: leave {name!r} out, or check whether it is a misspelt setting of training."
+                )
+            raise unknown(f"argument of the network {self.name!r}", name, self.arguments)
+
+    def made(self, shape: tuple[int, ...], classes: int, architecture: Mapping[str, Any]) -> nn.Module:
+        """A network for inputs of this shape."""
+        self.check(architecture)
+        try:
+            model = self.make(shape, classes, **architecture)
+        except TypeError as error:
+            raise OptionError(
+                f"Got {dict(architecture)} for the network {self.name!r}: {error}. "
+                f"Want values as in {self.arguments}. Do: give others."
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"Got a {type(model).__name__} from {self.name!r}. Want a torch.nn.Module. "
+                "Do: return the network from the function."
+            )
+        return model
+
+
+def network_named(name: str, meaning: str) -> Callable[[Make], Make]:
+    """Register a function that makes networks."""
+
+    def register(make: Make) -> Make:
+        NETWORKS[name] = Network(name, meaning, make)
+        return make
+
+    return register
+
+
+def network(name: str) -> Network:
+    """The network of this name, or of the user's own function ``package.module:function``."""
+    if ":" in name:
+        return Network(name, "the user's own", named(name, "network"))
+    if name not in NETWORKS:
+        raise unknown("network", name, NETWORKS)
+    return NETWORKS[name]
+
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

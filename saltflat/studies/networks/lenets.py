@@ -1,0 +1,54 @@
+"""LeNets: two or three convolutions of 5 x 5, then linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from saltflat.studies.dropout import Dropout
+from saltflat.studies.networks import network_named
+from saltflat.studies.networks.images import image
+
+KERNEL = 5
+# Two convolutions of 5 x 5 without padding, each halved, leave one pixel of 16; smaller images are padded.
+UNPADDED = 16
+
+
+@network_named("lenet5", "LeNet-5: conv6-pool-conv16-pool-fc120-fc84, 5 x 5, with ReLU")
+def lenet5(
+    shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (6, 16), units: Sequence[int] = (120, 84)
+) -> nn.Module:
+    """Images smaller than 16 x 16 are padded by two pixels before each convolution. Dropout follows hidden units."""
+    depth, height, width = image(shape, "lenet5", least=4)
+    padding = 0 if min(height, width) >= UNPADDED else 2
+    first, second = channels
+    layers: list[nn.Module] = [
+        nn.Conv2d(depth, first, KERNEL, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(first, second, KERNEL, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(),
+    ]  # fmt: skip
+    for _ in range(2):
+        height, width = ((side + 2 * padding - KERNEL + 1) // 2 for side in (height, width))
+    sizes = [second * height * width, *units]
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU(), Dropout()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+
+
+@network_named("ibayashi_lenet", "LeNet with a first pooling of stride 1 (Ibayashi et al., 2021)")
+def ibayashi_lenet(
+    shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (6, 16, 120), units: int = 84
+) -> nn.Module:
+    """As in the code of the random-label experiment: 5880 numbers go into its linear layers on MNIST."""
+    depth, height, width = image(shape, "ibayashi_lenet", least=15)
+    first, second, third = channels
+    # The pooling of stride 1 takes one pixel, each unpadded convolution four, and the second pooling half.
+    height, width = ((side - 1 - 4) // 2 - 4 for side in (height, width))
+    return nn.Sequential(
+        nn.Conv2d(depth, first, KERNEL, padding=2), nn.ReLU(), nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(first, second, KERNEL), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(second, third, KERNEL), nn.ReLU(),
+        nn.Flatten(), nn.Linear(third * height * width, units), nn.ReLU(), Dropout(), nn.Linear(units, classes),
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Linear layers with ReLU between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+
+from torch import nn
+
+from saltflat.studies.dropout import Dropout
+from saltflat.studies.networks import network_named
+
+
+@network_named("mlp", "linear layers with ReLU between them, as wide and deep as asked for")
+def mlp(
+    shape: tuple[int, ...], classes: int, *, widths: Sequence[int] | None = None, width: int = 64, depth: int = 2
+) -> nn.Module:
+    """Hidden layers of these ``widths``, or ``depth`` of them with ``width`` units each. Dropout follows each."""
+    sizes = [prod(shape), *([width] * depth if widths is None else widths)]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU(), Dropout()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+
+
+@network_named("ibayashi_mlp", "512-128-512 hidden units (Ibayashi et al., 2021)")
+def ibayashi_mlp(shape: tuple[int, ...], classes: int, *, widths: Sequence[int] = (512, 128, 512)) -> nn.Module:
+    """The fully connected network of the random-label experiment."""
+    return mlp(shape, classes, widths=widths)
+
+
+@network_named("petzka_mlp", "50-50-50-30 hidden units (Petzka et al., 2019)")
+def petzka_mlp(shape: tuple[int, ...], classes: int, *, widths: Sequence[int] = (50, 50, 50, 30)) -> nn.Module:
+    """The fully connected network of the MNIST experiment."""
+    return mlp(shape, classes, widths=widths)

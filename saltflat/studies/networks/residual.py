@@ -1,0 +1,72 @@
+"""Residual networks with the normalization before each convolution (He et al., 2016; Zagoruyko and Komodakis, 2016)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from saltflat.studies.dropout import Dropout
+from saltflat.studies.networks import network_named
+from saltflat.studies.networks.images import image
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions, each behind BatchNorm and ReLU, beside a shortcut.
+
+    Where the shape changes, the shortcut is a 1 x 1 convolution of what the first ReLU gives.
+    """
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(before)
+        self.relu1 = nn.ReLU()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(after)
+        self.relu2 = nn.ReLU()
+        self.dropout = Dropout()
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.shortcut = (
+            nn.Conv2d(before, after, 1, stride, bias=False) if stride != 1 or before != after else nn.Identity()
+        )
+        self.changes_shape = stride != 1 or before != after
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.relu1(self.norm1(x))
+        beside: Tensor = self.shortcut(inner if self.changes_shape else x)
+        branch: Tensor = self.conv2(self.dropout(self.relu2(self.norm2(self.conv1(inner)))))
+        return beside + branch
+
+
+def residual(shape: tuple[int, ...], classes: int, *, name: str, blocks: int, width: int, factor: int) -> nn.Sequential:
+    """Three stages of so many blocks, the second and third with half the side and twice the width."""
+    channels, *_ = image(shape, name, least=4)
+    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False)]
+    before = width
+    for stage in range(3):
+        after = width * factor * 2**stage
+        for block in range(blocks):
+            layers.append(Block(before, after, stride=2 if stage and not block else 1))
+            before = after
+    layers += [nn.BatchNorm2d(before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)]
+    model = nn.Sequential(*layers)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    return model
+
+
+@network_named("resnet20", "ResNet-20, normalization before convolutions")
+def resnet20(shape: tuple[int, ...], classes: int, *, width: int = 16) -> nn.Module:
+    """Three stages of three blocks with ``width``, twice and four times as many channels."""
+    return residual(shape, classes, name="resnet20", blocks=3, width=width, factor=1)
+
+
+@network_named("wrn_16_4", "wide ResNet of depth 16, four times as wide")
+def wrn_16_4(shape: tuple[int, ...], classes: int, *, width: int = 16, factor: int = 4) -> nn.Module:
+    """Three stages of two blocks; dropout is between the two convolutions of a block."""
+    return residual(shape, classes, name="wrn_16_4", blocks=2, width=width, factor=factor)
+
+
+@network_named("wrn_28_2", "wide ResNet of depth 28, twice as wide")
+def wrn_28_2(shape: tuple[int, ...], classes: int, *, width: int = 16, factor: int = 2) -> nn.Module:
+    """Three stages of four blocks; dropout is between the two convolutions of a block."""
+    return residual(shape, classes, name="wrn_28_2", blocks=4, width=width, factor=factor)

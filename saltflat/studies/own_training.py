@@ -1,0 +1,106 @@
+"""Networks that the user's own function trains."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from saltflat.errors import StudyError
+from saltflat.studies.examples import Examples
+from saltflat.studies.executors.failure import failure_of
+from saltflat.studies.outcome import outcome_of
+from saltflat.studies.recipe import Recipe
+from saltflat.studies.takers import Taker, train_taker
+from saltflat.studies.tasks import Context, TrainedRun, measure_model
+from saltflat.studies.trained import Trained
+
+
+def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
+    """Call the user's train function for one run; measure at once where nobody could make the network again."""
+    assert context.train is not None
+    started = time.perf_counter()
+    taker = train_taker(context.train)
+    with _seeded(config["seed"]):
+        try:
+            found = taker.function(**_handed(taker, config, context))
+        except SystemExit as leaving:  # ends this run, not the study
+            raise RuntimeError(f"the train function left with sys.exit({leaving.code!r})") from leaving
+    model, initial = _parts(found, context.train)
+    seconds = time.perf_counter() - started
+    outcome = outcome_of(
+        model,
+        Recipe(target_loss=config.get("target_loss"), target_error=config.get("target_error")),
+        _beside(model, context.examples),
+        initial,
+        int(config.get("epochs", 0)),
+        notes=(f"trained by {context.train}; the number of epochs is the one asked for",),
+    )
+    weights = {
+        name: value.detach().cpu().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)
+    }
+    run = TrainedRun(Trained(weights, outcome, seconds), initial)
+    if context.rebuilt or outcome.status == "diverged":
+        return run
+    started = time.perf_counter()
+    examples = context.examples
+    try:
+        readings = measure_model(
+            model, examples.train_inputs, examples.train_labels, initial, context.measures, context
+        )
+    except Exception as error:
+        failure = failure_of(error)
+        return replace(run, failure={"error": failure.error, "traceback": failure.traceback})
+    return replace(run, measured=replace(readings, seconds=time.perf_counter() - started))
+
+
+def _handed(taker: Taker, config: Mapping[str, Any], context: Context) -> dict[str, Any]:
+    """The run's settings that the function takes; seed, data and device if it asks for them."""
+    settings = {name: value for name, value in config.items() if taker.takes(name) and name != "seed"}
+    given = {"seed": config["seed"], "data": context.examples, "device": context.device}
+    asked = taker.handed
+    return {**settings, **{name: value for name, value in given.items() if name in asked}}
+
+
+def _parts(found: Any, spec: str) -> tuple[nn.Module, dict[str, Tensor] | None]:
+    model, initial = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, nn.Module) or not (initial is None or isinstance(initial, Mapping)):
+        got = f"{type(model).__name__} and {type(initial).__name__}" if initial is not None else type(model).__name__
+        raise StudyError(
+            f"Got {got} from {spec!r}. Want a torch.nn.Module, or the module and its state_dict before training. "
+            "Do: return the network that was trained."
+        )
+    if initial is None:
+        return model, None
+    return model, {name: each.detach().cpu().clone() for name, each in initial.items() if isinstance(each, Tensor)}
+
+
+def _beside(model: nn.Module, examples: Examples) -> Examples:
+    """The examples where the model is, and in its precision."""
+    first = next((each for each in model.parameters() if each.is_floating_point()), None)
+    device = first.device if first is not None else torch.device("cpu")
+    if not examples.train_inputs.is_floating_point():
+        return examples.to(device, examples.train_inputs.dtype)
+    return examples.to(device, first.dtype if first is not None else examples.train_inputs.dtype)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's random numbers begin at the run's seed, and go on afterwards where they were."""
+    kept = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])

@@ -1,0 +1,97 @@
+"""The results of a study as one page for a browser."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saltflat.errors import SaltflatError, first_line
+from saltflat.report.file import checked, replacing
+from saltflat.studies.auditing import audited
+
+if TYPE_CHECKING:
+    from saltflat.landscape import Landscape
+    from saltflat.report.audit import Audit
+    from saltflat.studies.results import Results
+
+GAPS = ("error", "loss")
+
+
+def write_page(
+    results: Results,
+    path: str | os.PathLike[str],
+    *,
+    audits: int | Mapping[str, Audit] = 0,
+    landscapes: Mapping[str, Landscape] | None = None,
+    data_folder: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Path:
+    """Write the page, whole or not at all.
+
+    Args:
+        results: of the study.
+        path: of the page.
+        audits: rescale so many of the runs (those with the smallest and largest gap) and see which measures notice;
+            or audits by key that were made before.
+        landscapes: slices of the loss to show, by what they are called.
+        data_folder: where named data sets are, if not where the study says; for audits.
+        progress: of the audits, on a terminal if None.
+        options: of the scores, such as ``resamples``.
+    """
+    from saltflat.report.html import study_page  # needs packages that only pages do
+
+    checked(path)
+    warnings = list(results.notes)
+    found: Mapping[str, Audit] = {}
+    if isinstance(audits, Mapping):
+        found = audits
+    elif audits:
+        try:
+            found = audited(results, audits, data_folder, progress)
+        except (SaltflatError, OSError) as problem:
+            warnings.append(f"No run was audited: {first_line(problem)}")
+    scores = {}
+    for gap in GAPS:
+        try:
+            scores[gap] = results.scores(gap, **options)
+        except SaltflatError as problem:  # too few runs; the others are worth looking at all the same
+            warnings.append(f"No scores for the gap of the {gap}: {problem}")
+    text = study_page(
+        results.study.name,
+        facts_of(results),
+        _shortened(results),
+        results.study.axis_names,
+        scores,
+        found,
+        landscapes or {},
+        warnings,
+        f"saltflat study run STUDY.yaml --out {results.folder}",
+    )
+    with replacing(path) as part, part.open("x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+    return Path(path)
+
+
+def facts_of(results: Results) -> dict[str, Any]:
+    """What a reader should know of the study, by name."""
+    study = results.study
+    made_with: dict[str, Any] = next((dict(row.made_with) for row in results.rows.values() if row.made_with), {})
+    return {
+        "runs": {status: count for status, count in results.counts.items() if count},
+        **{name: value for name, value in study.to_dict().items() if name not in ("name", "measures")},
+        "measure": {name: value for name, value in study.measure_options.items() if value is not None},
+        "made with": made_with,
+    }
+
+
+def _shortened(results: Results) -> list[Any]:
+    """Rows with the measures that the study is about; what was measured before and is no longer asked for is left."""
+    wanted = results.study.measures
+    return [
+        replace(row, readings={name: row.readings[name] for name in wanted if name in row.readings})
+        for row in results.rows.values()
+    ]

@@ -1,0 +1,105 @@
+"""What of a study is still to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from saltflat.studies.canonical import digest
+from saltflat.studies.examples import Examples
+from saltflat.studies.grid import recipe_of, same
+from saltflat.studies.grouping import groups
+from saltflat.studies.row import Row
+from saltflat.studies.store import PARTIAL, Store
+
+if TYPE_CHECKING:
+    from saltflat.studies.study import Study
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done.
+
+    Attributes:
+        train: groups of runs to train, by the name of the group. A group that is begun anew, or has a checkpoint, is
+            trained whole, as it would have been without interruption.
+        wanted: those of them whose weights are kept; the others of a group have theirs already.
+        measure: for each run with weights the measures that are wanted of it.
+        rows: that are there and stay, or are added to.
+    """
+
+    train: dict[str, tuple[str, ...]]
+    wanted: frozenset[str]
+    measure: dict[str, tuple[str, ...]]
+    rows: dict[str, Row]
+
+
+def plan_of(
+    study: Study,
+    runs: Mapping[str, Mapping[str, Any]],
+    examples: Examples,
+    store: Store,
+    retry_failed: bool = False,
+) -> Plan:
+    """Look at every run's files: damaged ones are set aside, what is finished is left alone."""
+    rebuilt = study.train is None or study.network is not None
+    rows: dict[str, Row] = {}
+    measure: dict[str, tuple[str, ...]] = {}
+    train: set[str] = set()
+    short = 0
+    for key in runs:
+        row = store.kept(store.row, key, store.row_path(key))
+        weights = store.kept(store.has_weights, key, store.weights_path(key))
+        if weights is None:  # set aside: row and weights belong together, so both are made again
+            row = None
+        if row is not None:
+            rows[key] = row
+        lacking = study.measures if row is None else _lacking(study, row)
+        again = row is None or (row.status == "failed" and retry_failed)
+        if again and not (weights and rebuilt):
+            train.add(key)
+        elif again or (lacking and row is not None and row.status in ("done", "missed")):
+            if weights and rebuilt:
+                measure[key] = study.measures if again else lacking
+            else:
+                short += 1
+    if short:
+        why = (
+            "their weights are not there" if rebuilt else "no network: is given that could be filled with their weights"
+        )
+        store.tell(f"{short} runs lack measures, and are left so: {why}. Delete their rows to train them again.")
+    whole = _groups(study, runs, examples)
+    return Plan(_to_train(whole, train, rows, store), frozenset(train), measure, rows)
+
+
+def _groups(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examples) -> list[tuple[str, ...]]:
+    """Of the whole grid, so that they are the same whenever a study is begun."""
+    if study.train is not None:
+        return [(key,) for key in runs]
+    recipes = {key: recipe_of(config) for key, config in runs.items()}
+    return groups(recipes, examples.shape, examples.classes, study.together)
+
+
+def _to_train(
+    whole: list[tuple[str, ...]], train: set[str], rows: Mapping[str, Row], store: Store
+) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for group in whole:
+        wanted = tuple(key for key in group if key in train)
+        if not wanted:
+            continue
+        begun = any(key in rows for key in group)
+        taken = wanted if begun and not store.checkpoint(digest(list(group))).exists() else group
+        found[digest(list(taken))] = taken
+    for path in (store.folder / PARTIAL).iterdir():
+        if path.stem not in found:
+            store.remove(path)
+    return found
+
+
+def _lacking(study: Study, row: Row) -> tuple[str, ...]:
+    """The measures that a row has not, or has with other settings."""
+    if row.measured and not same(row.measured, study.measure_options):
+        return tuple(study.measures)
+    return tuple(name for name in study.measures if name not in row.readings)

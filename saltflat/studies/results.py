@@ -1,0 +1,122 @@
+"""What a study has found so far."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from saltflat.errors import StudyError
+from saltflat.report.frame import frame_of
+from saltflat.report.table import rendered
+from saltflat.studies.grid import places_of, varied
+from saltflat.studies.row import STATUSES, Row
+from saltflat.studies.store import DEFINITION, Store
+from saltflat.studies.study import Study
+from saltflat.studies.table import csv_of, table_of
+
+if TYPE_CHECKING:
+    from saltflat.studies.scores import Scores
+
+MEANING = {
+    "done": "reached the stopping rule",
+    "missed": "did not reach the stopping rule; kept, and flagged",
+    "diverged": "no longer finite; not measured",
+    "failed": "ended in an error",
+    "missing": "not yet run",
+}
+MOST_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of a study, finished or not.
+
+    Attributes:
+        study: what was asked.
+        rows: of the finished runs by key, in the order of the grid.
+        folder: where they are kept.
+        places: for every run of the grid its values on the axes, and its seed.
+        notes: what a reader should know besides.
+    """
+
+    study: Study
+    rows: Mapping[str, Row]
+    folder: Path
+    places: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Results:
+        """What is in a folder now, also while a study is running in it. Nothing is changed, no code run."""
+        store = Store(folder)
+        definition = store.definition()
+        if definition is None:
+            raise StudyError(
+                f"Got the folder {os.fspath(folder)!r} without {DEFINITION}. Want one that a study was run in. "
+                "Do: check the path, or begin one with saltflat study run STUDY.yaml --out FOLDER."
+            )
+        study, keys = Study.from_dict(definition["study"]), definition["keys"]
+        places = dict(zip(keys, places_of(study), strict=True))
+        rows, notes = {}, []
+        for key in places:
+            try:
+                row = store.row(key)
+            except Exception as problem:
+                notes.append(f"{key}.json is damaged ({problem}) The next run makes it again.")
+                continue
+            if row is not None:
+                rows[key] = row
+        return cls(study, rows, store.folder, places, tuple(notes))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many runs ended how, and how many are missing."""
+        found = Counter(row.status for row in self.rows.values())
+        return {**{status: found[status] for status in STATUSES}, "missing": len(self.places) - len(self.rows)}
+
+    def table(self) -> list[dict[str, Any]]:
+        """One line per run, in the order of the grid."""
+        return table_of(self.rows, self.places, list(varied(self.study)), self.study.measures)
+
+    def csv(self) -> str:
+        """The table as comma-separated values, as in ``table.csv``."""
+        return csv_of(self.table())
+
+    def to_frame(self) -> Any:
+        """The table as a ``pandas.DataFrame``."""
+        lines = self.table()
+        return frame_of(lines, list(lines[0]) if lines else [])
+
+    def scores(self, gap: str = "error", **options: Any) -> Scores:
+        """How well each measure goes with the generalization gap; see :func:`saltflat.studies.scores.score`."""
+        from saltflat.studies.scores import score
+
+        return score(self.rows.values(), self.study.axis_names, gap=gap, **options)
+
+    def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """The study as one page for a browser, with everything in it."""
+        from saltflat.studies.page import write_page
+
+        return write_page(self, path, **options)
+
+    def __str__(self) -> str:
+        return rendered(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        counts = self.counts
+        yield Text(f"{self.study.name}: {len(self.places)} runs in {self.folder}", style="bold")
+        for status, count in counts.items():
+            if count:
+                yield Text(f"{count:7,} {status:9} {MEANING[status]}")
+        failures = Counter(row.failure["error"] for row in self.rows.values() if row.failure)
+        for error, count in failures.most_common(MOST_ERRORS):
+            yield Text(f"  {count} x {error}", style="red")
+        for note in self.notes[:MOST_ERRORS]:
+            yield Text(note, style="yellow")

@@ -1,0 +1,64 @@
+"""A row as strict JSON has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from saltflat.errors import StudyError
+from saltflat.report.file import Form
+from saltflat.report.plain import coded, coded_key, decoded
+from saltflat.report.reading import Reading
+from saltflat.studies.row import STATUSES, Row
+from saltflat.studies.trained import Outcome
+
+ROW = Form("saltflat.row/1", "a row of a study", "Study.run")
+TUPLES = ("curve", "notes")
+
+
+def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
+    """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
+    return {each.name: coded(getattr(outcome, each.name)) for each in fields(outcome)}
+
+
+def outcome_from_dict(given: Mapping[str, Any]) -> Outcome:
+    """The outcome that ``outcome_to_dict`` was called on."""
+    values: dict[str, Any] = {key: decoded(value) for key, value in given.items()}
+    values = {key: tuple(value) if key in TUPLES else value for key, value in values.items()}
+    return Outcome(**values)
+
+
+def row_to_dict(row: Row) -> dict[str, Any]:
+    """As strict JSON has it."""
+    return {
+        "schema": ROW.schema,
+        "key": row.key,
+        "status": row.status,
+        "config": coded(row.config),
+        "outcome": None if row.outcome is None else outcome_to_dict(row.outcome),
+        "readings": {coded_key(name): reading.to_dict() for name, reading in row.readings.items()},
+        "measured": coded(row.measured),
+        "failure": coded(row.failure),
+        "seconds": coded(row.seconds),
+        "made_with": coded(row.made_with),
+    }
+
+
+def row_from_dict(given: Mapping[str, Any]) -> Row:
+    """The row that ``row_to_dict`` was called on."""
+    try:
+        readings = {name.removeprefix("$"): Reading.from_dict(each) for name, each in given["readings"].items()}
+        rest = {key: decoded(given[key]) for key in ("key", "status", "config", "measured", "failure", "seconds")}
+        outcome = None if given["outcome"] is None else outcome_from_dict(given["outcome"])
+        row = Row(**rest, outcome=outcome, readings=readings, made_with=decoded(given["made_with"]))
+        # Reading is lenient: what does not come out again as it went in was not written by us.
+        tables = (row.config, row.measured, row.seconds, row.made_with, row.failure or {})
+        if row_to_dict(row) != given or row.status not in STATUSES or not all(isinstance(t, dict) for t in tables):
+            raise TypeError("a field has a value of another kind")
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as problem:
+        raise StudyError(
+            f"Got a row that cannot be understood ({type(problem).__name__}: {problem}). Want what Study.run wrote. "
+            "Do: let the study make it again."
+        ) from problem
+    return row

@@ -1,0 +1,209 @@
+"""A study from beginning to end: train what is not trained, measure what is not measured, keep every run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from saltflat.errors import StudyError
+from saltflat.studies import tasks
+from saltflat.studies.device import device_for
+from saltflat.studies.executors import Executor, Failure, Session, executor_named
+from saltflat.studies.fit import check_fit
+from saltflat.studies.measuring import Measured
+from saltflat.studies.opening import opened
+from saltflat.studies.plan import Plan, plan_of
+from saltflat.studies.progress import Shown, shown
+from saltflat.studies.results import Results
+from saltflat.studies.row import Row
+from saltflat.studies.row_file import outcome_from_dict, outcome_to_dict
+from saltflat.studies.source import fingerprint
+from saltflat.studies.store import Store
+from saltflat.studies.tasks import Context, Halt, MeasureTask, TrainedRun, TrainTask
+from saltflat.studies.trained import Outcome
+
+if TYPE_CHECKING:
+    from saltflat.studies.study import Study
+
+Runs = Mapping[str, dict[str, Any]]
+
+
+def run_study(
+    study: Study,
+    folder: str | os.PathLike[str],
+    executor: str | Executor = "here",
+    device: str = "cpu",
+    retry_failed: bool = False,
+    progress: bool | Shown | None = None,
+    *,
+    data_folder: str | os.PathLike[str] | None = None,
+    resources: Mapping[str, float] | None = None,
+    every: float = 30.0,
+) -> Results:
+    """Do what of the study is not yet done, and give back all of its runs; see :meth:`Study.run`."""
+    runs = study.runs()
+    chosen = executor_named(executor) if isinstance(executor, str) else executor
+    place = device_for(device, here=chosen.name == "here")
+    examples = study.data.examples(None if data_folder is None else os.fspath(data_folder))
+    check_fit(study, runs, examples)
+    with shown(progress) as display, opened(study, list(runs), fingerprint(examples), folder, display.tell) as store:
+        plan = plan_of(study, runs, examples, store, retry_failed)
+        context = Context(
+            examples,
+            study.train,
+            study.network,
+            study.measures,
+            study.measure_options,
+            place,
+            every,
+            tuple(sys.path),
+            display.epochs if chosen.name == "here" else None,
+        )
+        _Running(study, runs, store, plan, display, context, dict(resources or {})).go(chosen)
+        results = Results.load(store.folder)
+        store.write_table(results.csv())
+    return results
+
+
+class _Running:
+    """One pass over what is to be done. Only this process writes rows and weights."""
+
+    def __init__(
+        self,
+        study: Study,
+        runs: Runs,
+        store: Store,
+        plan: Plan,
+        display: Shown,
+        context: Context,
+        resources: Mapping[str, float],
+    ) -> None:
+        self.study, self.runs, self.store, self.plan, self.display = study, runs, store, plan, display
+        self.context, self.resources = context, resources
+        # One object each: it travels once to every worker.
+        self.train = partial(_work, tasks.train, context=context)
+        self.measure = partial(_work, tasks.measure_run, context=context)
+
+    def go(self, executor: Executor) -> None:
+        self.display.begin(len(self.plan.wanted), len(self.plan.measure) + len(self.plan.wanted))
+        coming, waiting = self._tasks(), 0
+        if not self.plan.train and not self.plan.measure:
+            return
+        with executor.open() as session:
+            waiting = self._feed(session, coming, waiting)
+            for task, result in session.finished():
+                waiting += self._take(session, task, result) - 1
+                waiting = self._feed(session, coming, waiting)
+
+    def _tasks(self) -> Iterator[TrainTask | MeasureTask]:
+        """What is trained but not measured first; tasks are made as they are needed, since they hold weights."""
+        for key, measures in self.plan.measure.items():
+            yield self._measuring(key, measures)
+        for name, group in self.plan.train.items():
+            configs = {key: self.runs[key] for key in group}
+            yield TrainTask(name, configs, self.store.checkpoint(name), self.resources)
+
+    def _feed(self, session: Session, coming: Iterator[TrainTask | MeasureTask], waiting: int) -> int:
+        while waiting < session.at_once and (task := next(coming, None)) is not None:
+            session.submit(task, self.train if isinstance(task, TrainTask) else self.measure)
+            waiting += 1
+        return waiting
+
+    def _take(self, session: Session, task: TrainTask | MeasureTask, result: Any) -> int:
+        """Keep a result; how many further tasks it made."""
+        if isinstance(task, MeasureTask):
+            self._keep_measured(task, result)
+            return 0
+        if isinstance(result, Halt):
+            raise StudyError(
+                f"{result.problem} Everything that was finished is kept: give the same command again to go on."
+            )
+        wanted = [key for key in task.configs if key in self.plan.wanted]
+        if isinstance(result, Failure):
+            for key in wanted:
+                self._keep(Row(key, self.runs[key], "failed", failure=_told(result)))
+            return 0
+        to_measure = [key for key in wanted if self._keep_trained(key, result[key])]
+        self.store.remove(self.store.checkpoint(task.key))
+        self.display.trained(len(wanted))
+        for key in reversed(to_measure):  # the last one handed in is the first one done
+            session.submit(self._measuring(key, self.study.measures), self.measure, soon=True)
+        return len(to_measure)
+
+    def _keep_trained(self, key: str, run: TrainedRun) -> bool:
+        """Write weights; whether the run is still to be measured."""
+        outcome = run.trained.outcome
+        metadata = {
+            "key": key,
+            "config": json.dumps(self.runs[key]),
+            "outcome": json.dumps(outcome_to_dict(outcome)),
+            "seconds": repr(run.trained.seconds),
+        }
+        self.store.write_weights(key, run.trained.weights, metadata, run.initial)
+        if outcome.status == "diverged":
+            self._keep(_diverged(key, self.runs[key], outcome, run.trained.seconds))
+            return False
+        if run.failure is not None or run.measured is not None:
+            found: Measured | Failure = run.measured or Failure(**(run.failure or {}))
+            self._keep(self._row(key, outcome, run.trained.seconds, found, None))
+            return False
+        return True
+
+    def _measuring(self, key: str, measures: tuple[str, ...]) -> MeasureTask:
+        found = self.store.weights(key)
+        if found is None:
+            raise StudyError(
+                f"Got no weights of the run {key!r}, which were there a moment ago. Want the folder left alone while a "
+                "study runs. Do: give the same command again."
+            )
+        return MeasureTask(key, self.runs[key], found[0], self.store.initial(key), measures, self.resources)
+
+    def _keep_measured(self, task: MeasureTask, result: Measured | Failure) -> None:
+        found = self.store.weights(task.key)
+        assert found is not None
+        metadata = found[1]
+        outcome = outcome_from_dict(json.loads(metadata["outcome"]))
+        if outcome.status == "diverged":
+            self._keep(_diverged(task.key, self.runs[task.key], outcome, float(metadata["seconds"])))
+            return
+        before = self.plan.rows.get(task.key)
+        known = before if before is not None and task.measures != self.study.measures else None
+        self._keep(self._row(task.key, outcome, float(metadata["seconds"]), result, known))
+
+    def _row(self, key: str, outcome: Outcome, seconds: float, result: Measured | Failure, known: Row | None) -> Row:
+        """A finished row; readings that were there already are kept where only others were asked for."""
+        spent = {"training": seconds}
+        row = Row(key, self.runs[key], outcome.status, outcome, measured=self.study.measure_options, seconds=spent)
+        if isinstance(result, Failure):
+            return replace(row, status="failed", failure=_told(result), measured={})
+        readings = {**({} if known is None else known.readings), **result.readings}
+        return replace(
+            row, readings=readings, seconds={**spent, "measuring": result.seconds}, made_with=result.made_with
+        )
+
+    def _keep(self, row: Row) -> None:
+        self.store.write_row(row)
+        self.display.finished(row.status)
+
+
+def _work(do: Callable[..., Any], task: Any, *, context: Context) -> Any:
+    """Do a task in whatever process this is; the user's modules are found in the same places."""
+    for place in context.path:
+        if place not in sys.path:
+            sys.path.append(place)
+    return do(task, context)
+
+
+def _diverged(key: str, config: Mapping[str, Any], outcome: Outcome, seconds: float) -> Row:
+    note = "the loss or a weight was no longer finite: nothing was measured"
+    noted = outcome if note in outcome.notes else replace(outcome, notes=(*outcome.notes, note))
+    return Row(key, config, "diverged", noted, seconds={"training": seconds})
+
+
+def _told(failure: Failure) -> dict[str, str]:
+    return {"error": failure.error, "traceback": failure.traceback}

@@ -1,0 +1,88 @@
+"""Why scores should be doubted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy.stats import norm
+
+from saltflat.report.text import number
+from saltflat.studies.scores.arrays import Floats
+from saltflat.studies.trained import Outcome
+
+FEW_RUNS = 10
+FEW_CONFIGURATIONS = 5
+MANY_LEFT_OUT = 0.2
+FITTED_UNEQUALLY = 0.25
+
+
+def doubts(
+    outcomes: Sequence[Outcome], gap: str, values: Floats, configurations: int, left_out: Mapping[str, int]
+) -> list[str]:
+    """What should make a reader careful, a sentence each."""
+    runs, lost = len(outcomes), sum(left_out.values())
+    found = []
+    if runs < FEW_RUNS:
+        found.append(f"Only {runs} runs: scores of so few say little.")
+    elif 1 < configurations < FEW_CONFIGURATIONS:
+        found.append(f"Only {configurations} configurations: the intervals come out too narrow.")
+    if lost > MANY_LEFT_OUT * (runs + lost):
+        found.append(f"{lost} of {runs + lost} runs are left out; those that remain may be of a special kind.")
+    if values.min() == values.max():
+        return [*found, f"All gaps are {number(float(values[0]))}: nothing can be ordered by them."]
+    return [*found, *_unresolved(outcomes), *_unequally_fitted(outcomes, gap, values)]
+
+
+def standard_errors(outcomes: Sequence[Outcome]) -> Floats:
+    """Of each run's test error: sqrt(e (1 - e) / n), with one wrong and one right answer added.
+
+    Without these a run that makes no error at all would be known exactly. The training error is no sample of anything.
+    """
+    size = np.array([each.test_examples for each in outcomes], dtype=np.float64)
+    wrong = np.clip([each.test_error for each in outcomes], 0, 1)
+    share = (wrong * size + 1) / (size + 2)
+    return np.asarray(np.sqrt(share * (1 - share) / np.maximum(size, 1)))
+
+
+def _unresolved(outcomes: Sequence[Outcome]) -> list[str]:
+    """A warning where most pairs of runs cannot be told apart on this test set."""
+    first, second = np.triu_indices(len(outcomes), 1)
+    values, errors = np.array([each.test_error - each.train_error for each in outcomes]), standard_errors(outcomes)
+    differ = float(np.median(np.abs(values[first] - values[second])))
+    least = float(np.median(2 * np.hypot(errors[first], errors[second])))
+    if not differ < least:
+        return []
+    size = int(np.median([each.test_examples for each in outcomes]))
+    return [
+        f"The gaps of errors are closer together than {size} test examples can resolve: two runs differ by "
+        f"{number(differ, 2)} in the median, and two standard errors of such a difference are {number(least, 2)}. "
+        "Much of the order of the runs is chance; do: take more test examples, or settings that differ more."
+    ]
+
+
+def _unequally_fitted(outcomes: Sequence[Outcome], gap: str, values: Floats) -> list[str]:
+    """A warning where the training error differs much: the gap then also says how well a run fits."""
+    train = np.array([getattr(each, f"train_{gap}") for each in outcomes])
+    if not np.ptp(train) > FITTED_UNEQUALLY * np.ptp(values):
+        return []
+    return [
+        f"Training {'errors' if gap == 'error' else 'losses'} run from {number(float(train.min()), 2)} to "
+        f"{number(float(train.max()), 2)}: the gap mixes how well a run fits with how well it generalizes."
+    ]
+
+
+def by_chance(measures: int, configurations: int) -> str:
+    """What the best of so many measures that have nothing to do with the gap would score.
+
+    Kendall's tau of n independent pairs of numbers has variance 2 (2 n + 5) / (9 n (n - 1)).
+    """
+    if configurations < 2 or not measures:
+        return ""
+    spread = np.sqrt(2 * (2 * configurations + 5) / (9 * configurations * (configurations - 1)))
+    best = min(1.0, float(spread * norm.ppf((1 + 0.5 ** (1 / measures)) / 2)))
+    told = f"the best of {measures} unrelated measures" if measures > 1 else "an unrelated measure"
+    return (
+        f"By chance alone {told} would have a Kendall of {best:.2f} or more, up or down, half of the time "
+        f"({configurations} independent configurations); the control 'noise' is one such measure."
+    )

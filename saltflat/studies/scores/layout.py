@@ -1,0 +1,89 @@
+"""Where each run stands in the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from saltflat.errors import StudyError
+from saltflat.studies.scores.arrays import Floats, Ints
+
+SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Settings of runs as whole numbers, equal where the settings are.
+
+    Attributes:
+        axes: by the name of the axis, a number per run.
+        seeds: a number per run.
+    """
+
+    axes: Mapping[str, Ints]
+    seeds: Ints
+
+    @classmethod
+    def of(cls, axes: Mapping[str, Sequence[object]], seeds: Sequence[object] | None, runs: int) -> Layout:
+        """The layout of so many runs; without seeds all have the same."""
+        for name, values in {**axes, **({} if seeds is None else {SEED: seeds})}.items():
+            if len(values) != runs:
+                raise StudyError(
+                    f"Got {len(values)} values of {name!r} for {runs} runs. Want one per run. Do: give all of them."
+                )
+        found = {name: coded(values) for name, values in axes.items() if name != SEED}
+        return cls(found, np.zeros(runs, dtype=np.int64) if seeds is None else coded(seeds))
+
+    def at(self, which: Ints) -> Layout:
+        """Of some of the runs."""
+        return Layout({name: codes[which] for name, codes in self.axes.items()}, self.seeds[which])
+
+    def varying(self) -> dict[str, Ints]:
+        """The axes with more than one value."""
+        return {name: codes for name, codes in self.axes.items() if len(np.unique(codes)) > 1}
+
+    def level(self, names: Iterable[str]) -> Ints:
+        """A number per run that is equal where all these axes are."""
+        return joined([self.axes[name] for name in names], len(self.seeds))
+
+
+def coded(values: Iterable[object]) -> Ints:
+    """Whole numbers that are equal where the values are, whatever these are.
+
+    Example:
+        >>> coded([[64, 32], "none", [64, 32], 1, 1.0]).tolist()
+        [0, 1, 0, 2, 2]
+    """
+    seen: dict[Hashable, int] = {}
+    return np.array([seen.setdefault(_hashable(value), len(seen)) for value in values], dtype=np.int64)
+
+
+def joined(codes: Sequence[Ints], runs: int) -> Ints:
+    """A number per run that is equal where all the codes are."""
+    found = np.zeros(runs, dtype=np.int64)
+    for each in codes:
+        # Numbered anew after every code: the product of two such numbers is no larger than the runs squared.
+        _, found = np.unique(found * (each.max(initial=0) + 1) + each, return_inverse=True)
+    return found
+
+
+def pair_draws(draws: Floats, first: Ints, second: Ints) -> tuple[Ints, Floats]:
+    """The kind of each pair, and how often the pairs of a kind are in each resample, ``(kinds, resamples)``.
+
+    Pairs whose runs are drawn together are of one kind: seeds of the same two configurations.
+    """
+    alike = np.unique(draws.T, axis=0, return_inverse=True)[1].reshape(-1)
+    kind = joined([np.minimum(alike[first], alike[second]), np.maximum(alike[first], alike[second])], len(first))
+    one = np.unique(kind, return_index=True)[1]
+    return kind, np.ascontiguousarray((draws[:, first[one]] * draws[:, second[one]]).T)
+
+
+def _hashable(value: object) -> Hashable:
+    if isinstance(value, Mapping):
+        return ("mapping", tuple(sorted((str(name), _hashable(each)) for name, each in value.items())))
+    if isinstance(value, list | tuple):
+        return ("list", tuple(_hashable(each) for each in value))
+    # True == 1 in Python, but as settings they are two.
+    return ("truth", value) if isinstance(value, bool) else value

@@ -1,0 +1,97 @@
+"""Scores as tables of text, for the width there is."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from saltflat.report.table import add_numbers, fits, ruled
+from saltflat.report.text import folded, listed, printable
+from saltflat.studies.scores.result import Score
+
+if TYPE_CHECKING:
+    from saltflat.studies.scores.results import Scores
+
+# What a reader looks at first comes first: narrow terminals show the rest in tables below.
+HEADINGS = {
+    "kendall_b": "Kendall\ntau-b",
+    "interval": "tau-b,\n95 %",
+    "granulated": "gran-\nulated",
+    "cmi": "CMI",
+    "sign_error_mean": "sign\nerror",
+    "sign_error_p90": "same,\n90 %",
+    "sign_error_max": "same,\nworst",
+    "kendall_a": "Kendall\ntau-a",
+    "spearman": "Spear-\nman",
+    "pearson": "Pear-\nson",
+    "pgdl": "PGDL",
+}
+LEGEND = (
+    "Kendall, Spearman, Pearson, granulated: -1 to 1, positive where the value grows with the gap. CMI: 0 to 1, PGDL: "
+    "0 to 100, what it tells beyond the settings. Sign error: 0 to 1, smaller is better, a coin has 0.5."
+)
+WIDEST = 26
+
+
+class Printed:
+    """The scores as rich renders them: measures down, scores across, in as many tables as the width asks for."""
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        scores = self.scores
+        yield Text(f"Against the gap of the {scores.gap}, test minus training", style="bold")
+        yield Text(" | ".join(_facts(scores)) + "\n")
+        rest = [name for name in HEADINGS if name == "interval" or self._known(name)]
+        notes = list(dict.fromkeys(note for each in scores.scores.values() for note in each.notes))
+        while rest:
+            count = 1
+            while count < len(rest) and fits(self._table(rest[: count + 1], notes), console, options):
+                count += 1
+            yield self._table(rest[:count], notes)
+            yield Text("")
+            rest = rest[count:]
+        for line in [LEGEND, *(f"[{number}] {note}" for number, note in enumerate(notes, 1)), *scores.notes]:
+            yield Text(printable(line))
+        for warning in scores.warnings:
+            yield Text(printable(f"Warning: {warning}"), style="bold")
+
+    def _known(self, name: str) -> bool:
+        return any(not math.isnan(getattr(each, name)) for each in self.scores.scores.values())
+
+    def _table(self, columns: list[str], notes: list[str]) -> Table:
+        found = list(self.scores.scores.values())
+        table = ruled("measure")
+        marked = any(each.notes for each in found)
+        if marked:
+            table.add_column("", overflow="fold")
+        for column in columns:
+            add_numbers(table, HEADINGS[column])
+        for number, each in enumerate(found):
+            if number and each.kind != found[number - 1].kind:
+                table.add_row(Text("controls", style="italic"))
+            marks = "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(each.notes))
+            cells = [folded(each.name, WIDEST), *([marks] if marked else []), *(_cell(each, name) for name in columns)]
+            table.add_row(*map(Text, cells))
+        return table
+
+
+def _facts(scores: Scores) -> list[str]:
+    many = f"{scores.runs} run{'s' * (scores.runs != 1)}"
+    said = [many, f"{scores.configurations} configuration{'s' * (scores.configurations != 1)}"]
+    said.append(f"axes {listed(list(scores.axes))}" if scores.axes else "no axes")
+    said += [f"left out: {count} {reason}" for reason, count in scores.left_out.items()]
+    return [printable(each) for each in said]
+
+
+def _cell(score: Score, name: str) -> str:
+    if name == "interval":
+        low, high = score.intervals.get("kendall_b", (math.nan, math.nan))
+        return "-" if math.isnan(low) else f"{low:.2f} to {high:.2f}"
+    value = getattr(score, name)
+    return "-" if math.isnan(value) else f"{value:.1f}" if name == "pgdl" else f"{value:.2f}"

@@ -1,0 +1,115 @@
+"""The scores of a study."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from saltflat.errors import StudyError, unknown
+from saltflat.report.frame import frame_of
+from saltflat.report.plain import coded, coded_key, decoded
+from saltflat.report.table import rendered
+from saltflat.studies.scores.printed import Printed
+from saltflat.studies.scores.result import NUMBERS, Score
+
+SCHEMA = "saltflat.scores/1"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores:
+    """Every measure and every control against the gap; prints as a table.
+
+    Attributes:
+        scores: by name, measures first.
+        gap: ``"error"`` or ``"loss"``, test minus training.
+        axes: what the grid varies, without the seed.
+        runs: how many were scored.
+        configurations: how many of them differ in more than the seed.
+        left_out: how many runs were not scored, by reason.
+        warnings: why these scores should be doubted.
+        notes: how they were taken.
+        resamples: behind each interval; fewer, as the notes say, for those that take long.
+    """
+
+    scores: Mapping[str, Score]
+    gap: str
+    axes: tuple[str, ...]
+    runs: int
+    configurations: int
+    left_out: Mapping[str, int]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    resamples: int
+
+    def __post_init__(self) -> None:
+        tidy: dict[str, Any] = {
+            "scores": dict(self.scores),
+            "left_out": {str(reason): int(count) for reason, count in self.left_out.items()},
+            **{name: tuple(map(str, getattr(self, name))) for name in ("axes", "warnings", "notes")},
+            **{name: int(getattr(self, name)) for name in ("runs", "configurations", "resamples")},
+        }
+        for key, value in tidy.items():
+            object.__setattr__(self, key, value)
+
+    def __getitem__(self, name: str) -> Score:
+        if name not in self.scores:
+            raise unknown("score", name, self.scores)
+        return self.scores[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.scores)
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Scores) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Scores of {len(self)} measures and controls on {self.runs} runs; print() shows them>"
+
+    def __str__(self) -> str:
+        return rendered(Printed(self))
+
+    def __rich__(self) -> Printed:
+        return Printed(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
+        parts = {each.name: coded(getattr(self, each.name)) for each in fields(self) if each.name != "scores"}
+        found = {coded_key(name): each.to_dict() for name, each in self.scores.items()}
+        return {"schema": SCHEMA, "scores": found, **parts}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Scores:
+        """The scores that ``to_dict`` was called on."""
+        try:
+            if given["schema"] != SCHEMA:
+                raise ValueError(f"the schema is {given['schema']!r}, not {SCHEMA!r}")
+            parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "scores")}
+            names = {name.removeprefix("$"): each for name, each in given["scores"].items()}
+            found = cls({name: Score.from_dict(each) for name, each in names.items()}, **parts)
+            if found.to_dict() != given:
+                raise TypeError("a field has a value of another kind")
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
+            raise StudyError(
+                f"Got scores that cannot be understood ({problem}). Want what Scores.to_dict gives. Do: score again."
+            ) from problem
+        return found
+
+    def to_frame(self) -> Any:
+        """A ``pandas.DataFrame`` with a row per measure and control, and the ends of the intervals as columns."""
+        rows = [self._row(each) for each in self.scores.values()]
+        return frame_of(rows, list(dict.fromkeys(name for row in rows for name in row)))
+
+    def _row(self, score: Score) -> dict[str, Any]:
+        row: dict[str, Any] = {"name": score.name, "kind": score.kind, "runs": score.runs}
+        for name in NUMBERS:
+            row[name] = getattr(score, name)
+            if name in score.intervals:
+                row[f"{name}_low"], row[f"{name}_high"] = score.intervals[name]
+        row |= {f"granulated[{axis}]": score.granulated_by_axis.get(axis, float("nan")) for axis in self.axes}
+        return row | {"notes": " ".join(score.notes)}

@@ -1,0 +1,160 @@
+"""Where the examples of a study come from."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.errors import DataError, StudyError, unknown
+from saltflat.readers import READERS, SCALES, read
+from saltflat.readers.arrays import FORMATS
+from saltflat.readers.factory import made
+from saltflat.studies.examples import Examples
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data of a study, by name.
+
+    Attributes:
+        name: of a data set (``digits``, ``mnist``, ``cifar10`` ...); a file ``.npz`` or ``.safetensors`` to train on;
+            or ``package.module:function`` that gives Examples, or two pairs ``(inputs, labels)``, to train on and to
+            test.
+        test: the file to test on, where ``name`` is a file.
+        normalize: inputs of a named data set: ``"none"`` ([0, 1]), ``"half"`` ([-1, 1]) or ``"standard"``.
+        train_limit: take at most so many training examples.
+        test_limit: the same of the test examples.
+        folder: where named data sets are. Not part of what a run is: the same data elsewhere are the same data.
+    """
+
+    name: str
+    test: str | None = None
+    normalize: str = "none"
+    train_limit: int | None = None
+    test_limit: int | None = None
+    folder: str = "data"
+
+    @classmethod
+    def of(cls, given: Any) -> Source:
+        """The source that a study's ``data`` names."""
+        if isinstance(given, Source):
+            return given
+        if isinstance(given, str):
+            return cls(given).checked()
+        if not isinstance(given, Mapping):
+            raise StudyError(
+                f"Got data={given!r}. Want a name, or a mapping with a name. Do: for instance data: digits."
+            )
+        known = [each.name for each in fields(cls)]
+        for key in given:
+            if key not in known and key != "source":
+                raise unknown("key of data", key, [*known, "source"])
+        if ("name" in given) == ("source" in given):
+            raise StudyError(
+                f"Got data with the keys {', '.join(given) or '(none)'}. Want a name, once. Do: name: digits."
+            )
+        own = {("name" if key == "source" else key): value for key, value in given.items()}
+        return cls(**own).checked()
+
+    def checked(self) -> Source:
+        """Itself, if its values mean something."""
+        for key in ("name", "normalize", "folder"):
+            if not isinstance(getattr(self, key), str) or not getattr(self, key):
+                raise StudyError(f"Got {key}={getattr(self, key)!r} of data. Want a text. Do: name it.")
+        for key in ("train_limit", "test_limit"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise StudyError(f"Got {key}={value!r} of data. Want a whole number from 1. Do: leave it out for all.")
+        if self.normalize not in SCALES:
+            raise unknown("normalization", self.normalize, SCALES)
+        if self.is_file != (self.test is not None):
+            raise StudyError(
+                f"Got data {self.name!r} with test={self.test!r}. Want a second file to test on where the data is a "
+                "file, and only there. Do: for instance {name: train.npz, test: test.npz}."
+            )
+        if not self.is_file and not self.is_function and self.name not in READERS:
+            raise unknown("data set", self.name, READERS)
+        return self
+
+    @property
+    def is_file(self) -> bool:
+        return Path(self.name).suffix in FORMATS
+
+    @property
+    def is_function(self) -> bool:
+        return re.fullmatch(r"[\w.]+:[\w.]+", self.name) is not None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of it determines a training."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "folder"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the usual, and the name."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {key: value for key, value in own.items() if key == "name" or value != _USUAL[key]}
+
+    def examples(self, folder: str | Path | None = None) -> Examples:
+        """The examples, on the CPU; from another folder if one is given."""
+        where = Path(self.folder if folder is None else folder)
+        if self.is_function:
+            found = _examples_from(made(self.name, "data"), self.name)
+            train: Any = (found.train_inputs[: self.train_limit], found.train_labels[: self.train_limit])
+            test: Any = (found.test_inputs[: self.test_limit], found.test_labels[: self.test_limit])
+        elif self.is_file:
+            train = read(self.name, where, limit=self.train_limit)
+            test = read(str(self.test), where, limit=self.test_limit)
+        else:
+            train = read(self.name, where, "train", limit=self.train_limit, normalize=self.normalize)
+            test = read(self.name, where, "test", limit=self.test_limit, normalize=self.normalize)
+        return _checked(Examples(*train, *test), self.name)
+
+
+_USUAL = {each.name: each.default for each in fields(Source)}
+
+
+def fingerprint(examples: Examples) -> str:
+    """Sixteen hexadecimal digits that change with any number in the examples."""
+    found = hashlib.sha256()
+    for each in (examples.train_inputs, examples.train_labels, examples.test_inputs, examples.test_labels):
+        found.update(f"{tuple(each.shape)} {each.dtype}".encode())
+        found.update(each.detach().cpu().contiguous().numpy().data)
+    return found.hexdigest()[:16]
+
+
+def _examples_from(found: Any, name: str) -> Examples:
+    if isinstance(found, Examples):
+        return found
+    if isinstance(found, tuple | list):
+        parts = [part for each in found for part in (each if isinstance(each, tuple | list) else [each])]
+        if len(parts) == 4 and all(isinstance(part, Tensor) for part in parts):
+            return Examples(*parts)
+    raise DataError(
+        f"Got a {type(found).__name__} from {name!r}. Want saltflat.studies.Examples, or two pairs of tensors "
+        "(inputs, labels), to train on and to test on. Do: return these."
+    )
+
+
+def _checked(examples: Examples, name: str) -> Examples:
+    for side in ("train", "test"):
+        inputs, labels = getattr(examples, f"{side}_inputs"), getattr(examples, f"{side}_labels")
+        if inputs.dim() < 1 or labels.dim() != 1 or len(inputs) != len(labels) or len(inputs) == 0:
+            raise DataError(
+                f"Got {side} inputs of shape {tuple(inputs.shape)} and labels of shape {tuple(labels.shape)} in "
+                f"{name!r}. Want examples first, and a class number for each. Do: shape them so."
+            )
+        if labels.dtype != torch.int64 or int(labels.min()) < 0:
+            raise DataError(
+                f"Got {side} labels of type {labels.dtype} from {int(labels.min())} in {name!r}. "
+                "Want class numbers, int64 from 0. Do: a study is about classification."
+            )
+        if inputs.is_floating_point() and not bool(inputs.isfinite().all()):
+            raise DataError(f"Got NaN or infinity in the {side} inputs of {name!r}. Want numbers. Do: clean them.")
+    return examples

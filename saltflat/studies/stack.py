@@ -1,0 +1,89 @@
+"""Where a stack of networks stands in its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.studies.checkpoint import moved, placed_under, under
+
+
+@dataclass
+class Stack:
+    """Networks that are trained at once; it changes as they are.
+
+    Attributes:
+        members: which of the recipes they are.
+        epoch: how many are done.
+        rows: ``(networks, weights)``; None before the first epoch.
+        rest: other tensors of the networks, stacked.
+        memory: of the optimizer, stacked.
+        curves: mean loss of each epoch, of each network.
+        seconds: spent so far, of each network.
+        notes: for the reader of the outcome.
+    """
+
+    members: list[int]
+    epoch: int = 0
+    rows: Tensor | None = None
+    rest: dict[str, Tensor] = field(default_factory=dict)
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    curves: list[list[float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    def part(self, places: Sequence[int]) -> Stack:
+        """Only the networks at these places; tensors of its own."""
+        where = torch.tensor(places, dtype=torch.int64, device=None if self.rows is None else self.rows.device)
+        return Stack(
+            [self.members[place] for place in places],
+            self.epoch,
+            None if self.rows is None else self.rows.detach().index_select(0, where),
+            {name: each.index_select(0, where) for name, each in self.rest.items()},
+            {name: each.index_select(0, where) for name, each in self.memory.items()},
+            [list(self.curves[place]) for place in places] if self.curves else [],
+            [self.seconds[place] for place in places] if self.seconds else [],
+            self.notes,
+        )
+
+    def copy(self) -> Stack:
+        return self.part(range(len(self.members)))
+
+    def halves(self, note: str | None = None) -> list[Stack]:
+        """The first and the second half of the networks, with this note for both."""
+        middle = len(self.members) // 2
+        parts = [self.part(range(middle)), self.part(range(middle, len(self.members)))]
+        for each in parts:
+            each.notes = (*self.notes, *([] if note is None else [note]))
+        return parts
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self.rows is None:
+            return {}
+        return {
+            "rows": self.rows.detach(),
+            **placed_under("rest", self.rest),
+            **placed_under("memory", self.memory),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "members": self.members,
+            "epoch": self.epoch,
+            "curves": self.curves,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def restored(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Stack:
+        return cls(
+            **{**facts, "notes": tuple(facts["notes"])},
+            rows=tensors["rows"].to(device) if "rows" in tensors else None,
+            rest=moved(under(tensors, "rest"), device),
+            memory=moved(under(tensors, "memory"), device),
+        )

@@ -1,0 +1,165 @@
+"""The folder of a study: every file in it is whole, and nothing that was finished is ever lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from saltflat.errors import ReportError, SaltflatError, StudyError, first_line
+from saltflat.report.file import Form, read, replacing
+from saltflat.studies.row import Row
+from saltflat.studies.row_file import ROW, row_from_dict, row_to_dict
+
+STUDY = Form("saltflat.study/1", "a study", "Study.run")
+DEFINITION, TABLE = "study.json", "table.csv"
+ROWS, WEIGHTS, PARTIAL = "rows", "weights", "partial"
+FOLDERS = (ROWS, WEIGHTS, PARTIAL)
+Found = TypeVar("Found")
+
+
+class Store:
+    """What a study keeps in its folder.
+
+    Attributes:
+        folder: where.
+        tell: called with what a person should know, such as a damaged file that was set aside.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], tell: Callable[[str], None] = lambda text: None) -> None:
+        self.folder, self.tell = Path(folder), tell
+
+    def row_path(self, key: str) -> Path:
+        return self.folder / ROWS / f"{key}.json"
+
+    def weights_path(self, key: str) -> Path:
+        return self.folder / WEIGHTS / f"{key}.safetensors"
+
+    def initial_path(self, key: str) -> Path:
+        return self.folder / WEIGHTS / f"{key}.initial.safetensors"
+
+    def checkpoint(self, group: str) -> Path:
+        # Workers may stand in another folder.
+        return self.folder.absolute() / PARTIAL / f"{group}.safetensors"
+
+    def row(self, key: str) -> Row | None:
+        """The row of a run; None where there is none. A row that is damaged is an error."""
+        path = self.row_path(key)
+        if not path.exists():
+            return None
+        row = row_from_dict(read(path, ROW))
+        if row.key != key:
+            raise StudyError(f"Got the row of {row.key!r} in {str(path)!r}. Want that of {key!r}. Do: make it again.")
+        return row
+
+    def write_row(self, row: Row) -> None:
+        self._write(self.row_path(row.key), _json(row_to_dict(row)))
+
+    def weights(self, key: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """Weights and what was written beside them; None where there are none. A damaged file is an error."""
+        return self._tensors(self.weights_path(key))
+
+    def initial(self, key: str) -> dict[str, Tensor] | None:
+        """Weights before training, where they were kept."""
+        found = self._tensors(self.initial_path(key))
+        return None if found is None else found[0]
+
+    def has_weights(self, key: str) -> bool:
+        """Whether weights are there and whole; a file that was cut is an error."""
+        path = self.weights_path(key)
+        if not path.exists():
+            return False
+        with safe_open(str(path), framework="pt") as file:
+            if "outcome" not in (file.metadata() or {}):
+                raise StudyError(f"Got {str(path)!r} without an outcome. Want weights that Study.run wrote.")
+        return True
+
+    def write_weights(
+        self,
+        key: str,
+        weights: Mapping[str, Tensor],
+        metadata: Mapping[str, str],
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write weights, those before training first: whoever finds the others finds both."""
+        if initial is not None:
+            self._write(self.initial_path(key), save(_apart(initial)))
+        self._write(self.weights_path(key), save(_apart(weights), dict(metadata)))
+
+    def write_table(self, text: str) -> Path:
+        return self._write(self.folder / TABLE, text.encode())
+
+    def definition(self) -> dict[str, Any] | None:
+        """What the folder says of its study; None where it says nothing yet."""
+        path = self.folder / DEFINITION
+        return read(path, STUDY) if path.exists() else None
+
+    def write_definition(self, content: Mapping[str, Any]) -> None:
+        self._write(self.folder / DEFINITION, _json({"schema": STUDY.schema, **content}))
+
+    def kept(self, read: Callable[[str], Found], key: str, path: Path) -> Found | None:
+        """What is read, or None: a damaged file is told and set aside, so that it is made again."""
+        try:
+            return read(key)
+        except (SaltflatError, SafetensorError, ValueError) as problem:
+            aside = path.with_name(path.name + ".damaged")
+            self._changed(lambda: path.replace(aside), path)
+            why = first_line(problem.__cause__ or problem)
+            self.tell(f"{path.name} is damaged ({why}): set aside as {aside.name}, and made again.")
+            return None
+
+    def remove(self, path: Path) -> None:
+        self._changed(lambda: path.unlink(missing_ok=True), path)
+
+    def _tensors(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        if not path.exists():
+            return None
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+    def _write(self, path: Path, content: bytes) -> Path:
+        def written() -> None:
+            with replacing(path) as part, part.open("xb") as file:
+                file.write(content)
+            # The new name is in the folder, which has to reach the disk as well.
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+        self._changed(written, path)
+        return path
+
+    def _changed(self, change: Callable[[], object], path: Path) -> None:
+        try:
+            change()
+        except (OSError, ReportError) as problem:
+            raise unwritable(path, problem) from problem
+
+
+def unwritable(path: Path, problem: BaseException) -> StudyError:
+    """The error for a disk that is full or a folder that is closed."""
+    cause = problem if isinstance(problem, OSError) else problem.__cause__
+    why = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(problem)
+    return StudyError(
+        f"Got {str(path)!r}, which cannot be written ({why}). Want a folder with room that may be written to. "
+        "Do: free it and give the same command again; everything that was finished is kept, and it goes on from there."
+    )
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, allow_nan=False, indent=1) + "\n").encode()
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that share no memory, as safetensors wants them; what is no tensor is left out."""
+    return {
+        name: value.detach().cpu().contiguous().clone() for name, value in tensors.items() if isinstance(value, Tensor)
+    }

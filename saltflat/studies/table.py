@@ -1,0 +1,70 @@
+"""All runs of a study as one table: the same numbers give the same bytes, whatever happened on the way."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from saltflat.studies.row import Row
+
+OUTCOME = ("epochs", "train_loss", "train_error", "test_loss", "test_error")
+GAPS = ("error", "loss")
+SIZES = ("parameters", "norm", "distance")
+
+
+def table_of(
+    rows: Mapping[str, Row], places: Mapping[str, Mapping[str, Any]], axes: Sequence[str], measures: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One line per run, in the order of the grid; what is not known is None.
+
+    Args:
+        rows: of the runs that are finished, by key.
+        places: for every run of the grid its values on the axes, and its seed.
+        axes: their names, the first columns.
+        measures: their names, the last columns.
+    """
+    lines = []
+    for key, place in places.items():
+        row = rows.get(key)
+        outcome, gap = (None, {}) if row is None else (row.outcome, row.gap)
+        readings = {} if row is None else row.readings
+        lines.append(
+            {
+                "key": key,
+                **{axis: place[axis] for axis in axes},
+                "seed": place["seed"],
+                "status": "missing" if row is None else row.status,
+                **{name: getattr(outcome, name, None) for name in OUTCOME},
+                **{f"gap_{name}": gap.get(name) for name in GAPS},
+                **{name: getattr(outcome, name, None) for name in SIZES},
+                **{name: readings[name].value if name in readings else None for name in measures},
+            }
+        )
+    return lines
+
+
+def csv_of(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The table as comma-separated values; every float with the digits that give it back.
+
+    Example:
+        >>> csv_of([{"key": "a", "lr": 0.1, "widths": [64, 32], "gap": None}])
+        'key,lr,widths,gap\\na,0.1,"[64, 32]",\\n'
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if lines:
+        writer.writerow(lines[0])
+        writer.writerows([_cell(value) for value in line.values()] for line in lines)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else repr(value)
+    return value if isinstance(value, str) else json.dumps(value)

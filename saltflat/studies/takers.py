@@ -1,0 +1,94 @@
+"""What the functions take that a study calls: one that makes a network, one that trains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from saltflat.errors import StudyError
+from saltflat.readers.factory import named
+from saltflat.studies.canonical import json_value
+from saltflat.studies.networks import network
+
+# What a study hands to every train function by itself.
+HANDED = ("seed", "data", "device")
+STOPS = ("epochs", "target_loss", "target_error", "check_every")
+
+
+@dataclass(frozen=True)
+class Taker:
+    """A function that settings are handed to.
+
+    Attributes:
+        what: how to call it in a message.
+        function: itself.
+        names: the settings it takes by name, with their defaults; ``inspect.Parameter.empty`` where it has none.
+        anything: whether it takes any other name as well.
+        handed: what it takes of that which a study hands over by itself.
+    """
+
+    what: str
+    function: Callable[..., Any]
+    names: dict[str, Any]
+    anything: bool
+    handed: tuple[str, ...] = ()
+
+    def takes(self, name: str) -> bool:
+        return name in self.names or self.anything
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults that can be written down; they are part of what a run is."""
+        found = {}
+        for name, value in self.names.items():
+            try:
+                found[name] = json_value(value, self.what)
+            except StudyError:
+                continue
+        return found
+
+    @property
+    def required(self) -> list[str]:
+        return [name for name, value in self.names.items() if value is inspect.Parameter.empty]
+
+
+def network_taker(name: str) -> Taker:
+    """Of the function that makes the network of this name; it gets the shape of an input and the number of classes."""
+    return _taker(f"the network {name!r}", network(name).make, behind=2)
+
+
+def train_taker(spec: str) -> Taker:
+    """Of the user's own train function."""
+    function = named(spec, "train function")
+    if not callable(function):
+        raise StudyError(
+            f"Got {spec!r} as train, a {type(function).__name__}. Want a function. Do: name the function that trains."
+        )
+    return _taker(f"the train function {spec!r}", function, handed=HANDED)
+
+
+def _taker(what: str, function: Callable[..., Any], behind: int = 0, handed: tuple[str, ...] = ()) -> Taker:
+    kinds = inspect.Parameter
+    parameters = list(inspect.signature(function).parameters.values())[behind:]
+    anything = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
+    names = {
+        each.name: each.default for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    }
+    taken = tuple(name for name in handed if name in names or anything)
+    own = {name: default for name, default in names.items() if name not in handed}
+    return Taker(what, function, own, anything, taken)
+
+
+def spec_of(given: Any, what: str) -> Any:
+    """A function that was handed over, by the name under which it can be found again; texts stay."""
+    if given is None or isinstance(given, str) or not callable(given):
+        return given
+    name, module = getattr(given, "__qualname__", ""), getattr(given, "__module__", "")
+    if "<" in name or not name or not module:
+        raise StudyError(
+            f"Got {given!r} as {what}. Want a function at the top of a module, which every process can find. "
+            "Do: move it there."
+        )
+    return f"{module}:{name}"

@@ -1,0 +1,210 @@
+"""The two kinds of work in a study, as tasks that any process can do: train networks together, measure one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.errors import ReportError
+from saltflat.studies.building import built
+from saltflat.studies.examples import Examples
+from saltflat.studies.grid import recipe_of
+from saltflat.studies.labels import training_set
+from saltflat.studies.measuring import DTYPES, Measured, measured
+from saltflat.studies.networks import network
+from saltflat.studies.takers import network_taker
+from saltflat.studies.together import train_together
+from saltflat.studies.trained import Trained
+
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all tasks of a study share; it travels once to every worker.
+
+    Attributes:
+        examples: of the study, on the CPU.
+        train: the user's own train function, by name.
+        network: what makes its network, where that is known.
+        measures: to take.
+        options: how to measure.
+        device: to work on.
+        every: seconds between checkpoints.
+        path: folders that modules of the user are found in.
+        tell: called with the epochs done and those there are at most; only where the tasks are done in this process.
+    """
+
+    examples: Examples
+    train: str | None
+    network: str | None
+    measures: tuple[str, ...]
+    options: Mapping[str, Any]
+    device: str
+    every: float
+    path: tuple[str, ...] = ()
+    tell: Tell | None = None
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether a network can be made again for its weights."""
+        return self.train is None or self.network is not None
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """Train these runs together.
+
+    Attributes:
+        key: of the group.
+        configs: by the key of the run.
+        checkpoint: where to keep what is half done.
+        resources: that a worker needs for it.
+    """
+
+    key: str
+    configs: dict[str, dict[str, Any]]
+    checkpoint: Path | None
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeasureTask:
+    """Measure this trained network.
+
+    Attributes:
+        key: of the run.
+        config: of the run.
+        weights: by the network's own names.
+        initial: those before training, where they were kept; a network of ours makes them again.
+        measures: those that are wanted.
+        resources: that a worker needs for it.
+    """
+
+    key: str
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    initial: dict[str, Tensor] | None
+    measures: tuple[str, ...]
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A trained network, as it comes back from a task.
+
+    Attributes:
+        trained: weights and outcome.
+        initial: the weights before training, where they cannot be made again.
+        measured: what was measured at once, since the network cannot be made again.
+        failure: the error and its traceback, if measuring failed.
+    """
+
+    trained: Trained
+    initial: dict[str, Tensor] | None = None
+    measured: Measured | None = None
+    failure: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Halt:
+    """A task that could not keep its checkpoint: the study has to stop, or it would lose work."""
+
+    problem: str
+
+
+def train(task: TrainTask, context: Context) -> dict[str, TrainedRun] | Halt:
+    """Train a group, and give back each run by its key."""
+    if context.train is not None:
+        from saltflat.studies.own_training import train_own
+
+        ((key, config),) = task.configs.items()
+        return {key: train_own(config, context)}
+    # On a machine without the study's folder there is nothing to go on from.
+    checkpoint = task.checkpoint if task.checkpoint is not None and task.checkpoint.parent.is_dir() else None
+    recipes = [recipe_of(config) for config in task.configs.values()]
+    try:
+        found = train_together(
+            recipes,
+            context.examples,
+            device=context.device,
+            checkpoint=checkpoint,
+            every=context.every,
+            tell=context.tell,
+        )
+    except (OSError, ReportError) as problem:
+        return Halt(str(problem))
+    return {key: TrainedRun(each) for key, each in zip(task.configs, found, strict=True)}
+
+
+@dataclass(frozen=True)
+class Remade:
+    """A trained network, made again from its weights.
+
+    Attributes:
+        model: with these weights, in the precision to measure in, on the CPU.
+        inputs: that it was trained on, those that measures look at.
+        labels: that it was trained on.
+        initial: its weights before training, where they are known.
+    """
+
+    model: nn.Module
+    inputs: Tensor
+    labels: Tensor
+    initial: Mapping[str, Tensor] | None
+
+
+def network_of(task: MeasureTask, context: Context) -> Remade:
+    """Make the network of a run again, and what it was trained on."""
+    examples = context.examples
+    initial: Mapping[str, Tensor] | None
+    if context.train is None:
+        recipe = recipe_of(task.config)
+        model = built(recipe, examples.shape, examples.classes)
+        initial = {name: each.clone() for name, each in model.state_dict().items()}
+        chosen = training_set(recipe, examples)
+        inputs, labels = chosen.inputs[: chosen.measured], chosen.labels[: chosen.measured]
+    else:
+        model, initial = _users_network(task.config, context), task.initial
+        inputs, labels = examples.train_inputs, examples.train_labels
+    # Before the weights come in: those of a float64 training would be rounded by a float32 network.
+    model = model.to(DTYPES[context.options["dtype"]]).eval()
+    model.load_state_dict(task.weights)
+    return Remade(model, inputs, labels, initial)
+
+
+def measure_run(task: MeasureTask, context: Context) -> Measured:
+    """Make the network again, give it its weights, and measure it on what it was trained on."""
+    started = time.perf_counter()
+    made = network_of(task, context)
+    found = measure_model(made.model, made.inputs, made.labels, made.initial, task.measures, context)
+    return replace(found, seconds=time.perf_counter() - started)
+
+
+def measure_model(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    initial: Mapping[str, Tensor] | None,
+    measures: tuple[str, ...],
+    context: Context,
+) -> Measured:
+    """Measure a model on the first of these examples, on the study's device."""
+    count = context.options["examples"]
+    device = torch.device(context.device)
+    chosen = (inputs[:count].to(device), labels[:count].to(device))
+    return measured(model.to(device).eval(), *chosen, initial, measures, context.options)
+
+
+def _users_network(config: Mapping[str, Any], context: Context) -> nn.Module:
+    """The network that the user's function trained, made by the study's ``network`` with what it takes of the run."""
+    assert context.network is not None
+    taker = network_taker(context.network)
+    taken = {name: value for name, value in config.items() if name in taker.names}
+    return network(context.network).made(context.examples.shape, context.examples.classes, taken)

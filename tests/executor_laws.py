@@ -1,0 +1,227 @@
+"""What every executor keeps to, and what those keep to that have other processes work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import executor_cases as cases
+import pytest
+import torch
+from executor_cases import Task, tasks, wait_until
+
+from saltflat.studies.executors import Executor, ExecutorError, Failure, Here
+
+Law: TypeAlias = Callable[[Executor, Path], None]
+
+
+def results(executor: Executor, given: list[Task], work: Callable[[Task], Any]) -> dict[str, Any]:
+    found = list(executor.run(given, work))
+    assert sorted(task.key for task, _ in found) == sorted(task.key for task in given), "each once"
+    assert all(any(task is each for each in given) for task, _ in found), "the very tasks that were given"
+    return {task.key: result for task, result in found}
+
+
+def results_are_those_of_the_work(executor: Executor, folder: Path) -> None:
+    given = tasks(*range(7))
+    torch.testing.assert_close(
+        results(executor, given, cases.network), {each.key: cases.network(each) for each in given}, rtol=0, atol=0
+    )
+
+
+def errors_are_the_same_failures_everywhere_and_stop_nothing(executor: Executor, folder: Path) -> None:
+    given = tasks(5, 0, "x", 2)
+    found = results(executor, given, cases.raising)
+    assert found == results(Here(), given, cases.raising)
+    assert (found["5"], found["2"]) == (2, 5)
+    assert found["0"].error == "ZeroDivisionError: integer division or modulo by zero"
+    assert found["x"].error == "ValueError: invalid literal for int() with base 10: 'x'"
+    for key in ("0", "x"):
+        assert "return 10 // int(task.key)" in found[key].traceback
+        assert "executors" not in found[key].traceback, "no frames of ours"
+
+
+def an_error_that_has_no_text_and_cannot_be_sent_is_told_by_its_name(executor: Executor, folder: Path) -> None:
+    found = results(executor, tasks("a"), cases.strange)["a"]
+    assert found.error == "StrangeError: no message"
+    assert "raise StrangeError(3, task.key)" in found.traceback
+
+
+def the_first_result_is_out_before_the_last_task_is_done(executor: Executor, folder: Path) -> None:
+    found = []
+    for task, result in executor.run(tasks("first", "last", folder=folder), cases.patient):
+        (folder / "seen").touch()
+        found.append((task.key, result))
+    assert found == [("first", "first"), ("last", "last")]
+
+
+def tasks_without_end_are_taken_as_they_are_needed(executor: Executor, folder: Path) -> None:
+    taken = count()
+
+    def forever() -> Iterator[Task]:
+        for i in taken:
+            yield Task(str(i))
+
+    running = executor.run(forever(), cases.length)
+    got = {next(running)[0].key for _ in range(3)}
+    running.close()  # type: ignore[attr-defined]
+    assert len(got) == 3
+    assert next(taken) <= 3 + 2 * 2 + 8, "no more ahead than keeps two workers busy"
+
+
+def no_tasks_are_no_results(executor: Executor, folder: Path) -> None:
+    assert list(executor.run([], cases.upper)) == []
+
+
+def results_make_new_tasks(executor: Executor, folder: Path) -> None:
+    seen: dict[str, object] = {}
+    with executor.open() as session:
+        assert list(session.finished()) == []
+        for task in tasks("a", "bc", "def"):
+            session.submit(task, cases.upper)
+        for task, result in session.finished():
+            seen[task.key] = result
+            if isinstance(result, str):
+                session.submit(Task(result), cases.length, soon=True)
+        session.submit(Task("late"), cases.length)
+        seen.update((task.key, result) for task, result in session.finished())
+    assert seen == {"a": "A", "A": 1, "bc": "BC", "BC": 2, "def": "DEF", "DEF": 3, "late": 4}
+
+
+def a_closed_session_takes_no_tasks(executor: Executor, folder: Path) -> None:
+    with executor.open() as session:
+        pass
+    with pytest.raises(ExecutorError, match="'later' after the session was closed"):
+        session.submit(Task("later"), cases.length)
+
+
+def hundreds_of_tensors_come_back(executor: Executor, folder: Path) -> None:
+    given = tasks(300, 301, 302)
+    found = results(executor, given, cases.many_tensors)
+    torch.testing.assert_close(found, {each.key: cases.many_tensors(each) for each in given})
+
+
+def work_is_found_in_the_folders_of_this_process(executor: Executor, folder: Path) -> None:
+    (folder / "my_own_training.py").write_text("def train(task):\n    return task.key * 2\n", encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    try:
+        from my_own_training import train  # type: ignore[import-not-found]
+
+        assert results(executor, tasks("ab"), train) == {"ab": "abab"}
+    finally:
+        sys.path.remove(str(folder))
+        del sys.modules["my_own_training"]
+
+
+def a_worker_that_is_killed_changes_no_result(executor: Executor, folder: Path) -> None:
+    def kill() -> None:
+        wait_until(lambda: bool(cases.pids(folder)), "a worker said who it is")
+        (pid,) = cases.pids(folder)
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    given = tasks(*range(7), folder=folder)
+    found = results(executor, given, cases.killed_once)
+    killer.join()
+    assert len(cases.pids(folder)) == 1
+    torch.testing.assert_close(found, {each.key: cases.network(each) for each in given}, rtol=0, atol=0)
+
+
+def a_task_that_always_ends_its_worker_fails_alone_after_three_tries(executor: Executor, folder: Path) -> None:
+    found = results(executor, tasks("a", "bad", "b", "c", folder=folder), cases.killing)
+    failure = found.pop("bad")
+    assert found == {"a": "a", "b": "b", "c": "c"}
+    assert isinstance(failure, Failure)
+    assert failure.error.startswith("WorkerDied: Got a worker process that ")
+    assert "\n" not in failure.error
+    assert cases.marks(folder / "tries") == 3
+
+
+def a_consumer_that_stops_ends_the_workers(executor: Executor, folder: Path) -> None:
+    with executor.open() as session:
+        for task in tasks("quick", "slow", folder=folder):
+            session.submit(task, cases.endless)
+        assert next(iter(session.finished()))[1] == "quick"
+        wait_until(lambda: bool(cases.pids(folder)), "the slow task ran")
+        assert all(cases.alive(pid) for pid in cases.pids(folder))
+    wait_until(lambda: not any(cases.alive(pid) for pid in cases.pids(folder)), "the workers ended")
+
+
+def leaving_python_fails_one_task_and_ends_no_worker(executor: Executor, folder: Path) -> None:
+    found = results(executor, tasks("a", "bad", "b"), cases.leaving)
+    assert found.pop("bad").error == "SystemExit: 3"
+    assert found == {"a": "a", "b": "b"}
+
+
+def what_cannot_be_sent_is_a_failure_that_says_what_to_do(executor: Executor, folder: Path) -> None:
+    found = results(executor, tasks("a", "bad"), cases.locked)
+    assert found["a"] == "a"
+    assert "result that cannot be sent to another process: TypeError: cannot pickle" in found["bad"].error
+    work = partial(_with, threading.Lock())
+    assert (
+        'Do: put it at the top of a module and name it "package.module:function"'
+        in results(executor, tasks("a"), work)["a"].error
+    )
+
+
+def _with(lock: object, task: Task) -> str:
+    return task.key
+
+
+def one_work_is_packed_once_and_unpacked_once_per_worker(executor: Executor, folder: Path) -> None:
+    found = results(executor, tasks(*range(12)), cases.Heavy(folder))
+    assert found == {str(i): str(i) for i in range(12)}
+    assert cases.marks(folder / "packed") == 1
+    assert 1 <= cases.marks(folder / "unpacked") <= 2
+
+
+def many_works_are_not_taken_for_each_other(executor: Executor, folder: Path) -> None:
+    works = [partial(_plus, i) for i in range(7)]
+    with executor.open() as session:
+        for i in range(28):
+            session.submit(Task(str(100 * i)), works[i % 7])
+        assert {task.key: result for task, result in session.finished()} == {
+            str(100 * i): 100 * i + i % 7 for i in range(28)
+        }
+
+
+def _plus(number: int, task: Task) -> int:
+    return number + int(task.key)
+
+
+# Of what comes out. They may share a session.
+LAWS_OF_RESULTS: list[Law] = [
+    results_are_those_of_the_work,
+    errors_are_the_same_failures_everywhere_and_stop_nothing,
+    an_error_that_has_no_text_and_cannot_be_sent_is_told_by_its_name,
+    the_first_result_is_out_before_the_last_task_is_done,
+    no_tasks_are_no_results,
+    results_make_new_tasks,
+    hundreds_of_tensors_come_back,
+]
+# Of how a session begins and ends. Each has its own.
+LAWS_OF_SESSIONS: list[Law] = [
+    tasks_without_end_are_taken_as_they_are_needed,
+    work_is_found_in_the_folders_of_this_process,
+    a_closed_session_takes_no_tasks,
+]
+# The same of executors that have other processes work.
+LAWS_OF_RESULTS_ELSEWHERE: list[Law] = [
+    a_worker_that_is_killed_changes_no_result,
+    a_task_that_always_ends_its_worker_fails_alone_after_three_tries,
+    leaving_python_fails_one_task_and_ends_no_worker,
+    what_cannot_be_sent_is_a_failure_that_says_what_to_do,
+    one_work_is_packed_once_and_unpacked_once_per_worker,
+    many_works_are_not_taken_for_each_other,
+]
+LAWS_OF_SESSIONS_ELSEWHERE: list[Law] = [
+    a_consumer_that_stops_ends_the_workers,
+]

@@ -1,0 +1,225 @@
+"""A program that kills a study again and again and looks at what it left.
+
+    python killing.py FOLDER moments SEED KILLS   at random moments
+    python killing.py FOLDER changes              just before and just after every change of a file
+
+Torch is imported once; every life of the study is a fork of this process, ended by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saltflat.studies import Study, running
+from saltflat.studies.store import PARTIAL, ROWS, WEIGHTS, Store
+from saltflat.studies.tasks import MeasureTask, TrainTask
+
+EVERY = 0.05  # seconds between checkpoints, so that many moments are within one
+
+
+def study(
+    seeds: int = 5, epochs: int = 12, lrs: tuple[float, ...] = (0.05, 0.2), widths: tuple[int, ...] = (4, 8)
+) -> Study:
+    """Of 40 runs in 8 groups, if not asked for fewer."""
+    return Study(
+        "killed",
+        {"name": "digits", "train_limit": 400, "test_limit": 200},
+        {"lr": lrs, "width": widths, "batch": [20, 40]},
+        seeds=seeds,
+        settings={"depth": 1},
+        stop={"epochs": epochs, "loss": 0.5},
+        measures=["squared_norm", "distance_from_init", "fisher_trace", "hessian_trace"],
+        measure={"examples": 50},
+        together=seeds,
+    )
+
+
+def child(life: Callable[[], None]) -> int:
+    """Begin a life in a process of its own."""
+    sys.stdout.flush()
+    number = os.fork()
+    if number == 0:
+        code = 1
+        try:
+            life()
+            code = 0
+        finally:
+            os._exit(code)
+    return number
+
+
+def watched(log: Path) -> None:
+    """Write a line before anything is trained or measured, and for each epoch."""
+
+    def note(*words: object) -> None:
+        with log.open("a") as file:  # one short write at the end of the file, whole even if killed
+            file.write(" ".join(map(str, words)) + "\n")
+
+    train, measure = running.train, running.measure_run
+
+    def training(task: TrainTask, context: Any) -> Any:
+        note("train", *task.configs)
+        return train(task, context)
+
+    def measuring(task: MeasureTask, context: Any) -> Any:
+        note("measure", task.key)
+        return measure(task, context)
+
+    running.train, running.measure_run = training, measuring
+
+
+def begin(folder: Path, log: Path, chosen: Study) -> int:
+    def life() -> None:
+        torch.set_num_threads(1)
+        watched(log)
+        chosen.run(folder, progress=False, every=EVERY)
+
+    return child(life)
+
+
+def ended(number: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+def torn(folder: Path) -> Iterator[str]:
+    """Files that do not read back, but for those that are marked as begun."""
+    store = Store(folder)
+    for path in sorted(each for each in folder.rglob("*") if each.is_file() and not each.name.endswith(".part")):
+        try:
+            if path.parent.name == ROWS:
+                assert store.row(path.stem) is not None
+            elif path.parent.name in (WEIGHTS, PARTIAL):
+                found = store._tensors(path)
+                assert found is not None
+            elif path.name == "study.json":
+                assert store.definition() is not None
+            elif path.name == "table.csv":
+                assert path.read_text().count("\n") == 1 + len(store.definition()["keys"])  # type: ignore[index]
+        except Exception as problem:
+            yield f"{path.name}: {problem!r}"
+
+
+def rows(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every finished run: its bytes, and the file that they are in."""
+    return {path.stem: (path.read_bytes(), path.stat().st_ino) for path in (folder / ROWS).glob("*.json")}
+
+
+def repeated(log: Path, before: set[str], known: int) -> list[str]:
+    """What was trained or measured though its row was there when this life began."""
+    lines = log.read_text().splitlines()[known:] if log.exists() else []
+    return [key for line in lines for key in line.split()[1:] if key in before]
+
+
+def dying(at: int, when: str) -> None:
+    """This process will kill itself at one of its changes of a file, counted from 1."""
+    made = 0
+
+    def deadly(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changing(*arguments: Any, **options: Any) -> Any:
+            nonlocal made
+            made += 1
+            if made == at and when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = change(*arguments, **options)
+            if made == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return changing
+
+    Path.replace, Path.unlink = deadly(Path.replace), deadly(Path.unlink)  # type: ignore[method-assign]
+
+
+def at_changes(root: Path) -> dict[str, Any]:
+    chosen = study(seeds=2, epochs=2, lrs=(0.1,), widths=(4,))
+    calm = root / "calm"
+    assert ended(begin(calm, root / "calm.log", chosen)) == 0
+    found: dict[str, Any] = {"kills": 0, "lost": [], "twice": [], "torn": [], "differ": []}
+    for when in ("before", "after"):
+        for at in range(1, 1000):
+            folder, log = root / f"{when}{at}", root / f"{when}{at}.log"
+
+            def life(at: int = at, when: str = when, folder: Path = folder, log: Path = log) -> None:
+                dying(at, when)
+                chosen.run(folder, progress=False, every=EVERY)
+
+            if ended(child(life)) == 0:  # it has fewer changes than that
+                break
+            found["kills"] += 1
+            before = rows(folder) if folder.exists() else {}
+            found["torn"] += list(torn(folder))
+            assert ended(begin(folder, log, chosen)) == 0
+            found["lost"] += [key for key, kept in before.items() if rows(folder).get(key) != kept]
+            found["twice"] += repeated(log, set(before), 0)
+            found["torn"] += list(torn(folder))
+            if (folder / "table.csv").read_bytes() != (calm / "table.csv").read_bytes():
+                found["differ"].append([when, at])
+    return found
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    study(seeds=1, epochs=1, lrs=(0.1,)).run(
+        root / "warm", progress=False
+    )  # what torch loads when first used, once for all lives
+    found = at_changes(root) if sys.argv[2] == "changes" else at_moments(root, int(sys.argv[3]), int(sys.argv[4]))
+    print(json.dumps(found))
+
+
+def at_moments(root: Path, seed: int, kills: int) -> dict[str, Any]:
+    draws, chosen = random.Random(seed), study()
+    calm = root / "calm"
+    started = time.perf_counter()
+    assert ended(begin(calm, root / "calm.log", chosen)) == 0
+    whole = time.perf_counter() - started
+    found: dict[str, Any] = {"seconds": whole, "kills": 0, "finished": 0, "lost": [], "twice": [], "torn": []}
+    found |= {"differ": [], "rows at kills": [], "weights at kills": [], "checkpoints at kills": []}
+    place = 0
+    while found["kills"] < kills:
+        folder, log = root / f"killed{place}", root / f"killed{place}.log"
+        before: dict[str, tuple[bytes, int]] = {}
+        while found["kills"] < kills:
+            known = len(log.read_text().splitlines()) if log.exists() else 0
+            number = begin(folder, log, chosen)
+            # Long enough to get on, short enough for a study to die many times.
+            time.sleep(draws.uniform(0.0, whole / 6))
+            os.kill(number, signal.SIGKILL)
+            code = ended(number)
+            after = rows(folder) if folder.exists() else {}
+            found["lost"] += [key for key, kept in before.items() if after.get(key) != kept]
+            found["twice"] += repeated(log, set(before), known)
+            found["torn"] += list(torn(folder)) if folder.exists() else []
+            before = after
+            if code == 0:  # it was done before the kill came
+                break
+            found["kills"] += 1
+            found["rows at kills"].append(len(after))
+            found["weights at kills"].append(len(list((folder / WEIGHTS).glob("*"))) if folder.exists() else 0)
+            found["checkpoints at kills"].append(len(list((folder / PARTIAL).glob("*"))) if folder.exists() else 0)
+        known = len(log.read_text().splitlines()) if log.exists() else 0
+        assert ended(begin(folder, log, chosen)) == 0
+        found["lost"] += [key for key, kept in before.items() if rows(folder).get(key) != kept]
+        found["twice"] += repeated(log, set(before), known)
+        found["torn"] += list(torn(folder))
+        if (folder / "table.csv").read_bytes() != (calm / "table.csv").read_bytes():
+            found["differ"].append(place)
+        found["finished"] += 1
+        left = [path for path in folder.rglob("*") if path.name.endswith(".part") or path.parent.name == PARTIAL]
+        found["torn"] += [f"left behind: {path.name}" for path in left]
+        place += 1
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Executors in this process and in local ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import executor_cases as cases
+import pytest
+from executor_cases import Task, tasks, wait_until
+from executor_laws import (
+    LAWS_OF_RESULTS,
+    LAWS_OF_RESULTS_ELSEWHERE,
+    LAWS_OF_SESSIONS,
+    LAWS_OF_SESSIONS_ELSEWHERE,
+    Law,
+    results,
+)
+
+from saltflat.errors import OptionError, UnknownNameError
+from saltflat.studies.executors import Executor, Here, Processes, Ray, Session, executor_named
+from saltflat.studies.executors.processes import cores
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from executor_cases import endless, tasks
+from saltflat.studies.executors import Processes
+
+folder = Path(sys.argv[1])
+if __name__ == "__main__":
+    for task, result in Processes(workers=2).run(tasks("a", "b", folder=folder), endless):
+        print(result)
+"""
+
+
+@contextmanager
+def started(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script in a process group of its own, as a terminal starts one."""
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    with subprocess.Popen(
+        [sys.executable, str(folder / "script.py"), str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+class Kept(Executor):
+    """Two processes that one law after another uses: it takes seconds to start them."""
+
+    name = "processes"
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def open(self) -> Session:
+        return cast(Session, nullcontext(self._session))
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Executor]:
+    with Processes(workers=2).open() as session:
+        yield Kept(session)
+
+
+def of(law: Law) -> str:
+    return law.__name__
+
+
+@pytest.mark.parametrize("law", [*LAWS_OF_RESULTS, *LAWS_OF_SESSIONS], ids=of)
+def test_what_runs_here_keeps_to_the_laws(law: Law, tmp_path: Path) -> None:
+    law(Here(), tmp_path)
+
+
+@pytest.mark.parametrize("law", [*LAWS_OF_RESULTS, *LAWS_OF_RESULTS_ELSEWHERE], ids=of)
+def test_local_processes_keep_to_the_laws_of_results(law: Law, kept: Executor, tmp_path: Path) -> None:
+    law(kept, tmp_path)
+
+
+@pytest.mark.parametrize("law", [*LAWS_OF_SESSIONS, *LAWS_OF_SESSIONS_ELSEWHERE], ids=of)
+def test_local_processes_keep_to_the_laws_of_sessions(law: Law, tmp_path: Path) -> None:
+    law(Processes(workers=2), tmp_path)
+
+
+def test_here_does_nothing_before_it_is_asked() -> None:
+    taken: list[str] = []
+    done: list[str] = []
+
+    def coming() -> Iterator[Task]:
+        for task in tasks("a", "b"):
+            taken.append(task.key)
+            yield task
+
+    running = Here().run(coming(), lambda task: done.append(task.key))
+    assert (taken, done) == ([], [])
+    next(running)
+    assert (taken, done) == (["a"], ["a"])
+    next(running)
+    assert (taken, done) == (["a", "b"], ["a", "b"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_and_leaving_python_end_what_runs_here(error: type[BaseException]) -> None:
+    def work(task: Task) -> None:
+        raise error
+
+    with pytest.raises(error):
+        list(Here().run(tasks("a"), work))
+
+
+def test_work_that_cannot_be_imported_elsewhere_fails_with_what_to_do() -> None:
+    found = results(Processes(workers=1), tasks("a"), lambda task: task.key)
+    assert "cannot be sent to another process" in found["a"].error
+    assert 'Do: put it at the top of a module and name it "package.module:function"' in found["a"].error
+
+
+@pytest.mark.skipif(cores() < 2, reason="needs two cores to share")
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert results(Processes(cores()), tasks("a"), cases.threads) == {"a": 1}
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with started(SCRIPT, tmp_path) as script:
+        wait_until(lambda: len(cases.pids(tmp_path)) == 2, "both workers ran")
+        script.kill()
+        wait_until(lambda: not any(cases.alive(pid) for pid in cases.pids(tmp_path)), "the workers ended")
+
+
+def test_ctrl_c_ends_the_workers_at_once_and_only_the_parent_speaks(tmp_path: Path) -> None:
+    with started(SCRIPT, tmp_path) as script:
+        wait_until(lambda: len(cases.pids(tmp_path)) == 2, "both workers ran")
+        pressed = time.monotonic()
+        os.killpg(script.pid, signal.SIGINT)
+        _, said = script.communicate(timeout=cases.PATIENCE)
+        assert time.monotonic() - pressed < 3
+    assert said.count("KeyboardInterrupt") == 1
+    assert not any(cases.alive(pid) for pid in cases.pids(tmp_path))
+
+
+def test_ctrl_c_while_workers_start_ends_them_too(tmp_path: Path) -> None:
+    script_of_slow_start = SCRIPT.replace("import sys\n", "import os, sys, time\n").replace(
+        'if __name__ == "__main__":',
+        '(folder / f"pid-{os.getpid()}").touch()\nif __name__ != "__main__":\n    time.sleep(60)\nelse:',
+    )
+    with started(script_of_slow_start, tmp_path) as script:
+        wait_until(lambda: len(cases.pids(tmp_path)) == 3, "the workers began to start")
+        os.killpg(script.pid, signal.SIGINT)
+        _, said = script.communicate(timeout=cases.PATIENCE)
+    assert said.count("KeyboardInterrupt") == 1
+    assert not any(cases.alive(pid) for pid in cases.pids(tmp_path))
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    with started(SCRIPT.replace('if __name__ == "__main__":', "if True:"), tmp_path) as script:
+        _, said = script.communicate(timeout=cases.PATIENCE)
+    assert script.returncode == 1
+    assert 'Do: put what the script does under `if __name__ == "__main__":`' in said.splitlines()[-1]
+
+
+def test_a_session_that_nobody_closes_does_not_keep_python_from_ending(tmp_path: Path) -> None:
+    script_that_forgets = SCRIPT.replace("for task, result in ", "running = ").replace(
+        "endless):\n        print(result)", "endless)\n    next(running)"
+    )
+    script_that_forgets = script_that_forgets.replace('tasks("a", "b"', 'tasks("quick", "b"')
+    assert "next(running)" in script_that_forgets
+    with started(script_that_forgets, tmp_path) as script:
+        assert script.communicate(timeout=cases.PATIENCE) == ("", "")
+    assert script.returncode == 0
+    assert not any(cases.alive(pid) for pid in cases.pids(tmp_path))
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, "two"])
+def test_a_number_of_workers_that_means_nothing_is_refused(workers: int) -> None:
+    for executor in ("processes", "ray"):
+        with pytest.raises(OptionError, match="Want a whole number from 1"):
+            executor_named(executor, workers=workers)
+
+
+def test_executors_are_found_by_name_and_take_only_their_own_options() -> None:
+    assert isinstance(executor_named("here"), Here)
+    assert isinstance(executor_named("processes", workers=3), Processes)
+    assert isinstance(executor_named("ray", address="auto", grows=True), Ray)
+    with pytest.raises(UnknownNameError, match="use 'processes'"):
+        executor_named("process")
+    with pytest.raises(OptionError, match=r"Got workers=2 for the executor 'here'\. Want no options"):
+        executor_named("here", workers=2)
+    with pytest.raises(OptionError, match=r"Got address='auto' for the executor 'processes'\. Want workers"):
+        executor_named("processes", address="auto")
+    with pytest.raises(OptionError, match="Got workers=2 and the address"):
+        executor_named("ray", workers=2, address="auto")
+
+
+def test_any_object_with_a_key_and_resources_is_a_task() -> None:
+    task = SimpleNamespace(key="a", resources={})
+    assert [result for _, result in Here().run([task], lambda each: each.key)] == ["a"]

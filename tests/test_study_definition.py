@@ -1,0 +1,164 @@
+"""A study as YAML: the same as in Python, and clear about what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from study_cases import study
+
+from saltflat.errors import SaltflatError
+from saltflat.studies import Study
+
+TEXT = """
+name: small
+data: {name: digits, train_limit: 200, test_limit: 100}
+axes:
+  lr: [1e-1, 2E-1]
+  width: [3, 4]
+settings: {depth: 1, batch: 50}
+stop: {epochs: 2}
+measures: [squared_norm, distance_from_init, hessian_trace]
+measure:
+  examples: 30
+"""
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "study.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def refused(folder: Path, text: str | bytes, *words: str) -> None:
+    with pytest.raises(SaltflatError) as caught:
+        Study.from_file(written(folder, text)).runs()
+    told = str(caught.value)
+    for word in ("Got", "Want", "Do:", *words):
+        assert word in told, told
+
+
+def test_yaml_and_python_give_the_same_study_and_keys(tmp_path: Path) -> None:
+    found = Study.from_file(written(tmp_path, TEXT))
+    assert found == study()
+    assert list(found.runs()) == list(study().runs())
+
+
+def test_a_study_comes_back_from_its_mapping(tmp_path: Path) -> None:
+    for made in (study(), study(axes={"network": ["mlp", "study_cases:network"]}), study(train="study_cases:bare")):
+        assert Study.from_dict(made.to_dict()) == made
+        assert Study.from_file(written(tmp_path, yaml.safe_dump(made.to_dict()))) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("1E3", 1000.0), ("-2e+1", -20.0), ("1.5e2", 150.0), (".5e1", 5.0), ("3", 3), ("0.1", 0.1)],
+)
+def test_numbers_are_numbers_however_they_are_written(text: str, value: float, tmp_path: Path) -> None:
+    found = Study.from_file(written(tmp_path, TEXT.replace("depth: 1", f"l2: {text}")))
+    assert found.settings["l2"] == value
+    assert type(found.settings["l2"]) is type(value)
+
+
+@pytest.mark.parametrize("text", ["1e", "e3", "1e-3x", "'1e-3'"])
+def test_what_is_no_number_stays_text(text: str, tmp_path: Path) -> None:
+    assert isinstance(Study.from_file(written(tmp_path, TEXT.replace("depth: 1", f"l2: {text}"))).settings["l2"], str)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("axes:", "axis:", ("'axis'", "use 'axes'")),
+        ("train_limit", "train_limits", ("'train_limits'", "use 'train_limit'")),
+        ("name: digits", "name: digit", ("use 'digits'",)),
+        ("examples: 30", "exampels: 30", ("'exampels'", "use 'examples'")),
+        ("examples: 30", "dtype: float16", ("float16",)),
+        ("examples: 30", "examples: 0", ("examples=0",)),
+        ("examples: 30", "columns: exakt", ("exakt",)),
+        ("examples: 30", "logits: stdd", ("stdd",)),
+        ("examples: 30", "diagonal: hutch", ("use 'hutchinson'",)),
+        ("examples: 30", "memory: much", ("much",)),
+        ("examples: 30", "certificate: 3", ("certificate=3",)),
+        ("hessian_trace", "hessian_trase", ("use 'hessian_trace'",)),
+        ("epochs: 2", "epoch: 2", ("use 'epochs'",)),
+        ("batch: 50", "bacth: 50", ("use 'batch'",)),
+        ("lr: [1e-1, 2E-1]", "lr: 0.1", ("axis 'lr'", "list")),
+        ("lr: [1e-1, 2E-1]", "lr: [.nan]", ("nan", "finite")),
+        ("lr: [1e-1, 2E-1]", "lr: [2024-01-01]", ("date",)),
+        ("lr: [1e-1, 2E-1]", "lr: [2024-99-01]", ("no study",)),
+        ("lr: [1e-1, 2E-1]", "3: [1]", ("3", "quotes")),
+        ("settings: {depth: 1, batch: 50}", "settings: [1]", ("settings=[1]",)),
+        ("stop: {epochs: 2}", "stop: 2", ("stop=2",)),
+        ("stop: {epochs: 2}", "", ("without stop",)),
+        ("name: small", "name: ''", ("name",)),
+        ("name: small", "name: [a]", ("name",)),
+        ("name: small", "seeds: two\nname: small", ("seeds='two'",)),
+        ("name: small", "together: 0\nname: small", ("together=0",)),
+        ("name: small", "network: 7\nname: small", ("network=7",)),
+        ("name: small", "name: small\nname: other", ("'name' is there twice", "line 3")),
+        ("depth: 1", "depth: 1, depth: 2", ("'depth' is there twice",)),
+        ("  width", "\twidth", ("line 6",)),
+        ("name: small", "name: !!python/object/apply:os.system ['echo no']", ("no study",)),
+        ("name: small", "name: small\n---\nname: other", ("no study",)),
+        ("name: small", "name: &a [*a]", ("Got",)),
+        ("name: small", "? [a, b]\n: c\nname: small", ("no study",)),
+    ],
+)
+def test_a_wrong_line_is_told(old: str, new: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    assert old in TEXT
+    refused(tmp_path, TEXT.replace(old, new), *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ("empty",)),
+        (b"# nothing but a comment\n", ("empty",)),
+        (b"- a\n- b\n", ("list",)),
+        (b"digits", ("text",)),
+        (b"name: \xff\xfe", ("not UTF-8", "byte 6")),
+        (b"name: [unclosed", ("line 1",)),
+        (b"name: a\x00b", ("no study",)),
+        (b"[" * 5000, ("no study",)),
+        (b"name: " + b"x" * 1_100_000, ("1,000,000",)),
+    ],
+)
+def test_a_file_that_is_no_study_is_told(content: bytes, words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(tmp_path, content, *words)
+
+
+def test_a_file_that_is_not_there_or_a_folder_is_told(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(SaltflatError, match="cannot be read"):
+            Study.from_file(path)
+
+
+def test_tags_run_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "made"
+    refused(tmp_path, f"name: !!python/object/apply:pathlib.Path.touch [{mark}]", "no study")
+    assert not mark.exists()
+
+
+def test_a_byte_order_mark_is_no_harm(tmp_path: Path) -> None:
+    assert Study.from_file(written(tmp_path, b"\xef\xbb\xbf" + TEXT.encode())) == study()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"name": "digits", "source": "digits"}, ("once",)),
+        ({}, ("name",)),
+        ({"name": "digits", "test": "b.npz"}, ("test",)),
+        ({"name": "a.npz"}, ("test",)),
+        ({"name": "digits", "train_limit": 0}, ("train_limit=0",)),
+        ({"name": "digits", "normalize": "haf"}, ("use 'half'",)),
+        ({"name": 3}, ("name=3",)),
+        (3, ("data=3",)),
+    ],
+)
+def test_data_that_mean_nothing_are_refused(data: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(SaltflatError) as caught:
+        study(data=data)
+    assert all(word in str(caught.value) for word in words), str(caught.value)

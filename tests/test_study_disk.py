@@ -1,0 +1,185 @@
+"""Folders that are full, closed, or used by somebody else: one clear error, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_cases import study
+
+from saltflat.errors import SaltflatError, StudyError
+from saltflat.studies import Results
+from saltflat.studies.lock import is_locked, locked
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+
+
+class Full:
+    """A disk with room for so many more files."""
+
+    def __init__(self, room: int, number: int) -> None:
+        self.room, self.number = room, number
+
+    def opened(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def opening(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            if "x" in mode or "w" in mode:
+                self.room -= 1
+                if self.room < 0:
+                    raise OSError(self.number, os.strerror(self.number), str(path))
+            return usual(path, mode, *arguments, **options)
+
+        return opening
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_is_full_at_any_file_gives_one_clear_error_and_loses_nothing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = study().run(tmp_path / "calm", progress=False)
+    kept: dict[str, bytes] = {}
+    for room in range(20):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", Full(room, number).opened(Path.open))
+            try:
+                study().run(tmp_path / "runs", progress=False)
+                break
+            except StudyError as problem:
+                told = str(problem)
+        assert os.strerror(number) in told
+        assert "same command again" in told
+        rows = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "rows").glob("*.json")}
+        assert kept.items() <= rows.items()
+        assert not list((tmp_path / "runs").rglob("*.part"))
+        kept = rows
+    else:
+        pytest.fail("the study never came to its end")
+    assert (tmp_path / "runs" / "table.csv").read_text() == calm.csv()
+
+
+def test_files_that_may_not_grow_are_a_clear_error_and_the_study_goes_on_afterwards(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    script = f"""
+        import resource
+        from study_cases import study
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, {resource.RLIM_INFINITY}))
+        study().run({str(tmp_path / "runs")!r}, progress=False)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "StudyError" in done.stderr
+    assert "cannot be written (File too large)" in done.stderr
+    assert study().run(tmp_path / "runs", progress=False).counts["done"] == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs users")
+def test_a_folder_that_may_only_be_read_is_a_clear_error_and_can_be_looked_at(tmp_path: Path) -> None:
+    results = study().run(tmp_path / "runs", progress=False)
+    script = f"""
+        import os
+        from typer.testing import CliRunner
+        from saltflat.cli import app
+        from study_cases import study
+        def status():
+            return CliRunner().invoke(app, ["study", "status", {str(tmp_path / "runs")!r}])
+        status(), study().data.examples()  # all that is imported is, while we still may read it
+        if os.geteuid() == 0:  # whom nothing stops
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            study(axes={{"lr": [0.3]}}).run({str(tmp_path / "runs")!r}, progress=False)
+        except Exception as problem:
+            print(type(problem).__name__, problem)
+        found = status()
+        print(found.output, repr(found.exception))
+    """
+    for path in [tmp_path / "runs", *(tmp_path / "runs").rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    # pytest's own folders are closed to others.
+    opened = [each for each in tmp_path.parents if each.exists() and not each.stat().st_mode & 0o001]
+    modes = {each: each.stat().st_mode for each in [*opened, tmp_path]}
+    try:
+        for each in modes:
+            each.chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+    finally:
+        for each, mode in modes.items():
+            each.chmod(mode)
+        for path in [tmp_path / "runs", *(tmp_path / "runs").rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+    assert "StudyError" in done.stdout, done.stdout + done.stderr
+    assert "cannot be written (Permission denied)" in done.stdout
+    assert "4 done" in done.stdout
+    assert "table.csv is left as it was" in done.stdout
+    assert Results.load(tmp_path / "runs").rows == results.rows
+
+
+def test_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
+    script = f"""
+        import sys, time
+        from saltflat.studies import running
+        from study_cases import study
+        measure = running.measure_run
+        def slow(task, context):
+            print("measuring", flush=True)
+            sys.stdin.readline()
+            return measure(task, context)
+        running.measure_run = slow
+        study().run({str(tmp_path / "runs")!r}, progress=False)
+    """
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "measuring\n"
+        began = time.perf_counter()
+        with pytest.raises(StudyError, match=rf"process {other.pid} on .* is working in"):
+            study().run(tmp_path / "runs", progress=False)
+        assert time.perf_counter() - began < 5
+        assert is_locked(tmp_path / "runs")
+        assert Results.load(tmp_path / "runs").counts["missing"] == 4
+        other.stdin.write("\n" * 10)
+        other.stdin.flush()
+        assert other.wait(60) == 0
+    finally:
+        other.kill()
+        other.communicate()
+    assert not is_locked(tmp_path / "runs")
+    assert study().run(tmp_path / "runs", progress=False).counts["done"] == 4
+
+
+def test_a_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+        raise ZeroDivisionError
+    assert not is_locked(tmp_path)
+    with locked(tmp_path), pytest.raises(SaltflatError, match=f"process {os.getpid()}"), locked(tmp_path):
+        pass
+
+
+def test_a_lock_without_words_is_a_lock_all_the_same(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        (tmp_path / ".lock").write_text("")
+        with pytest.raises(SaltflatError, match="another process"), locked(tmp_path):
+            pass

@@ -1,0 +1,222 @@
+"""The grid of a study: its runs, their keys, and what cannot be a grid."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from study_cases import own, study
+
+from saltflat.errors import SaltflatError, StudyError
+from saltflat.studies import Study
+from saltflat.studies.recipe import SETTINGS, Recipe
+from saltflat.studies.settings import ALLOWED
+
+
+def refused(made: Study, *words: str, folder: Path | None = None) -> str:
+    with pytest.raises(SaltflatError) as caught:
+        made.runs() if folder is None else made.run(folder, progress=False)
+    text = str(caught.value)
+    for word in words:
+        assert word in text, text
+    assert "Got" in text
+    assert "Want" in text
+    assert "Do:" in text
+    return text
+
+
+def test_the_runs_are_every_combination_times_the_seeds_in_order() -> None:
+    runs = study(axes={"lr": [0.1, 0.2], "width": [3, 4, 5]}, seeds=2).runs()
+    values = [(each["lr"], each["width"], each["seed"]) for each in runs.values()]
+    assert values == list(product([0.1, 0.2], [3, 4, 5], [0, 1]))
+    assert all(re.fullmatch("[0-9a-f]{16}", key) for key in runs)
+
+
+def test_a_configuration_has_every_setting_filled_in() -> None:
+    config = next(iter(study().runs().values()))
+    assert set(SETTINGS) <= set(config)
+    assert config["epochs"] == 2
+    assert config["momentum"] == 0.0
+    assert config["depth"] == 1
+    json.dumps(config, allow_nan=False)
+
+
+def test_a_key_is_the_hash_of_what_determines_the_training() -> None:
+    made = study(axes={"lr": [1.0]}, settings={"width": 4}, stop={"epochs": 3, "loss": 0.5}, seeds=[7])
+    usual = {each: getattr(Recipe(), each) for each in SETTINGS}
+    config = {**usual, "network": "mlp", "widths": None, "width": 4, "depth": 2, "lr": 1, "batch": 128}
+    config |= {"epochs": 3, "target_loss": 0.5, "seed": 7, "momentum": 0, "l2": 0, "weight_decay": 0, "dropout": 0}
+    config |= {"init_scale": 1, "label_noise": 0, "milestones": [0.5, 0.75]}
+    data = {"name": "digits", "test": None, "normalize": "none", "train_limit": 200, "test_limit": 100}
+    text = json.dumps(
+        {"format": 1, "data": data, "train": None, "config": config}, sort_keys=True, separators=(",", ":")
+    )
+    assert list(made.runs()) == [hashlib.sha256(text.encode()).hexdigest()[:16]]
+
+
+def test_one_and_one_point_zero_give_one_key() -> None:
+    one = study(axes={"lr": [1], "width": [3.0]}, settings={"batch": 50.0})
+    other = study(axes={"lr": [1.0], "width": [3]}, settings={"batch": 50})
+    assert list(one.runs()) == list(other.runs())
+
+
+def test_keys_do_not_depend_on_measures_the_name_or_where_the_data_are() -> None:
+    other = study(
+        name="other",
+        measures=["rho"],
+        measure={},
+        together=3,
+        data={"source": "digits", "train_limit": 200, "test_limit": 100, "folder": "elsewhere"},
+    )
+    assert list(study().runs()) == list(other.runs())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": [1]},
+        {"stop": {"epochs": 3}},
+        {"stop": {"epochs": 2, "loss": 0.1}},
+        {"settings": {"depth": 1, "batch": 40}},
+        {"data": {"name": "digits", "train_limit": 201, "test_limit": 100}},
+        {"data": {"name": "digits", "train_limit": 200, "test_limit": 100, "normalize": "half"}},
+    ],
+)
+def test_keys_depend_on_all_that_determines_the_training(change: dict[str, Any]) -> None:
+    assert not set(study().runs()) & set(study(**change).runs())
+
+
+def test_keys_of_an_own_training_depend_on_its_name() -> None:
+    assert not set(own().runs()) & set(own(train="study_cases:bare").runs())
+
+
+def test_a_grid_that_grows_keeps_its_keys() -> None:
+    small, large = study().runs(), study(axes={"lr": [0.1, 0.2, 0.3], "width": [3, 4]}, seeds=2).runs()
+    assert small.items() <= large.items()
+
+
+def test_axes_may_be_tuples_ranges_and_arrays() -> None:
+    made = study(axes={"lr": np.array([0.1, 0.2]), "width": range(3, 5)})
+    assert made == study()
+    assert list(made.runs()) == list(study().runs())
+
+
+def test_a_network_can_be_an_axis() -> None:
+    runs = study(axes={"network": ["mlp", "study_cases:network"]}, settings={"width": 3}).runs()
+    assert [each["network"] for each in runs.values()] == ["mlp", "study_cases:network"]
+
+
+def test_functions_may_be_handed_over_themselves() -> None:
+    import study_cases
+
+    assert own(train=study_cases.train) == own()
+    assert study(data=study_cases.pairs, network=study_cases.network).data.name == "study_cases:pairs"
+    with pytest.raises(StudyError, match="top of a module"):
+        study(train=lambda: None)
+
+
+def test_every_setting_of_a_recipe_is_checked() -> None:
+    assert set(ALLOWED) | {"network"} == set(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"lr": []}, ("'lr'", "without values")),
+        ({"lr": [1, 1.0]}, ("1.0 twice", "'lr'")),
+        ({"widths": [[8, 8], [8.0, 8]]}, ("twice",)),
+        ({"lr": [0.1, -0.1]}, ("lr=-0.1", "above 0")),
+        ({"lr": ["fast"]}, ("lr='fast'",)),
+        ({"lr": [True]}, ("lr=True",)),
+        ({"batch": [0]}, ("batch=0", "whole number from 1")),
+        ({"batch": [2.5]}, ("batch=2.5",)),
+        ({"label_noise": [1.5]}, ("label_noise=1.5", "from 0 to 1")),
+        ({"dropout": [1.0]}, ("dropout=1.0",)),
+        ({"nesterov": [1]}, ("nesterov=1", "true or false")),
+        ({"milestones": [[0.5, 2]]}, ("milestones",)),
+        ({"target_loss": [-1]}, ("target_loss=-1",)),
+        ({"optimizer": ["sdg"]}, ("'sdg'", "use 'sgd'")),
+        ({"schedule": ["cosin"]}, ("use 'cosine'",)),
+        ({"init": ["xavier_norm"]}, ("use 'xavier_normal'",)),
+        ({"augment": ["flipp"]}, ("use 'flip'",)),
+        ({"dtype": ["float16"]}, ("'float16'",)),
+        ({"seed": [1, 2]}, ("axis 'seed'", "seeds")),
+        ({"network": ["mpl"]}, ("'mpl'", "use 'mlp'")),
+        ({"network": [3]}, ("'3'",)),
+        ({"widht": [3]}, ("'widht'", "use 'width'")),
+        ({"momentun": [0.9]}, ("'momentun'", "use 'momentum'")),
+    ],
+)
+def test_a_grid_that_cannot_be_run_is_refused(axes: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(study(axes=axes, settings={}), *words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"axes": {"lr": [0.1]}, "settings": {"lr": 0.2}}, ("axes and in settings",)),
+        ({"axes": {"epochs": [1, 2]}}, ("axes and in stop",)),
+        ({"settings": {"epochs": 3}}, ("settings and in stop",)),
+        ({"settings": {"seed": 3}}, ("seeds",)),
+        ({"settings": {"network": "mlp"}}, ("network",)),
+        ({"seeds": []}, ("no seeds",)),
+        ({"seeds": 0}, ("no seeds",)),
+        ({"seeds": [1, 1]}, ("seed twice",)),
+        ({"seeds": [-1]}, ("seed=-1",)),
+        ({"seeds": [2**64]}, ("seed=",)),
+        ({"stop": {"epochs": -1}}, ("epochs=-1",)),
+        ({"axes": {"lr": list(np.linspace(0.1, 1, 400)), "l2": list(np.linspace(0, 1, 300))}}, ("120,000", "100,000")),
+    ],
+)
+def test_a_study_whose_parts_do_not_fit_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(study(**changes), *words)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    text = refused(study(axes={"lr": [-1], "batch": [0], "widht": [3]}, settings={"optimizer": "adm"}))
+    for word in ("4 problems", "lr=-1", "batch=0", "'widht'", "'adm'"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"settings": {"batch": 201}}, ("batch=201", "200 training examples")),
+        ({"settings": {"train_size": 201, "batch": 5}}, ("train_size=201", "200")),
+        ({"settings": {"train_size": 190, "confusion": 20}}, ("confusion=20",)),
+        ({"settings": {"nesterov": True}}, ("nesterov",)),
+        ({"network": "lenet5", "axes": {"lr": [0.1]}, "data": "study_cases:pairs", "settings": {}}, ("lenet5", "(6,)")),
+        ({"axes": {"width": [-3]}}, ("width=-3",)),
+        ({"network": "study_cases:broken_network", "settings": {}}, ("no network today",)),
+        ({"network": "study_cases:two_outputs", "axes": {"lr": [0.1]}, "settings": {}}, ("(2, 2)", "(2, 10)")),
+        ({"measure": {"layers": ["nowhere"]}}, ("nowhere",)),
+    ],
+)
+def test_what_the_data_do_not_allow_is_refused_before_any_work(
+    changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    refused(study(**changes), *words, folder=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_argument_that_one_of_two_networks_does_not_take_is_refused() -> None:
+    refused(study(axes={"network": ["mlp", "study_cases:network"]}), "depth", "study_cases:network")
+
+
+def test_a_train_function_is_asked_what_it_takes() -> None:
+    refused(own(axes={"widht": [2]}), "'widht'", "use 'width'")
+    refused(own(settings={"lr": 0.1}), "'lr'")
+    refused(own(train="study_cases:needing", stop={}), "'patience'", "needs")
+    refused(own(train="study_cases:trane"), "use 'trained'")
+    refused(own(train="study_cases:needing", settings={"patience": 1}), "'epochs'")
+
+
+def test_defaults_of_a_train_function_are_part_of_its_runs() -> None:
+    runs = own(train="study_cases:bare", axes={"epochs": [1, 2]}, stop={}).runs()
+    assert [each["width"] for each in runs.values()] == [2, 2]

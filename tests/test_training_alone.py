@@ -1,0 +1,287 @@
+"""Training one network: against plain loops over torch.optim, written from the definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training_cases import examples, noisy
+
+from saltflat.studies.alone import train_alone
+from saltflat.studies.augmentation import Changes, changed
+from saltflat.studies.building import built
+from saltflat.studies.dropout import Dropout, Masks
+from saltflat.studies.evaluating import evaluated
+from saltflat.studies.order import order
+from saltflat.studies.outcome import outcome_of
+from saltflat.studies.recipe import Recipe
+from saltflat.studies.schedules import rate
+
+DATA = examples()
+BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype="float64")
+
+
+def loop(recipe: Recipe, make: Callable[[Any], torch.optim.Optimizer], decoupled: float = 0.0) -> nn.Module:
+    """The textbook loop; decoupled decay by hand, before the step."""
+    model = built(recipe, DATA.shape, DATA.classes).train()
+    optimizer = make(model.parameters())
+    inputs = DATA.train_inputs.double()
+    for epoch in range(recipe.epochs):
+        for some in order(recipe.seed, epoch, len(inputs)).split(recipe.batch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[some]), DATA.train_labels[some]).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 - recipe.lr * decoupled)
+            optimizer.step()
+    return model.eval()
+
+
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer], float]] = {
+    "plain": ({}, lambda p: torch.optim.SGD(p, 0.1), 0.0),
+    "momentum": ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 0.0),
+    "nesterov": (
+        {"momentum": 0.8, "nesterov": True},
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True),
+        0.0,
+    ),
+    "nesterov without momentum": ({"nesterov": True}, lambda p: torch.optim.SGD(p, 0.1), 0.0),
+    "l2": (
+        {"momentum": 0.9, "l2": 0.03},
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.03),
+        0.0,
+    ),
+    "decoupled decay": (
+        {"momentum": 0.9, "weight_decay": 0.2},
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        0.2,
+    ),
+    "adam": (
+        {"optimizer": "adam", "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6},
+        lambda p: torch.optim.Adam(p, 0.01, betas=(0.8, 0.95), eps=1e-6),
+        0.0,
+    ),
+    "adam with l2": (
+        {"optimizer": "adam", "lr": 0.01, "l2": 0.05},
+        lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.05),
+        0.0,
+    ),
+    "adamw": (
+        {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.3},
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.3),
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_that_of_torchs_optimizer(name: str) -> None:
+    settings, make, decoupled = OPTIMIZERS[name]
+    recipe = replace(BASE, **settings)
+    wanted = loop(recipe, make, decoupled)
+    found = train_alone(recipe, DATA).weights
+    for key, value in wanted.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14)
+
+
+def test_l2_and_decoupled_decay_both_look_at_the_weights_before_the_step() -> None:
+    recipe = replace(BASE, epochs=1, batch=29, l2=0.5, weight_decay=0.3)
+    model = built(recipe, DATA.shape, DATA.classes)
+    F.cross_entropy(model(DATA.train_inputs.double()), DATA.train_labels).backward()
+    found = train_alone(recipe, DATA).weights
+    for name, value in model.named_parameters():
+        assert value.grad is not None
+        wanted = value * (1 - 0.1 * 0.3) - 0.1 * (value.grad + 0.5 * value)
+        torch.testing.assert_close(found[name], wanted.detach(), rtol=1e-12, atol=1e-14)
+
+
+def _torchs_rates(make: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    schedule, rates = make(optimizer), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_schedules_are_torchs() -> None:
+    base = Recipe(lr=0.4, epochs=10, decay=0.2, milestones=(0.3, 0.7))
+    schedulers = torch.optim.lr_scheduler
+    wanted = {
+        "constant": [0.4] * 10,
+        "cosine": _torchs_rates(lambda o: schedulers.CosineAnnealingLR(o, 10), 10),
+        "steps": _torchs_rates(lambda o: schedulers.MultiStepLR(o, [3, 7], 0.2), 10),
+    }
+    for name, rates in wanted.items():
+        found = [rate(replace(base, schedule=name), epoch, 99 * epoch) for epoch in range(10)]
+        assert found == pytest.approx(rates, rel=1e-12), name
+    inverse = [rate(replace(base, schedule="inverse", decay=1e-4), step // 5, step) for step in range(20)]
+    assert inverse == pytest.approx(
+        _torchs_rates(lambda o: schedulers.LambdaLR(o, lambda t: 1 / (1 + 1e-4 * t)), 20), rel=1e-12
+    )
+
+
+def test_the_outcome_is_what_the_definitions_say() -> None:
+    recipe = replace(BASE, label_noise=0.4, train_size=20, confusion=6)
+    found = train_alone(recipe, DATA)
+    model = built(recipe, DATA.shape, DATA.classes)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model.load_state_dict(found.weights)
+    outcome = found.outcome
+    from saltflat.studies.labels import training_set
+
+    data = training_set(recipe, DATA)
+    sides = [("train", data.inputs[:20], data.labels[:20]), ("test", DATA.test_inputs, DATA.test_labels)]
+    for side, inputs, labels in sides:
+        chances = model(inputs.double()).softmax(-1).detach()
+        losses = [-math.log(chances[row, label]) for row, label in enumerate(labels.tolist())]
+        wrong = [int(chances[row].argmax()) != label for row, label in enumerate(labels.tolist())]
+        assert getattr(outcome, f"{side}_loss") == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+        assert getattr(outcome, f"{side}_error") == pytest.approx(sum(wrong) / len(wrong), rel=1e-12)
+        assert getattr(outcome, f"{side}_examples") == len(losses)
+    after = dict(model.named_parameters())
+    numbers = torch.cat([value.detach().flatten() for value in after.values()])
+    steps = torch.cat([(value.detach() - before[name]).flatten() for name, value in after.items()])
+    assert outcome.parameters == len(numbers)
+    assert outcome.norm == pytest.approx(float(numbers.norm()), rel=1e-12)
+    assert outcome.distance == pytest.approx(float(steps.norm()), rel=1e-12)
+    assert outcome.status == "done"
+    assert len(outcome.curve) == outcome.epochs == 3
+    # The same, for a model that anyone trained.
+    again = outcome_of(model, recipe, DATA.to("cpu", torch.float64), before, 3, outcome.curve, notes=("mine",))
+    assert again == replace(outcome, notes=("mine",))
+    plain = outcome_of(model, None, DATA.to("cpu", torch.float64))
+    assert (plain.train_examples, plain.distance, plain.status) == (29, None, "done")
+
+
+def test_the_curve_is_the_mean_over_steps_as_training_saw_them() -> None:
+    recipe = replace(BASE, epochs=1, lr=0.0)
+    model = built(recipe, DATA.shape, DATA.classes)
+    with torch.no_grad():
+        losses = [
+            float(F.cross_entropy(model(DATA.train_inputs[some].double()), DATA.train_labels[some]))
+            for some in order(0, 0, 29).split(8)
+        ]
+    assert train_alone(recipe, DATA).outcome.curve == pytest.approx([sum(losses) / 4], rel=1e-12)
+
+
+def test_a_training_stops_when_its_targets_are_met_and_not_before_it_is_looked() -> None:
+    recipe = replace(BASE, lr=0.3, epochs=200, target_loss=0.2, target_error=0.1)
+    first = train_alone(recipe, DATA).outcome
+    assert first.status == "done"
+    assert first.epochs < 200
+    assert first.train_loss <= 0.2
+    assert first.train_error <= 0.1
+    assert train_alone(replace(recipe, epochs=first.epochs - 1), DATA).outcome.status == "missed"
+    seldom = train_alone(replace(recipe, check_every=first.epochs + 3), DATA).outcome
+    assert seldom.epochs == first.epochs + 3
+    unseen = train_alone(replace(recipe, check_every=1000, epochs=first.epochs + 1), DATA).outcome
+    assert (unseen.epochs, unseen.status) == (first.epochs + 1, "done")
+
+
+def test_a_training_that_blows_up_says_so() -> None:
+    outcome = train_alone(replace(BASE, lr=1e200, epochs=9), DATA).outcome
+    assert outcome.status == "diverged"
+    assert outcome.epochs < 9
+    assert all(map(math.isnan, (outcome.train_loss, outcome.train_error, outcome.test_loss, outcome.test_error)))
+
+
+def test_no_epochs_leave_the_network_as_it_was() -> None:
+    found = train_alone(replace(BASE, epochs=0, target_loss=0.0), DATA)
+    for name, value in built(BASE, DATA.shape, DATA.classes).state_dict().items():
+        assert torch.equal(found.weights[name], value)
+    assert (found.outcome.epochs, found.outcome.distance, found.outcome.status) == (0, 0.0, "missed")
+
+
+def test_evaluation_is_the_same_in_batches_and_gives_back_every_mode() -> None:
+    norm, dropped = nn.BatchNorm1d(4), nn.Dropout(0.5).eval()
+    model = nn.Sequential(nn.Linear(6, 4), norm, dropped, nn.Linear(4, 3)).double()
+    modes = [module.training for module in model.modules()]
+    inputs = DATA.train_inputs.double()
+    whole = evaluated(model, inputs, DATA.train_labels)
+    assert evaluated(model, inputs, DATA.train_labels, batch=4) == pytest.approx(whole, rel=1e-12)
+    assert [module.training for module in model.modules()] == modes
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+
+
+def test_images_are_cut_and_mirrored_as_their_changes_say() -> None:
+    draws = torch.Generator().manual_seed(0)
+    images = torch.randn(40, 2, 5, 7, generator=draws)
+    changes = Changes.of(Recipe(augment="flip_crop", crop=3), 2, 40)
+    assert changes is not None
+    found = changed(images, changes)
+    for number in range(40):
+        down, across = changes.moved[number].tolist()
+        wanted = torch.zeros(2, 5, 7)
+        for row in range(5):
+            for column in range(7):
+                source_row, source_column = row + down - 3, column + across - 3
+                if 0 <= source_row < 5 and 0 <= source_column < 7:
+                    wanted[:, row, column] = images[number, :, source_row, source_column]
+        if changes.mirrored[number]:
+            wanted = wanted.flip(-1)
+        assert torch.equal(found[number], wanted)
+
+
+@pytest.mark.parametrize("kind", ["none", "flip", "crop", "flip_crop"])
+def test_the_kinds_of_augmentation_do_what_they_are_called(kind: str) -> None:
+    changes = Changes.of(Recipe(augment=kind, crop=2, seed=1), 0, 4000)
+    if kind == "none":
+        assert changes is None
+        return
+    assert changes is not None
+    assert float(changes.mirrored.double().mean()) == pytest.approx(0.5 if "flip" in kind else 0.0, abs=0.04)
+    wanted = [4000 / 5] * 5 if "crop" in kind else [4000]
+    for direction in changes.moved.unbind(1):
+        assert direction.bincount().tolist() == pytest.approx(wanted, rel=0.15)
+    later = Changes.of(Recipe(augment=kind, crop=2, seed=1), 1, 4000)
+    assert later is not None
+    assert not torch.equal(later.moved, changes.moved) or not torch.equal(later.mirrored, changes.mirrored)
+
+
+def test_dropout_keeps_a_share_of_units_and_their_mean() -> None:
+    recipes = [Recipe(dropout=share, seed=seed) for share, seed in ((0.2, 0), (0.2, 1), (0.0, 2), (0.7, 3))]
+    masks = Masks.of({"a": (50,), "b": (10, 4)}, recipes, 0, torch.device("cpu"))
+    assert masks is not None
+    drawn = masks.draw(200)
+    assert {name: tuple(each.shape) for name, each in drawn.items()} == {"a": (4, 200, 50), "b": (4, 200, 10, 4)}
+    for each in drawn.values():
+        for share, values in zip((0.2, 0.2, 0.0, 0.7), each, strict=True):
+            assert float((values == 0).double().mean()) == pytest.approx(share, abs=0.02)
+            torch.testing.assert_close(values[values != 0], torch.full_like(values[values != 0], 1 / (1 - share)))
+        assert not torch.equal(each[0], each[1])
+    assert not torch.equal(masks.draw(200)["a"], drawn["a"])
+    for epoch in (0, 1):
+        # Of an equal recipe, alone: the seed and the epoch say what is dropped.
+        again = Masks.of({"a": (50,), "b": (10, 4)}, [Recipe(dropout=0.2, seed=1)], epoch, torch.device("cpu"))
+        assert again is not None
+        assert torch.equal(again.draw(200)["b"][0], drawn["b"][1]) == (epoch == 0)
+    assert Masks.of({"a": (50,)}, [Recipe()], 0, torch.device("cpu")) is None
+
+
+def test_dropout_changes_training_and_not_what_comes_of_it_in_eval_mode() -> None:
+    recipe = replace(BASE, dropout=0.5)
+    found = train_alone(recipe, DATA)
+    assert not torch.equal(found.weights["1.weight"], train_alone(BASE, DATA).weights["1.weight"])
+    model = built(recipe, DATA.shape, DATA.classes)
+    model.load_state_dict(found.weights)
+    assert sum(isinstance(module, Dropout) for module in model.modules()) == 2
+    inputs = DATA.test_inputs.double()
+    assert torch.equal(model(inputs), model(inputs))
+
+
+def test_a_network_with_draws_of_its_own_is_trained_the_same_way_twice() -> None:
+    recipe = replace(BASE, network=f"training_cases:{noisy.__name__}", architecture={})
+    first = train_alone(recipe, DATA).weights
+    state: Tensor = torch.get_rng_state()
+    again = train_alone(recipe, DATA).weights
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(again[name], value) for name, value in first.items())

@@ -1,0 +1,148 @@
+"""A training that is killed goes on from its checkpoint and ends as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_cases import SHRUNK, examples
+
+from saltflat.errors import ReportError
+from saltflat.studies import alone, together
+from saltflat.studies.recipe import Recipe
+from saltflat.studies.trained import Trained
+
+DATA = examples()
+IMAGES = examples((2, 16, 16))
+BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=5)
+RECIPES = [
+    replace(BASE, seed=0, momentum=0.9, dropout=0.3, schedule="inverse"),
+    replace(BASE, seed=1, epochs=2, label_noise=0.4),
+    replace(BASE, seed=2, lr=1e30, epochs=7),
+    replace(BASE, seed=3, optimizer="adam", lr=0.01, epochs=3),
+    replace(BASE, seed=4, lr=0.3, epochs=40, target_loss=0.5, weight_decay=0.01),
+]
+ADAM = replace(BASE, optimizer="adam", lr=0.01, l2=0.01, dropout=0.2)
+RESIDUAL = Recipe(
+    network="resnet20", architecture=SHRUNK["resnet20"], batch=10, epochs=3, momentum=0.9, augment="flip_crop", crop=1
+)
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+def killed_after(epochs: int) -> Callable[[int, int], None]:
+    def tell(done: int, most: int) -> None:
+        nonlocal epochs
+        epochs -= 1
+        if epochs == 0:
+            raise KilledError
+
+    return tell
+
+
+def assert_equal(found: Trained, wanted: Trained) -> None:
+    assert list(found.weights) == list(wanted.weights)
+    for name, value in wanted.weights.items():
+        assert torch.equal(found.weights[name], value) or not value.isfinite().all()
+    # Not a number is not equal to itself, but prints the same.
+    assert repr(found.outcome) == repr(wanted.outcome)
+
+
+def interrupted(train: Callable[..., Any], path: Path, often: int) -> Any:
+    """Killed after every so many epochs until it is through."""
+    for _ in range(100):
+        try:
+            return train(checkpoint=path, every=0.0, tell=killed_after(often))
+        except KilledError:
+            assert [each.name for each in path.parent.iterdir()] in ([], [path.name])
+    raise AssertionError("never through")
+
+
+# After one epoch the checkpoint of that epoch is not written yet: it would never get on.
+@pytest.mark.parametrize("often", [2, 3, 5])
+def test_training_together_goes_on_bit_for_bit(tmp_path: Path, often: int) -> None:
+    wanted = together.train_together(RECIPES, DATA)
+    found = interrupted(lambda **options: together.train_together(RECIPES, DATA, **options), tmp_path / "c", often)
+    for one, other in zip(found, wanted, strict=True):
+        assert_equal(one, other)
+    assert [each.outcome.status for each in wanted] == ["done", "done", "diverged", "done", "done"]
+
+
+def test_batch_norm_and_augmentation_go_on_bit_for_bit(tmp_path: Path) -> None:
+    recipes = [replace(RESIDUAL, seed=seed) for seed in range(2)]
+    wanted = together.train_together(recipes, IMAGES)
+    found = interrupted(lambda **options: together.train_together(recipes, IMAGES, **options), tmp_path / "c", 2)
+    for one, other in zip(found, wanted, strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[4], ADAM])
+def test_training_alone_goes_on_bit_for_bit(tmp_path: Path, recipe: Recipe) -> None:
+    wanted = alone.train_alone(recipe, DATA)
+    found = interrupted(lambda **options: alone.train_alone(recipe, DATA, **options), tmp_path / "c", 2)
+    assert_equal(found, wanted)
+
+
+def test_networks_that_cannot_be_stacked_go_on(tmp_path: Path) -> None:
+    recipes = [replace(BASE, network="training_cases:noisy", architecture={}, seed=seed) for seed in range(3)]
+    wanted = together.train_together(recipes, DATA)
+    found = interrupted(lambda **options: together.train_together(recipes, DATA, **options), tmp_path / "c", 2)
+    for one, other in zip(found, wanted, strict=True):
+        assert_equal(one, other)
+
+
+def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c"
+    wanted = together.train_together(RECIPES, DATA, checkpoint=path)
+    single = alone.train_alone(BASE, DATA, checkpoint=tmp_path / "d")
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(together, "StackTraining", never)
+    monkeypatch.setattr(alone, "_epoch", never)
+    for one, other in zip(together.train_together(RECIPES, DATA, checkpoint=path), wanted, strict=True):
+        assert_equal(one, other)
+        assert one.seconds == other.seconds
+    assert_equal(alone.train_alone(BASE, DATA, checkpoint=tmp_path / "d"), single)
+
+
+def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    together.train_together(RECIPES, DATA, checkpoint=path)
+    others = [replace(RECIPES[0], lr=0.2), *RECIPES[1:]]
+    assert_equal(together.train_together(others, DATA, checkpoint=path)[0], together.train_together(others, DATA)[0])
+    data = examples(seed=1)
+    assert_equal(together.train_together(others, data, checkpoint=path)[0], together.train_together(others, data)[0])
+    assert_equal(alone.train_alone(BASE, DATA, checkpoint=path), alone.train_alone(BASE, DATA))
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "flipped"])
+def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "c"
+    with pytest.raises(KilledError):
+        together.train_together(RECIPES, DATA, checkpoint=path, every=0.0, tell=killed_after(3))
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": whole[: len(whole) // 2],
+            "noise": b"\x13" * 200,
+            "empty": b"",
+            "flipped": whole[:40] + bytes([whole[40] ^ 255]) + whole[41:],
+        }[damage]
+    )
+    for one, other in zip(
+        together.train_together(RECIPES, DATA, checkpoint=path), together.train_together(RECIPES, DATA), strict=True
+    ):
+        assert_equal(one, other)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"whose folder does not exist"):
+        together.train_together(RECIPES, DATA, checkpoint=tmp_path / "missing" / "c")

@@ -1,0 +1,289 @@
+"""Networks trained together give the numbers of networks trained alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from training_cases import SHRUNK, assert_same, examples
+
+from saltflat.errors import UnknownNameError
+from saltflat.studies import stack_training
+from saltflat.studies.alone import train_alone
+from saltflat.studies.grouping import group_key, groups
+from saltflat.studies.recipe import Recipe
+from saltflat.studies.stacked import Stacked
+from saltflat.studies.together import train_together
+
+DATA = examples()
+IMAGES = examples((2, 16, 16))
+BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype="float64")
+# Of the networks with convolutions, every way of doing them; the others have none.
+WAYS = [(name, way) for name in SHRUNK for way in (("auto",) if "mlp" in name else ("grouped", "matmul", "each"))]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_every_network_is_trained_as_alone(name: str, way: str) -> None:
+    recipes = [
+        Recipe(
+            network=name, architecture=SHRUNK[name], seed=seed, lr=0.03 * (seed + 1), momentum=0.9, l2=1e-3 * seed,
+            weight_decay=1e-2, dropout=0.2 * seed, label_noise=0.2 * seed, batch=12, epochs=2, augment="flip_crop",
+            crop=2, dtype="float64", init="default" if seed else "xavier_normal",
+        )
+        for seed in range(3)
+    ]  # fmt: skip
+    found = train_together(recipes, IMAGES, way=way)
+    assert_same(found, [train_alone(recipe, IMAGES) for recipe in recipes])
+    assert not any(each.outcome.notes for each in found)
+
+
+# Settings that differ from network to network within one stack.
+VARIED: dict[str, list[dict[str, Any]]] = {
+    "learning rates": [{"lr": 0.1}, {"lr": 0.5}, {"lr": 0.0}],
+    "momentum": [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5}],
+    "nesterov": [{"momentum": m, "nesterov": True} for m in (0.0, 0.9, 0.5)],
+    "l2": [{"l2": 0.0}, {"l2": 0.1}, {"l2": 0.01, "momentum": 0.9}],
+    "decay": [{"weight_decay": 0.0}, {"weight_decay": 0.3}, {"weight_decay": 0.1, "l2": 0.2}],
+    "adam": [
+        {"optimizer": "adam", "lr": lr, "beta1": b1, "beta2": b2, "eps": e, "l2": l2, "weight_decay": w}
+        for lr, b1, b2, e, l2, w in (
+            (0.01, 0.9, 0.999, 1e-8, 0.0, 0.0), (0.02, 0.5, 0.9, 1e-4, 0.1, 0.2), (1, 0, 0, 1, 0, 0),
+        )
+    ],
+    "schedules": [
+        {"schedule": "constant"}, {"schedule": "cosine"}, {"schedule": "steps", "milestones": (0.3, 0.6)},
+        {"schedule": "inverse", "decay": 0.3}, {"schedule": "inverse", "decay": 0.1, "weight_decay": 0.2},
+    ],
+    "epochs": [{"epochs": 1}, {"epochs": 4}, {"epochs": 0}, {"epochs": 2, "schedule": "cosine"}],
+    "seeds": [{"seed": 5}, {"seed": 6}, {"seed": 5}],
+    "noise": [{"label_noise": 0.0}, {"label_noise": 0.5}, {"label_noise": 0.5, "label_noise_kind": "uniform"}],
+    "confusion": [{"train_size": 20, "confusion": 7, "seed": 0}, {"train_size": 20, "confusion": 7, "seed": 1}],
+    "initialisation": [{"init": "normal", "init_scale": 0.1}, {"init": "kaiming_uniform"}, {"init_scale": 2.0}],
+    "dropout": [{"dropout": 0.0}, {"dropout": 0.5}, {"dropout": 0.1}],
+    "one batch": [{"batch": 100, "seed": 0}, {"batch": 100, "seed": 1}],
+    "whole batches": [{"train_size": 24, "seed": 0}, {"train_size": 24, "seed": 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", VARIED)
+def test_settings_may_differ_within_a_stack(what: str) -> None:
+    recipes = [replace(BASE, **settings) for settings in VARIED[what]]
+    assert len({group_key(recipe, (6,), 3) for recipe in recipes}) == 1
+    assert_same(train_together(recipes, DATA), [train_alone(recipe, DATA) for recipe in recipes])
+
+
+@pytest.mark.parametrize(("kind", "crop"), [("flip", 4), ("crop", 1), ("flip_crop", 3)])
+def test_augmentation_is_each_networks_own(kind: str, crop: int) -> None:
+    recipes = [
+        Recipe(network="lenet5", architecture=SHRUNK["lenet5"], seed=seed, augment=kind, crop=crop, batch=8, epochs=2,
+               dtype="float64")
+        for seed in range(2)
+    ]  # fmt: skip
+    assert_same(train_together(recipes, IMAGES), [train_alone(recipe, IMAGES) for recipe in recipes])
+
+
+def test_who_meets_the_targets_leaves_and_the_others_go_on() -> None:
+    recipes = [
+        replace(BASE, lr=0.3, seed=0, epochs=60, target_loss=0.3),
+        replace(BASE, lr=0.3, seed=1, epochs=60, target_loss=0.1, check_every=4),
+        replace(BASE, lr=0.3, seed=2, epochs=60, target_error=0.0, momentum=0.9),
+        replace(BASE, lr=0.3, seed=3, epochs=7, target_loss=1e-9),
+        replace(BASE, lr=0.3, seed=4, epochs=11),
+    ]
+    found = train_together(recipes, DATA)
+    assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
+    assert [each.outcome.status for each in found] == ["done", "done", "done", "missed", "done"]
+    epochs = [each.outcome.epochs for each in found]
+    assert len(set(epochs)) == 5
+    assert epochs[1] % 4 == 0
+    assert epochs[3:] == [7, 11]
+    assert found[0].outcome.train_loss <= 0.3
+
+
+def test_a_network_that_blows_up_does_not_disturb_its_neighbours() -> None:
+    recipes = [replace(BASE, seed=seed, lr=lr, epochs=6) for seed, lr in enumerate((0.1, 1e200, 0.2, 1e80))]
+    found = train_together(recipes, DATA)
+    assert [each.outcome.status for each in found] == ["done", "diverged", "done", "diverged"]
+    calm = [0, 2]
+    assert_same([found[place] for place in calm], [train_alone(recipes[place], DATA) for place in calm])
+    for place in (1, 3):
+        alone = train_alone(recipes[place], DATA).outcome
+        assert (alone.status, alone.epochs) == ("diverged", found[place].outcome.epochs)
+        assert found[place].outcome.train_loss != found[place].outcome.train_loss
+
+
+def test_a_network_that_blows_up_with_convolutions_and_batch_norm_does_not_either() -> None:
+    for name in ("lenet5", "resnet20"):
+        for way in ("grouped", "matmul", "each"):
+            recipes = [
+                Recipe(network=name, architecture=SHRUNK[name], seed=seed, lr=lr, batch=10, epochs=2, dtype="float64")
+                for seed, lr in ((0, 0.01), (1, 1e300))
+            ]
+            found = train_together(recipes, IMAGES, way=way)
+            assert [each.outcome.status for each in found] == ["done", "diverged"]
+            assert_same(found[:1], [train_alone(recipes[0], IMAGES)])
+
+
+def test_running_statistics_are_each_networks_own() -> None:
+    recipes = [
+        Recipe(network="resnet20", architecture=SHRUNK["resnet20"], seed=seed, batch=10, epochs=2, dtype="float64")
+        for seed in range(2)
+    ]
+    first, second = (each.weights for each in train_together(recipes, IMAGES))
+    means = [name for name in first if name.endswith("running_mean")]
+    assert len(means) == 19
+    assert all(not torch.equal(first[name], second[name]) and bool(first[name].any()) for name in means)
+    assert int(first["1.norm1.num_batches_tracked"]) == 6
+    assert_same([train_together(recipes, IMAGES)[1]], [train_alone(recipes[1], IMAGES)])
+
+
+def test_recipes_that_cannot_be_stacked_come_back_in_their_order() -> None:
+    recipes = [
+        replace(BASE, batch=batch, architecture={"widths": widths}, dtype=dtype)
+        for batch, widths, dtype in (
+            (8, (7,), "float64"), (4, (7,), "float64"), (8, (5,), "float64"), (8, (7,), "float32"),
+        )
+    ]  # fmt: skip
+    recipes.append(replace(recipes[0], seed=9))
+    found = train_together(recipes, DATA)
+    doubles = [0, 1, 2, 4]
+    assert_same([found[place] for place in doubles], [train_alone(recipes[place], DATA) for place in doubles])
+    assert found[3].weights["1.weight"].dtype is torch.float32
+    assert_same([found[3]], [train_alone(recipes[3], DATA)], tolerance=1e-3)
+
+
+def test_groups_hold_at_most_so_many_and_every_key_once() -> None:
+    recipes = {f"k{number}": replace(BASE, seed=number, batch=8 if number % 3 else 4) for number in range(25)}
+    found = groups(recipes, (6,), 3, most=5)
+    assert sorted(key for group in found for key in group) == sorted(recipes)
+    assert {len(group) for group in found} <= {4, 5}
+    for group in found:
+        assert len({recipes[key].batch for key in group}) == 1
+    assert groups({}, (6,), 3, most=5) == []
+
+
+def test_too_little_memory_halves_the_stack_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [replace(BASE, seed=seed, momentum=0.9) for seed in range(5)]
+    plain, steps = Stacked.logits, 0
+
+    def cramped(self: Stacked, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += kwargs["training"]
+        # Memory runs out in the middle of the second epoch: what was half done is done again.
+        if len(rows) > 2 and steps > 7 and kwargs["training"]:
+            raise torch.OutOfMemoryError("no more")
+        return plain(self, rows, *args, **kwargs)
+
+    monkeypatch.setattr(Stacked, "logits", cramped)
+    found = train_together(recipes, DATA)
+    assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
+    for each in found:
+        assert "memory did not hold 5 networks" in each.outcome.notes[0]
+
+
+def test_a_single_network_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Stacked, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(Stacked, "logits", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        train_together([BASE], DATA)
+
+
+def test_a_stack_that_is_too_large_for_a_cpu_is_split_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [replace(BASE, seed=seed) for seed in range(5)]
+    wanted = train_together(recipes, DATA)
+    monkeypatch.setattr(stack_training, "ROOM", 600)
+    sizes = set()
+    plain = Stacked.logits
+
+    def watched(self: Stacked, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes.add(len(rows))
+        return plain(self, rows, *args, **kwargs)
+
+    monkeypatch.setattr(Stacked, "logits", watched)
+    found = train_together(recipes, DATA)
+    assert max(sizes) == 2
+    assert_same(found, wanted)
+    assert not any(each.outcome.notes for each in found)
+
+
+@pytest.mark.parametrize("name", ["undecided", "noisy"])
+def test_a_network_that_cannot_be_stacked_is_trained_alone_and_says_so(name: str) -> None:
+    recipes = [replace(BASE, network=f"training_cases:{name}", architecture={}, seed=seed) for seed in range(3)]
+    told: list[tuple[int, int]] = []
+    found = train_together(recipes, DATA, tell=lambda done, most: told.append((done, most)))
+    assert_same(found, [train_alone(recipe, DATA) for recipe in recipes], tolerance=1e-15)
+    assert all("trained alone, since torch.func could not stack" in each.outcome.notes[0] for each in found)
+    assert told
+
+
+def test_parameters_that_are_fixed_unused_or_shared_are_as_alone() -> None:
+    recipes = [
+        replace(BASE, network="training_cases:partly_fixed", architecture={}, seed=seed, l2=0.1, momentum=0.9)
+        for seed in range(2)
+    ]
+    found = train_together(recipes, DATA)
+    assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
+    assert not any(each.outcome.notes for each in found)
+    assert torch.equal(found[0].weights["again.weight"], found[0].weights["first.weight"])
+
+
+def test_evaluation_in_small_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [replace(BASE, seed=seed, epochs=1) for seed in range(2)]
+    wanted = train_together(recipes, DATA)
+    monkeypatch.setattr("saltflat.studies.stacked.ROOM", {"cpu": 300})
+    assert_same(train_together(recipes, DATA), wanted, tolerance=1e-14)
+
+
+def test_it_is_told_after_every_epoch() -> None:
+    told: list[tuple[int, int]] = []
+    recipes = [replace(BASE, epochs=2), replace(BASE, epochs=4, seed=1), replace(BASE, epochs=3, batch=4)]
+    train_together(recipes, DATA, tell=lambda done, most: told.append((done, most)))
+    assert told == [(done, 7) for done in range(1, 8)]
+
+
+def test_the_users_data_and_random_state_are_left_alone() -> None:
+    data = examples()
+    before = [each.clone() for each in vars(data).values()]
+    state = torch.get_rng_state()
+    train_together([replace(BASE, dropout=0.2, label_noise=0.5)], data)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(each, old) for each, old in zip(vars(data).values(), before, strict=True))
+
+
+def test_seconds_of_all_networks_make_up_the_time() -> None:
+    found = train_together([replace(BASE, seed=seed) for seed in range(3)], DATA)
+    assert all(each.seconds > 0 for each in found)
+
+
+def test_unknown_ways_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="use 'matmul'"):
+        train_together([BASE], DATA, way="matmull")
+
+
+@pytest.mark.parametrize("way", ["grouped", "matmul", "each"])
+def test_strides_padding_groups_and_dilation_are_as_alone(way: str) -> None:
+    recipes = [
+        replace(BASE, network="training_cases:odd_convolutions", architecture={}, seed=seed, epochs=2)
+        for seed in range(2)
+    ]
+    found = train_together(recipes, IMAGES, way=way)
+    assert_same(found, [train_alone(recipe, IMAGES) for recipe in recipes])
+    assert not any(each.outcome.notes for each in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "tf32"])
+def test_the_precision_of_products_is_given_back(dtype: str) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    seen = []
+
+    def tell(done: int, most: int) -> None:
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+
+    train_together([replace(BASE, epochs=1, dtype=dtype)], DATA, tell=tell)
+    assert seen == [("highest", False) if dtype == "float32" else ("high", True)]
+    after = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    assert after == before

@@ -1,0 +1,107 @@
+"""Tiny examples and shrunk networks for training, and what it means that two trainings agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saltflat.studies.examples import Examples
+from saltflat.studies.trained import Trained
+
+SHRUNK: dict[str, dict[str, Any]] = {
+    "mlp": {"widths": (7, 5)},
+    "lenet5": {"channels": (2, 3), "units": (7, 5)},
+    "ibayashi_mlp": {"widths": (6, 5, 4)},
+    "petzka_mlp": {"widths": (6, 5, 4, 3)},
+    "ibayashi_lenet": {"channels": (2, 3, 4), "units": 6},
+    "cnn6": {"width": 3},
+    "resnet20": {"width": 2},
+    "wrn_16_4": {"width": 2, "factor": 2},
+    "wrn_28_2": {"width": 2, "factor": 2},
+}
+
+
+def examples(
+    shape: tuple[int, ...] = (6,), train: int = 29, test: int = 17, classes: int = 3, seed: int = 0
+) -> Examples:
+    """Blobs, one for each class, that can be learnt."""
+    draws = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, *shape, generator=draws)
+    labels = torch.arange(train + test) % classes
+    inputs = centres[labels] + 0.5 * torch.randn(train + test, *shape, generator=draws)
+    return Examples(inputs[:train], labels[:train], inputs[train:], labels[train:])
+
+
+def assert_same(found: Sequence[Trained], wanted: Sequence[Trained], tolerance: float = 1e-9) -> None:
+    """The same weights and the same end, up to the rounding of float64."""
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert list(one.weights) == list(other.weights)
+        for name, value in other.weights.items():
+            assert value.isfinite().all()
+            largest = float(value.double().abs().max())
+            torch.testing.assert_close(one.weights[name], value, rtol=tolerance, atol=tolerance * largest)
+        mine, theirs = one.outcome, other.outcome
+        assert (mine.status, mine.epochs, mine.parameters) == (theirs.status, theirs.epochs, theirs.parameters)
+        assert (mine.train_examples, mine.test_examples) == (theirs.train_examples, theirs.test_examples)
+        for field in ("train_loss", "train_error", "test_loss", "test_error", "norm", "distance"):
+            assert math.isfinite(getattr(theirs, field))
+            assert getattr(mine, field) == pytest.approx(getattr(theirs, field), rel=tolerance), field
+        assert mine.curve == pytest.approx(theirs.curve, rel=tolerance)
+
+
+class Undecided(nn.Module):
+    """Looks at a number to decide what to do, which cannot be done for many networks at once."""
+
+    def __init__(self, units: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(units, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out if float(out.detach().sum()) > 0 else 2 * out
+
+
+def undecided(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Undecided(shape[0], classes)
+
+
+def noisy(shape: tuple[int, ...], classes: int, *, share: float = 0.5) -> nn.Module:
+    """With torch's own dropout, which draws from the global generator."""
+    return nn.Sequential(nn.Linear(shape[0], 8), nn.ReLU(), nn.Dropout(share), nn.Linear(8, classes))
+
+
+class PartlyFixed(nn.Module):
+    """One layer is not trained, one is not used, and one stands in two places."""
+
+    def __init__(self, units: int, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(units, units)
+        self.first.weight.requires_grad_(False)
+        self.again = self.first
+        self.unused = nn.Linear(2, 2)
+        self.last = nn.Linear(units, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.again(self.first(x)).relu())
+        return out
+
+
+def partly_fixed(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return PartlyFixed(shape[0], classes)
+
+
+def odd_convolutions(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Every option of a convolution somewhere."""
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 4, (3, 2), stride=(2, 1), padding=(1, 0), bias=False), nn.ReLU(),
+        nn.Conv2d(4, 4, 3, groups=2, padding=1), nn.ReLU(),
+        nn.Conv2d(4, 4, 3, dilation=2, padding=2), nn.ReLU(),
+        nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes),
+    )  # fmt: skip
