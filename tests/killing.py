@@ -1,7 +1,7 @@
 """A program that kills a study again and again and looks at what it left.
 
     python killing.py FOLDER moments SEED KILLS   at random moments
-    python killing.py FOLDER changes              just before and just after every change of a file
+    python killing.py FOLDER changes              just before, within and just after every change of a file
 
 Torch is imported once; every life of the study is a fork of this process, ended by SIGKILL.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from saltflat.studies import Study, running
+from saltflat.studies import Study, tasks
 from saltflat.studies.store import PARTIAL, ROWS, WEIGHTS, Store
 from saltflat.studies.tasks import MeasureTask, TrainTask
 
@@ -65,7 +65,7 @@ def watched(log: Path) -> None:
         with log.open("a") as file:  # one short write at the end of the file, whole even if killed
             file.write(" ".join(map(str, words)) + "\n")
 
-    train, measure = running.train, running.measure_run
+    train, measure = tasks.train, tasks.measure_run
 
     def training(task: TrainTask, context: Any) -> Any:
         note("train", *task.configs)
@@ -75,7 +75,7 @@ def watched(log: Path) -> None:
         note("measure", task.key)
         return measure(task, context)
 
-    running.train, running.measure_run = training, measuring
+    tasks.train, tasks.measure_run = training, measuring
 
 
 def begin(folder: Path, log: Path, chosen: Study) -> int:
@@ -120,6 +120,24 @@ def repeated(log: Path, before: set[str], known: int) -> list[str]:
     return [key for line in lines for key in line.split()[1:] if key in before]
 
 
+class Cut:
+    """A file whose writer dies in the middle of a write."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __enter__(self) -> Cut:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def write(self, content: Any) -> None:
+        self.file.write(content[: len(content) // 2])
+        self.file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def dying(at: int, when: str) -> None:
     """This process will kill itself at one of its changes of a file, counted from 1."""
     made = 0
@@ -137,6 +155,17 @@ def dying(at: int, when: str) -> None:
 
         return changing
 
+    usual = Path.open
+
+    def opening(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        nonlocal made
+        file = usual(path, mode, *arguments, **options)
+        made += "x" in mode or "w" in mode
+        return Cut(file) if made == at and ("x" in mode or "w" in mode) else file
+
+    if when == "within":
+        Path.open = opening  # type: ignore[method-assign,assignment]
+        return
     Path.replace, Path.unlink = deadly(Path.replace), deadly(Path.unlink)  # type: ignore[method-assign]
 
 
@@ -145,7 +174,7 @@ def at_changes(root: Path) -> dict[str, Any]:
     calm = root / "calm"
     assert ended(begin(calm, root / "calm.log", chosen)) == 0
     found: dict[str, Any] = {"kills": 0, "lost": [], "twice": [], "torn": [], "differ": []}
-    for when in ("before", "after"):
+    for when in ("before", "within", "after"):
         for at in range(1, 1000):
             folder, log = root / f"{when}{at}", root / f"{when}{at}.log"
 

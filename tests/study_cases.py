@@ -111,13 +111,15 @@ class Rounding(nn.Module):
             return inputs.clamp_min(0)
 
         @staticmethod
-        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             (inputs,) = ctx.saved_tensors
-            return gradient * (inputs > 0)
+            through: Tensor = gradient * (inputs > 0)
+            return through
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return Rounding.Cut.apply(inputs)  # type: ignore[no-any-return]
+        cut: Tensor = Rounding.Cut.apply(inputs)  # type: ignore[no-untyped-call]
+        return cut
 
 
 def broken_network(shape: tuple[int, ...], classes: int, width: int = 2) -> nn.Module:

@@ -18,7 +18,7 @@ from study_cases import own, study
 from typer.testing import CliRunner, Result
 
 from saltflat.cli import app
-from saltflat.studies import Results, Study, running
+from saltflat.studies import Results, Study, tasks
 
 ROOT = Path(__file__).parent.parent
 LEARNS = {"axes": {"lr": [0.2, 0.5], "width": [8, 12]}, "stop": {"epochs": 20, "loss": 1.9}, "seeds": 2}
@@ -163,7 +163,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "measure_run", interrupted)
+    monkeypatch.setattr(tasks, "measure_run", interrupted)
     path = written(study(), tmp_path)
     result = run("run", path, "--out", tmp_path / "runs")
     assert result.exit_code == 130

@@ -160,6 +160,10 @@ def test_ctrl_c_while_workers_start_ends_them_too(tmp_path: Path) -> None:
     )
     with started(script_of_slow_start, tmp_path) as script:
         wait_until(lambda: len(cases.pids(tmp_path)) == 3, "the workers began to start")
+        for pid in cases.pids(tmp_path) - {script.pid}:
+            os.kill(pid, signal.SIGINT)
+        time.sleep(0.5)
+        assert all(map(cases.alive, cases.pids(tmp_path))), "that is for the parent to decide"
         os.killpg(script.pid, signal.SIGINT)
         _, said = script.communicate(timeout=cases.PATIENCE)
     assert said.count("KeyboardInterrupt") == 1

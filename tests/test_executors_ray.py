@@ -26,13 +26,6 @@ from saltflat.studies.executors import ExecutorError, Failure, Ray, executor_nam
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'saltflat[ray]'")
 
-# Ray leaves sockets, files and processes to the garbage collector, and announces changes of its own.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 USING = """
 from executor_cases import parent, tasks
 from saltflat.studies.executors import executor_named

@@ -240,6 +240,7 @@ def test_a_study_with_little_in_it_still_is_a_page(rows: list[Row]) -> None:
     text = page_of(rows, scores={})
     text.encode()
     assert len(Page(text).island["keys"]) == len(rows)
+    assert "There are no scores: nothing can be said of measures yet." in Page(text).words
 
 
 def test_warnings_stand_before_the_summary(rows: list[Row]) -> None:

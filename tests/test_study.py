@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from torch.testing import assert_close
 
 import saltflat
 from saltflat.errors import SaltflatError, StudyError
-from saltflat.studies import Results, Row, running
+from saltflat.studies import Results, Row, tasks
 from saltflat.studies.building import built
+from saltflat.studies.device import device_for
 from saltflat.studies.executors import Processes
 from saltflat.studies.grid import recipe_of
 from saltflat.studies.labels import training_set
@@ -60,15 +60,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
+def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The keys that are trained and measured."""
     found: dict[str, list[str]] = {"train": [], "measure": []}
-    train, measure = running.train, running.measure_run
-    monkeypatch.setattr(running, "train", lambda task, c: (found["train"].extend(task.configs), train(task, c))[1])
-    monkeypatch.setattr(
-        running, "measure_run", lambda task, c: (found["measure"].append(task.key), measure(task, c))[1]
-    )
-    yield found
+    train, measure = tasks.train, tasks.measure_run
+
+    def training(task: Any, context: Any) -> Any:
+        found["train"] += task.configs
+        return train(task, context)
+
+    def measuring(task: Any, context: Any) -> Any:
+        found["measure"].append(task.key)
+        return measure(task, context)
+
+    monkeypatch.setattr(tasks, "train", training)
+    monkeypatch.setattr(tasks, "measure_run", measuring)
+    return found
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -325,6 +332,26 @@ def test_a_damaged_definition_is_set_aside(tmp_path: Path, work: dict[str, list[
     assert (tmp_path / "runs" / "study.json.damaged").exists()
 
 
+def test_a_group_that_was_not_finished_is_trained_whole_again(tmp_path: Path, work: dict[str, list[str]]) -> None:
+    made = study(axes={"lr": [0.1, 0.2]}, settings={"depth": 1, "width": 3}, seeds=2)
+    before = made.run(tmp_path / "runs", progress=False)
+    keys = list(before.rows)
+    rows, weights = tmp_path / "runs" / "rows", tmp_path / "runs" / "weights"
+    for path in rows.iterdir():
+        path.unlink()
+    (weights / f"{keys[1]}.safetensors").unlink()
+    kept = contents(weights)
+    work["train"].clear()
+    assert made.run(tmp_path / "runs", progress=False).csv() == before.csv()
+    assert work["train"] == keys  # as many at once as without interruption: the same numbers, whatever adds them up
+    assert kept.items() <= contents(weights).items()
+    (rows / f"{keys[1]}.json").unlink()
+    (weights / f"{keys[1]}.safetensors").unlink()
+    work["train"].clear()
+    made.run(tmp_path / "runs", progress=False)
+    assert work["train"] == [keys[1]]  # the others are finished
+
+
 def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     study().run(tmp_path / "runs", progress=False)
     for place in ("", "rows", "weights", "partial"):
@@ -437,20 +464,20 @@ def test_runs_that_miss_the_stopping_rule_are_kept_and_flagged(tmp_path: Path) -
 def test_an_error_in_measuring_keeps_the_weights_and_the_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: dict[str, list[str]]
 ) -> None:
-    measure = running.measure_run
+    measure = tasks.measure_run
 
     def careless(task: Any, context: Any) -> Any:
         if task.config["lr"] == 0.2:
             raise LookupError("a page is missing")
         return measure(task, context)
 
-    monkeypatch.setattr(running, "measure_run", careless)
+    monkeypatch.setattr(tasks, "measure_run", careless)
     results = study().run(tmp_path / "runs", progress=False)
     assert results.counts["failed"] == 2
     failed = [row for row in results.rows.values() if row.status == "failed"]
     assert all(row.failure is not None and "careless" in row.failure["traceback"] for row in failed)
     assert all(row.outcome is not None for row in failed)
-    monkeypatch.setattr(running, "measure_run", measure)
+    monkeypatch.setattr(tasks, "measure_run", measure)
     trained = len(work["train"])
     assert study().run(tmp_path / "runs", retry_failed=True, progress=False).counts["done"] == 4
     assert len(work["train"]) == trained
@@ -481,13 +508,13 @@ def test_progress_is_told(tmp_path: Path) -> None:
 
 def test_rows_are_written_one_by_one_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    measure = running.measure_run
+    measure = tasks.measure_run
 
     def counting(task: Any, context: Any) -> Any:
         seen.append(len(list((tmp_path / "runs" / "rows").iterdir())))
         return measure(task, context)
 
-    monkeypatch.setattr(running, "measure_run", counting)
+    monkeypatch.setattr(tasks, "measure_run", counting)
     study().run(tmp_path / "runs", progress=False)
     assert seen == [0, 1, 2, 3]
 
@@ -495,7 +522,7 @@ def test_rows_are_written_one_by_one_as_they_are_measured(tmp_path: Path, monkey
 def test_an_interrupt_stops_at_once_and_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: dict[str, list[str]]
 ) -> None:
-    measure = running.measure_run
+    measure = tasks.measure_run
 
     def interrupted(task: Any, context: Any) -> Any:
         if len(work["measure"]) == 2:
@@ -503,7 +530,7 @@ def test_an_interrupt_stops_at_once_and_keeps_what_is_finished(
         return measure(task, context)
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, "measure_run", interrupted)
+        patch.setattr(tasks, "measure_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             study().run(tmp_path / "runs", progress=False)
     assert Results.load(tmp_path / "runs").counts["missing"] == 2
@@ -534,7 +561,7 @@ def test_looking_at_results_imports_nothing_of_the_users(tmp_path: Path) -> None
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SaltflatError, match="cannot be used here"):
         study().run(tmp_path / "runs", device="cuda:77", progress=False)
-    assert running.device_for("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert device_for("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_arrays_in_files_can_be_studied(tmp_path: Path) -> None:

@@ -162,3 +162,18 @@ def test_data_that_mean_nothing_are_refused(data: Any, words: tuple[str, ...]) -
     with pytest.raises(SaltflatError) as caught:
         study(data=data)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_study_of_the_documents_can_be_run_and_is_the_one_in_python(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "studies.md").read_text(encoding="utf-8")
+    text = page.partition("```yaml\n")[2].partition("```")[0]
+    code = page.partition("```python\n")[2].partition("results =")[0]
+    known: dict[str, Any] = {}
+    exec(code, known)
+    found = Study.from_file(written(tmp_path, text))
+    assert found == known["study"]
+    assert len(found.runs()) == 24
+    table = page.partition("## What can be said")[2].partition("## ")[0]
+    assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == [
+        "name", "data", "network", "train", "axes", "seeds", "settings", "stop", "measures", "measure", "together",
+    ]  # fmt: skip

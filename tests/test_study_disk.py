@@ -133,14 +133,14 @@ def test_a_folder_that_may_only_be_read_is_a_clear_error_and_can_be_looked_at(tm
 def test_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
     script = f"""
         import sys, time
-        from saltflat.studies import running
+        from saltflat.studies import tasks
         from study_cases import study
-        measure = running.measure_run
+        measure = tasks.measure_run
         def slow(task, context):
             print("measuring", flush=True)
             sys.stdin.readline()
             return measure(task, context)
-        running.measure_run = slow
+        tasks.measure_run = slow
         study().run({str(tmp_path / "runs")!r}, progress=False)
     """
     other = subprocess.Popen(
@@ -183,3 +183,24 @@ def test_a_lock_without_words_is_a_lock_all_the_same(tmp_path: Path) -> None:
         (tmp_path / ".lock").write_text("")
         with pytest.raises(SaltflatError, match="another process"), locked(tmp_path):
             pass
+
+
+def test_a_disk_that_is_really_full_is_a_clear_error_and_the_study_goes_on_with_more_room(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        with pytest.raises(StudyError, match=r"cannot be written \(No space left on device\).*same command again"):
+            study().run(disk / "runs", progress=False)
+        kept = {path.name: path.read_bytes() for path in (disk / "runs").rglob("*.safetensors")}
+        assert kept  # it was not the first file that did not fit
+        subprocess.run(["mount", "-o", "remount,size=2m", str(disk)], check=True)
+        results = study().run(disk / "runs", progress=False)
+        assert results.counts["done"] == 4
+        after = {path.name: path.read_bytes() for path in (disk / "runs" / "weights").iterdir()}
+        assert {name: text for name, text in kept.items() if name in after}.items() <= after.items()
+        assert study().run(tmp_path / "calm", progress=False).csv() == results.csv()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -74,6 +74,22 @@ def test_training_together_goes_on_bit_for_bit(tmp_path: Path, often: int) -> No
     assert [each.outcome.status for each in wanted] == ["done", "done", "diverged", "done", "done"]
 
 
+def test_it_may_be_killed_after_any_epoch(tmp_path: Path) -> None:
+    wanted = together.train_together(RECIPES, DATA)
+    for moment in range(1, 100):
+        path = tmp_path / str(moment)
+        try:
+            together.train_together(RECIPES, DATA, checkpoint=path, every=0.0, tell=killed_after(moment))
+        except KilledError:
+            found = together.train_together(RECIPES, DATA, checkpoint=path)
+            for one, other in zip(found, wanted, strict=True):
+                assert_equal(one, other)
+        else:
+            break
+    # Two stacks: one trains for 3 epochs, the other for as long as its last network.
+    assert moment - 1 == 3 + max(each.outcome.epochs for each in wanted)
+
+
 def test_batch_norm_and_augmentation_go_on_bit_for_bit(tmp_path: Path) -> None:
     recipes = [replace(RESIDUAL, seed=seed) for seed in range(2)]
     wanted = together.train_together(recipes, IMAGES)

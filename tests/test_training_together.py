@@ -183,6 +183,21 @@ def test_too_little_memory_halves_the_stack_and_nothing_changes(monkeypatch: pyt
         assert "memory did not hold 5 networks" in each.outcome.notes[0]
 
 
+def test_too_little_memory_for_the_weights_halves_the_stack_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [replace(BASE, seed=seed) for seed in range(4)]
+    plain = Stacked.packed
+
+    def cramped(self: Stacked, models: Any) -> Any:
+        if len(models) > 1:
+            raise torch.OutOfMemoryError("no more")
+        return plain(self, models)
+
+    monkeypatch.setattr(Stacked, "packed", cramped)
+    found = train_together(recipes, DATA)
+    assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
+    assert [len(each.outcome.notes) for each in found] == [2, 2, 2, 2]
+
+
 def test_a_single_network_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Stacked, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no more")
@@ -283,7 +298,7 @@ def test_the_precision_of_products_is_given_back(dtype: str) -> None:
     def tell(done: int, most: int) -> None:
         seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
 
-    train_together([replace(BASE, epochs=1, dtype=dtype)], DATA, tell=tell)
+    train_together([replace(BASE, epochs=1, dtype=dtype, dropout=0.1)], DATA, tell=tell)
     assert seen == [("highest", False) if dtype == "float32" else ("high", True)]
     after = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     assert after == before

@@ -9,6 +9,7 @@ from saltflat.errors import OptionError, unknown
 from saltflat.studies import augmentation, labels
 from saltflat.studies.initialisation import SCHEMES
 from saltflat.studies.optimizers import OPTIMIZERS
+from saltflat.studies.precision import DTYPES
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.schedules import SCHEDULES
 
@@ -18,7 +19,7 @@ NAMES: dict[str, tuple[str, Collection[str]]] = {
     "init": ("initialisation", ("default", *SCHEMES)),
     "augment": ("augmentation", augmentation.KINDS),
     "label_noise_kind": ("kind of label noise", labels.KINDS),
-    "dtype": ("dtype", ("float32", "float64")),
+    "dtype": ("dtype", DTYPES),
 }
 # From where to where a number may go; the second end is left out where it says so.
 NUMBERS = {

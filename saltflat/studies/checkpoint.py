@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -93,7 +92,3 @@ def under(tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
 
 def placed_under(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{folder}/{name}": each for name, each in tensors.items()}
-
-
-def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: each.to(device) for name, each in tensors.items()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.studies.draws import seed_of
+from saltflat.studies.precision import DTYPES
 from saltflat.studies.recipe import Recipe
 
 
@@ -61,7 +62,7 @@ class Masks:
         if not shapes or all(recipe.dropout == 0 for recipe in recipes):
             return None
         kept = torch.tensor([[1 - recipe.dropout] for recipe in recipes], dtype=torch.float64)
-        dtype = getattr(torch, recipes[0].dtype)
+        dtype = DTYPES[recipes[0].dtype]
         return cls(
             shapes,
             [_generator(recipe, epoch, device) for recipe in recipes],

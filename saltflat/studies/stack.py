@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.studies.checkpoint import moved, placed_under, under
+from saltflat.studies.checkpoint import placed_under, under
 
 
 @dataclass
@@ -50,8 +50,22 @@ class Stack:
             self.notes,
         )
 
-    def copy(self) -> Stack:
-        return self.part(range(len(self.members)))
+    def on(self, device: torch.device | str) -> Stack:
+        """The same on a device; tensors of its own."""
+
+        def elsewhere(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: each.detach().to(device, copy=True) for name, each in tensors.items()}
+
+        return Stack(
+            list(self.members),
+            self.epoch,
+            None if self.rows is None else self.rows.detach().to(device, copy=True),
+            elsewhere(self.rest),
+            elsewhere(self.memory),
+            [list(each) for each in self.curves],
+            list(self.seconds),
+            self.notes,
+        )
 
     def halves(self, note: str | None = None) -> list[Stack]:
         """The first and the second half of the networks, with this note for both."""
@@ -80,10 +94,10 @@ class Stack:
         }
 
     @classmethod
-    def restored(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Stack:
+    def restored(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Stack:
         return cls(
             **{**facts, "notes": tuple(facts["notes"])},
-            rows=tensors["rows"].to(device) if "rows" in tensors else None,
-            rest=moved(under(tensors, "rest"), device),
-            memory=moved(under(tensors, "memory"), device),
+            rows=tensors.get("rows"),
+            rest=under(tensors, "rest"),
+            memory=under(tensors, "memory"),
         )

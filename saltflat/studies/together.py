@@ -101,7 +101,7 @@ class _Work:
         for number, plain in standing.facts["finished"].items():
             self.finished[int(number)] = trained_from_plain(plain, under(standing.tensors, f"finished/{number}"))
         self.stacks = [
-            Stack.restored(facts, under(standing.tensors, f"stack/{place}"), self.device)
+            Stack.restored(facts, under(standing.tensors, f"stack/{place}"))
             for place, facts in enumerate(standing.facts["stacks"])
             if facts["members"]  # empty where it was written just after the last of them left
         ]
@@ -124,7 +124,27 @@ class _Work:
 
     def train_first(self) -> None:
         """Train the first stack to its end; where memory does not hold it, split it instead."""
-        stack = self.stacks[0]
+        self._remember()
+        full = False
+        try:
+            self._train()
+        except torch.OutOfMemoryError:
+            if len(self.before.members) == 1:
+                raise
+            full = True
+        # Not in the clause above, where the error still holds on to what filled the memory.
+        if full:
+            note = f"trained in smaller stacks: memory did not hold {len(self.before.members)} networks at once"
+            self.stacks[:1] = self.before.halves(note)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _remember(self) -> None:
+        """What to go back to when memory runs out, kept where it takes none of a GPU's."""
+        self.before = self.stacks[0].on("cpu")
+
+    def _train(self) -> None:
+        self.stacks[0] = stack = self.stacks[0].on(self.device)
         try:
             training = StackTraining(self.recipes, self._examples(stack), stack, self.way)
         except UnstackableError as error:
@@ -134,22 +154,8 @@ class _Work:
             self.stacks[:1] = stack.halves()
             return
         while stack.members:
-            before = stack.copy()
-            try:
-                found: dict[int, Trained] | None = training.epoch()
-            except torch.OutOfMemoryError:
-                if len(before.members) == 1:
-                    raise
-                found = None
-            if found is None:
-                note = f"trained in smaller stacks: memory did not hold {len(before.members)} networks at once"
-                self.stacks[:1] = before.halves(note)
-                # Nothing may hold on to the tensors of the larger stack.
-                del training, stack
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                return
-            self.finished |= found
+            self.finished |= training.epoch()
+            self._remember()
             self._after_epoch()
         self.epochs_before += stack.epoch
         del self.stacks[0]
