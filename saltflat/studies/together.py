@@ -29,6 +29,8 @@ from saltflat.studies.stack import Stack
 from saltflat.studies.stack_training import StackTraining, UnstackableError
 from saltflat.studies.trained import Trained
 
+REMEMBER_EVERY = 20.0  # seconds: copying a large stack takes about as long as an epoch of it
+
 
 def train_together(
     recipes: Sequence[Recipe],
@@ -142,6 +144,7 @@ class _Work:
     def _remember(self) -> None:
         """What to go back to when memory runs out, kept where it takes none of a GPU's."""
         self.before = self.stacks[0].on("cpu")
+        self.remembered = time.perf_counter()
 
     def _train(self) -> None:
         self.stacks[0] = stack = self.stacks[0].on(self.device)
@@ -154,8 +157,11 @@ class _Work:
             self.stacks[:1] = stack.halves()
             return
         while stack.members:
-            self.finished |= training.epoch()
-            self._remember()
+            found = training.epoch()
+            self.finished |= found
+            # Who has left does not come back; otherwise some epochs may be repeated, which come out the same.
+            if found or time.perf_counter() - self.remembered >= REMEMBER_EVERY:
+                self._remember()
             self._after_epoch()
         self.epochs_before += stack.epoch
         del self.stacks[0]
