@@ -12,6 +12,7 @@ PEERS := .venv/.peers
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/01_digits.py $(ARGS)
+	$(BIN)/python examples/11_study.py
 
 # Two workers with one thread each: more threads than cores slow both down.
 test: lint

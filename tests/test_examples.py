@@ -13,6 +13,7 @@ import pytest
 
 import saltflat
 from saltflat.landscape import Landscape
+from saltflat.studies import Results
 from saltflat.measures import MEASURES
 from saltflat.report import Audit
 
@@ -217,6 +218,20 @@ def the_loss_is_walked_around(printed: str, out: Path) -> None:
     assert max(rows["by entry"]) < 1e-8
 
 
+def a_study_is_run_and_written_as_a_page(printed: str, out: Path) -> None:
+    assert {path.name for path in out.iterdir()} == {"study", "study.html"}
+    results = Results.load(out / "study")
+    assert len(results.rows) == 54
+    assert len({tuple(row.config[axis] for axis in results.study.axis_names) for row in results.rows.values()}) == 27
+    assert not results.counts["failed"]
+    assert not results.counts["missing"]
+    assert all(row.readings.keys() == set(results.study.measures) for row in results.rows.values())
+    assert re.search(r"^normalized_sharpness +\S* *-?\d\.\d\d ", printed, re.MULTILINE), "a score for every measure"
+    page = (out / "study.html").read_text(encoding="utf-8")
+    assert all(key in page for key in results.rows)
+    assert "largest gap" in page, "landscapes"
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "01_digits.py": the_digits_are_compared,
     "02_mnist_lenet.py": the_lenet_is_saved_and_measured,
@@ -228,6 +243,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "08_lightning.py": lightning_trains_and_logs,
     "09_hugging_face.py": the_trainer_looks_for_flat_minima,
     "10_landscape.py": the_loss_is_walked_around,
+    "11_study.py": a_study_is_run_and_written_as_a_page,
 }
 
 

@@ -1,7 +1,7 @@
 """Ibayashi et al.'s random-label experiment, Figures 2 and 4: does minimum sharpness go with the generalization gap?
 
     python papers/ibayashi2021minimum/run.py                  train and measure both networks, draw
-    python papers/ibayashi2021minimum/run.py --scale smoke    two minutes on a CPU, to see that it runs
+    python papers/ibayashi2021minimum/run.py --scale smoke    half a minute on a CPU, to see that it runs
     python papers/ibayashi2021minimum/run.py table            what was found, beside the paper's archived values
     python papers/ibayashi2021minimum/run.py figures          draw again from the rows
 
@@ -46,12 +46,19 @@ def study(network: str, scale: str) -> Study:
         axes={"label_noise": list(ratios)},
         seeds=2 if small else 5,
         settings={
-            **{"optimizer": "sgd", "lr": LR[network], "momentum": 0.9, "l2": 1e-5, "batch": 100 if small else 1024},
-            **{"schedule": "inverse", "decay": 1e-4, "label_noise_kind": "permuted", "dtype": "tf32"},
+            "optimizer": "sgd",
+            "lr": LR[network],
+            "momentum": 0.9,
+            "l2": 1e-5,
+            "batch": 100 if small else 1024,
+            "schedule": "inverse",
+            "decay": 1e-4,
+            "label_noise_kind": "permuted",
+            "dtype": "tf32",
         },
-        stop={"epochs": 10 if small else EPOCHS[network]},
+        stop={"epochs": 5 if small else EPOCHS[network]},
         measures=MEASURES,
-        measure={"examples": 50 if small else EXAMPLES[network], "dtype": "float64"},
+        measure={"examples": 20 if small else EXAMPLES[network], "dtype": "float64"},
     )
 
 
@@ -60,11 +67,14 @@ class Found:
 
     def __init__(self, folder: Path) -> None:
         self.results = Results.load(folder)
-        self.rows = [row for row in self.results.rows.values() if row.outcome is not None and row.readings]
+        done = [(row, row.outcome) for row in self.results.rows.values() if row.outcome is not None and row.readings]
+        self.rows = [row for row, _ in done]
+        self.epochs = sorted({outcome.epochs for _, outcome in done})
         self.ratio = np.array([row.config["label_noise"] for row in self.rows])
         self.gap = np.array([row.gap["error"] for row in self.rows])
-        self.error = np.array([row.outcome.train_error for row in self.rows])
+        self.error = np.array([outcome.train_error for _, outcome in done])
         self.collapsed = 1 - self.error < COLLAPSED
+        self.unfitted = int((self.error > FITTED).sum())
 
     def values(self, measure: str) -> np.ndarray[Any, Any]:
         return np.array([row.readings[measure].value for row in self.rows])
@@ -76,13 +86,18 @@ class Found:
 
 def table(claim: dict[str, Any], found: Found) -> Iterator[str]:
     """What the README shows of one network."""
-    fitted = int((found.error <= FITTED).sum())
-    ended = sorted({row.outcome.epochs for row in found.rows if row.outcome is not None})
     yield f"### {claim['where']}: {claim['network']}"
     yield ""
-    yield f"{len(found.rows)} networks, {int(found.collapsed.sum())} collapsed (left out of the means and of the second row of correlations), {fitted} with at most {FITTED:.0%} training error; {' or '.join(map(str, ended))} epochs (the paper: {claim['epochs']})."
+    yield (
+        f"{len(found.rows)} networks, {int(found.collapsed.sum())} collapsed (those are left out of the means), "
+        f"{found.unfitted} with more than {FITTED:.0%} training error; "
+        f"{' or '.join(map(str, found.epochs))} epochs (the paper: {claim['epochs']})."
+    )
     yield ""
-    yield "| random labels | networks | minimum sharpness, here | archived | normalized sharpness (arXiv form), here | archived, not converged | gap, here | archived | largest training error |"
+    yield (
+        "| random labels | networks | minimum sharpness, here | archived | normalized sharpness (arXiv form), here "
+        "| archived, not converged | gap, here | archived | largest training error |"
+    )
     yield "| --- " * 9 + "|"
     sharpness, normalized = found.values("minimum_sharpness"), found.values("normalized_sharpness_arxiv")
     for ratio in sorted(set(found.ratio)):
@@ -92,53 +107,58 @@ def table(claim: dict[str, Any], found: Found) -> Iterator[str]:
         chosen = found.ratio == ratio
         cells = [f"{ratio:g}", str(int((chosen & ~found.collapsed).sum()))]
         for mine, theirs in zip(here, archived, strict=True):
-            cells += [f"{mine:.3g}", f"{theirs:g}"]
+            cells += [f"{mine:.3g}" if mine < 1000 else f"{mine:.0f}", f"{theirs:g}"]
         yield "| " + " | ".join([*cells, f"{found.error[chosen].max():.2%}"]) + " |"
     yield ""
     yield "| correlation with the gap | Pearson, here | archived | Kendall, here | archived | verdict |"
     yield "| --- " * 6 + "|"
-    for name, short in {
-        "minimum_sharpness": "ms",
-        "normalized_sharpness": "ns",
-        "hessian_trace": "",
-        "squared_norm": "",
-    }.items():
-        yield correlations(f"{name}, all", found.values(name), found.gap, claim, short)
-        if found.collapsed.any():
-            kept = ~found.collapsed
-            yield correlations(f"{name}, without collapsed", found.values(name)[kept], found.gap[kept], claim, short)
+    for name, short in {"minimum_sharpness": "ms", "normalized_sharpness_arxiv": "ns"}.items():
+        yield correlations(name, found.values(name), found, claim, short)
+    for name in ("hessian_trace", "squared_norm"):
+        yield correlations(name, found.values(name), found, claim)
+    yield correlations("share of random labels (control)", found.ratio, found, claim)
     yield ""
 
 
-def correlations(
-    title: str, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], claim: dict[str, Any], short: str
-) -> str:
-    pearson, kendall = float(pearsonr(x, y).statistic), float(kendalltau(x, y).statistic)
-    archived = [f"{claim[f'{short}_{kind}']:.3f}" if short else "" for kind in ("pearson", "kendall")]
-    judged = ""
-    if short:
-        least = claim[f"{short}_pearson"]
-        judged = (
-            "reproduced"
-            if pearson >= least - 0.1
-            else "same sign"
-            if pearson > 0 and pearsonr(x, y).pvalue < 0.05
-            else "not reproduced"
-        )
-        if short == "ns":
-            judged = f"{judged} (the archived number is not converged: not the same quantity)"
-    return f"| {title} | {pearson:.3f} | {archived[0]} | {kendall:.3f} | {archived[1]} | {judged} |"
+def correlations(title: str, x: np.ndarray[Any, Any], found: Found, claim: dict[str, Any], short: str = "") -> str:
+    """One number's row; a second with collapsed networks left out, where there are some."""
+    lines = []
+    for name, chosen in {"": np.ones(len(x), dtype=bool), ", without collapsed": ~found.collapsed}.items():
+        if (name and not found.collapsed.any()) or chosen.sum() < 4:
+            continue
+        one, other = pearsonr(x[chosen], found.gap[chosen]), kendalltau(x[chosen], found.gap[chosen])
+        pearson, chance, kendall = float(one.statistic), float(one.pvalue), float(other.statistic)
+        archived = [f"{claim[f'{short}_{kind}']:.3f}" if short else "" for kind in ("pearson", "kendall")]
+        judged = verdict(pearson, chance, found, claim, short) if short else ""
+        lines.append(f"| {title}{name} | {pearson:.3f} | {archived[0]} | {kendall:.3f} | {archived[1]} | {judged} |")
+    return "\n".join(lines)
+
+
+def verdict(pearson: float, chance: float, found: Found, claim: dict[str, Any], short: str) -> str:
+    """Reproduced within 0.1 of the archived number; never where the networks are not like the archived ones."""
+    same_sign = "same sign" if pearson > 0 and chance < 0.05 else "not reproduced"
+    shares = len(set(found.ratio))
+    reasons = []
+    if short == "ns":
+        reasons.append("the archived number had not converged")
+    if found.unfitted:
+        reasons.append(f"{found.unfitted} of {len(found.rows)} networks have not fitted their labels")
+    if shares < len(claim["ratios"]):
+        reasons.append(f"{shares} of {len(claim['ratios'])} shares")
+    if reasons:
+        return f"{same_sign}; not comparable in size: {', '.join(reasons)}"
+    return "reproduced" if abs(pearson - claim[f"{short}_pearson"]) <= 0.1 else same_sign
 
 
 def draw(claim: dict[str, Any], found: Found, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for axes, (name, key, factor) in zip(
-        figure.subplots(1, 2), (("minimum_sharpness", "ms", 1), ("normalized_sharpness_arxiv", "ns", 1)), strict=True
-    ):
-        values = found.values(name) * factor
+    shown = {"minimum_sharpness": "ms", "normalized_sharpness_arxiv": "ns"}
+    for axes, (name, key) in zip(figure.subplots(1, 2), shown.items(), strict=True):
+        values = found.values(name)
         kept = ~found.collapsed
-        points = axes.scatter(values[kept], found.gap[kept], c=found.ratio[kept], cmap="viridis", s=18, label="here")
-        axes.scatter(values[~kept], found.gap[~kept], marker="x", color="tab:red", label="collapsed")
+        points = axes.scatter(values[kept], found.gap[kept], c=found.ratio[kept], vmin=0, vmax=1, s=18, label="here")
+        if found.collapsed.any():
+            axes.scatter(values[~kept], found.gap[~kept], marker="x", color="tab:red", label="collapsed")
         axes.plot(claim[key], claim["gap"], "k+", label="archived means" + (" (not converged)" if key == "ns" else ""))
         axes.set_xscale("log")
         axes.set_xlabel(name)

@@ -1,7 +1,7 @@
 """Petzka et al.'s MNIST experiment, Figures 3 to 6: do kappa and rho go with the generalization gap?
 
     python papers/petzka2019reparameterization/run.py                  train, measure, rescale, measure again, draw
-    python papers/petzka2019reparameterization/run.py --scale smoke    a minute on a CPU, to see that it runs
+    python papers/petzka2019reparameterization/run.py --scale smoke    half a minute on a CPU, to see that it runs
     python papers/petzka2019reparameterization/run.py table            what was found, beside the paper
     python papers/petzka2019reparameterization/run.py figures          draw again from the rows
 
@@ -14,6 +14,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def rescaled(model: nn.Sequential, seed: int) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     with torch.no_grad():
-        for layer, after in zip(layers, layers[1:], strict=False):
+        for layer, after in pairwise(layers):
             factor = int(torch.randint(FACTORS[0], FACTORS[1] + 1, (), generator=generator))
             layer.weight.div_(factor)
             layer.bias.div_(factor)
@@ -94,11 +95,13 @@ class Found:
 
     def __init__(self, folder: Path) -> None:
         self.results = Results.load(folder)
-        rows = self.results.rows.items()
-        self.trained = {key: row for key, row in rows if row.outcome is not None and row.readings}
-        self.kept = {key: row for key, row in self.trained.items() if row.outcome.train_error <= LARGEST_ERROR}
+        rows = self.results.rows
+        self.trained = {k: row.outcome for k, row in rows.items() if row.outcome is not None and row.readings}
+        self.outcomes = {k: outcome for k, outcome in self.trained.items() if outcome.train_error <= LARGEST_ERROR}
+        self.kept = {key: rows[key] for key in self.outcomes}
         self.gap = np.array([row.gap["loss"] for row in self.kept.values()])
         self.batch = np.array([row.config["batch"] for row in self.kept.values()])
+        self.loss = np.array([outcome.train_loss for outcome in self.outcomes.values()])
         path = folder / "rescaled.json"
         self.rescaled: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         first = next(iter(self.kept.values()), None)
@@ -131,10 +134,12 @@ def table(found: Found) -> Iterator[str]:
     if len(found.kept) < 4:
         yield f"{len(found.kept)} networks have at most {LARGEST_ERROR:.0%} training error: too few for correlations."
         return
-    outcomes = [row.outcome for row in found.kept.values()]
-    losses = [each.train_loss for each in outcomes]
-    yield f"{len(found.trained)} networks trained, {len(found.kept)} of them with at most {LARGEST_ERROR:.0%} training error. "
-    yield f"Epochs {outcomes[0].epochs}; training loss {min(losses):.3g} to {max(losses):.3g}; gap {found.gap.min():.3f} to {found.gap.max():.3f}."
+    epochs = {outcome.epochs for outcome in found.outcomes.values()}
+    yield (
+        f"{len(found.trained)} networks trained, {len(found.kept)} of them with at most {LARGEST_ERROR:.0%} training "
+        f"error. Epochs {', '.join(map(str, sorted(epochs)))}; training loss {found.loss.min():.3g} to "
+        f"{found.loss.max():.3g}; gap {found.gap.min():.3f} to {found.gap.max():.3f}."
+    )
     yield ""
     hidden = found.layers[:4]
     yield "| figure | number | layer | paper | here, with 95 % interval | verdict |"
@@ -143,25 +148,28 @@ def table(found: Found) -> Iterator[str]:
         for place, layer in enumerate(found.layers):
             values = found.layer(claim["measure"], layer)
             printed = claim.get("layers")
-            paper = (
-                f"{printed[place]:.2f}"
-                if printed and layer in hidden
-                else "significant"
-                if layer in hidden
-                else "not measured"
-            )
-            judged = verdict(claim, values, found.gap) if layer in hidden else "not comparable"
-            yield f"| {claim['where']} | {claim['measure']} | {place + 1} | {paper} | {shown(values, found.gap)} | {judged} |"
+            paper, judged = "not measured", "not comparable"
+            if layer in hidden:
+                paper = f"{printed[place]:.2f}" if printed else "significant"
+                judged = verdict(claim, values, found.gap)
+            here = shown(values, found.gap)
+            yield f"| {claim['where']} | {claim['measure']} | {place + 1} | {paper} | {here} | {judged} |"
     for network, family in CLAIMS[3]["network_wise"].items():
         by_layer = [interval(found.layer(family, layer), found.gap)[0] for layer in hidden]
-        here = interval(found.whole(network), found.gap)[0]
-        judged = "reproduced" if here > max(by_layer) else "not reproduced"
-        yield f"| Figure 6 | {network} | all | above the layers' | {shown(found.whole(network), found.gap)}; layers up to {max(by_layer):.2f} | {judged} |"
+        whole = found.whole(network)
+        judged = "reproduced" if interval(whole, found.gap)[0] > max(by_layer) else "not reproduced"
+        here = f"{shown(whole, found.gap)}; layers up to {max(by_layer):.2f}"
+        yield f"| Figure 6 | {network} | all | above the layers' | {here} | {judged} |"
+    yield f"| control | training loss | | not shown | {shown(found.loss, found.gap)} | |"
     yield ""
+    yield from within_batches(found)
     if not all(key in found.rescaled for key in found.kept):
         return
     worst = max(found.rescaled[key]["outputs_differ_by"] for key in found.kept)
-    yield f"After each hidden layer was divided by a random whole number from {FACTORS[0]} to {FACTORS[1]} and the next multiplied by it (outputs differ by at most {worst:.0e}):"
+    yield (
+        f"After each hidden layer was divided by a random whole number from {FACTORS[0]} to {FACTORS[1]} and the next "
+        f"multiplied by it (outputs differ by at most {worst:.0e}):"
+    )
     yield ""
     yield "| number | correlation before | after | largest relative change of a network's number | verdict |"
     yield "| --- | --- | --- | --- | --- |"
@@ -170,11 +178,28 @@ def table(found: Found) -> Iterator[str]:
         change = float(np.abs(after / before - 1).max())
         moved = abs(interval(before, found.gap)[0] - interval(after, found.gap)[0])
         if name in HESSIAN:
-            judged = "reproduced" if interval(after, found.gap)[3] > 0.05 else "not reproduced"
-            judged = f"{judged}: {'no' if judged == 'reproduced' else 'a'} clear correlation is left"
+            left = interval(after, found.gap)[3] < 0.05
+            judged = "not reproduced as worded: a clear correlation is left" if left else "reproduced: none is left"
         else:
             judged = "reproduced: unchanged" if moved < 1e-3 else "not reproduced"
         yield f"| {name} | {shown(before, found.gap)} | {shown(after, found.gap)} | {change:.1e} | {judged} |"
+
+
+def within_batches(found: Found) -> Iterator[str]:
+    """Networks that were trained alike but for the seed: does a number still tell them apart?"""
+    many = [batch for batch in sorted(set(found.batch)) if (found.batch == batch).sum() >= 4]
+    if not many:
+        return
+    yield "Correlation with the gap among the networks of one batch size:"
+    yield ""
+    yield "| batch | networks | kappa_trace | rho | hessian_trace | training loss (control) |"
+    yield "| --- " * 6 + "|"
+    for batch in many:
+        chosen = found.batch == batch
+        numbers = (*(found.whole(name) for name in ("kappa_trace", "rho", "hessian_trace")), found.loss)
+        cells = [shown(values[chosen], found.gap[chosen]) for values in numbers]
+        yield "| " + " | ".join([str(batch), str(int(chosen.sum())), *cells]) + " |"
+    yield ""
 
 
 def verdict(claim: dict[str, Any], values: np.ndarray[Any, Any], gap: np.ndarray[Any, Any]) -> str:
@@ -208,11 +233,12 @@ def draw(found: Found, folder: Path) -> None:
                 axes.scatter(
                     values[found.batch == batch], found.gap[found.batch == batch], s=14, label=f"batch {batch}"
                 )
-            if values.max() > 50 * values.min() > 0:
-                axes.set_xscale("log")
             axes.set_title(f"{title}\nr = {interval(values, found.gap)[0]:.2f}", fontsize=10)
+            axes.locator_params(axis="x", nbins=5)
+            axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+        for axes in figure.axes[::4]:
             axes.set_ylabel("test loss - training loss")
-        figure.axes[0].legend(fontsize=7)
+        figure.axes[0].legend(fontsize=7, loc="lower right")
         figure.savefig(folder / f"{name}.png", dpi=80)
 
 

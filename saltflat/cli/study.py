@@ -42,7 +42,7 @@ def run(
     workers: Annotated[int | None, typer.Option(help="How many processes.")] = None,
     address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")] = None,
     cpus: Annotated[float | None, typer.Option(help="Cores that one task needs, on a cluster.")] = None,
-    gpus: Annotated[float | None, typer.Option(help="GPUs that one task needs, on a cluster.")] = None,
+    gpus: Annotated[float | None, typer.Option(help="GPUs that one task needs, on a cluster; 1 with --device cuda.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto for a GPU if there is one.")] = "cpu",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try runs again that ended in an error.")

@@ -1,9 +1,8 @@
 """Convolutions of many networks at once, each with its own weights and images.
 
-Three ways give the same numbers and differ in time and memory:
+Two ways give the same numbers and differ in time and memory:
 
 * ``"grouped"``: one convolution with the networks as groups, which is what ``torch.func.vmap`` makes of it;
-* ``"matmul"``: patches of the images are written out, and one batched matrix product does the rest;
 * ``"each"``: the networks' convolutions one after the other.
 """
 
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from saltflat.errors import unknown
 
-WAYS = ("auto", "grouped", "matmul", "each")
+WAYS = ("auto", "grouped", "each")
 
 
 @dataclass(frozen=True)
@@ -126,18 +125,4 @@ def _each(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
     )
 
 
-def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
-    networks, batch, *_ = x.shape
-    *_, high, wide = weight.shape
-    down, across = form.padding
-    padded = F.pad(x, (across, across, down, down)) if down or across else x
-    # Views first: the one copy is the reshape.
-    patches = padded.unfold(3, high, form.stride[0]).unfold(4, wide, form.stride[1])
-    rows, columns = patches.shape[3:5]
-    matrix = patches.permute(0, 1, 3, 4, 2, 5, 6).reshape(networks, batch * rows * columns, -1)
-    kernels = weight.flatten(2).transpose(1, 2)
-    product = torch.bmm(matrix, kernels) if bias is None else torch.baddbmm(bias.unsqueeze(1), matrix, kernels)
-    return product.view(networks, batch, rows, columns, -1).permute(0, 1, 4, 2, 3)
-
-
-STACKED: dict[str, Way] = {"matmul": _matmul, "each": _each}
+STACKED: dict[str, Way] = {"each": _each}

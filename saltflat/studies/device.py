@@ -1,6 +1,8 @@
-"""The device that a study works on."""
+"""The device that a study works on, and what a task needs for it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -21,3 +23,25 @@ def device_for(name: str, here: bool = True) -> str:
             "Want one that torch can reach. Do: use 'cpu', or 'auto'."
         ) from error
     return name
+
+
+def resources_for(executor: str, device: str, given: Mapping[str, float]) -> dict[str, float]:
+    """What one task asks of the executor: on a cluster a GPU, where the study works on one, unless it is said.
+
+    Example:
+        >>> resources_for("ray", "cuda", {"cpus": 2}), resources_for("ray", "cuda", {"gpus": 0.5})
+        ({'gpus': 1, 'cpus': 2}, {'gpus': 0.5})
+        >>> resources_for("ray", "cpu", {}), resources_for("processes", "cuda", {})
+        ({}, {})
+    """
+    place = torch.device(device)
+    if executor != "ray" or place.type != "cuda":
+        return dict(given)
+    found = {"gpus": 1, **given}
+    # A task sees the GPUs that Ray gave it and no others, counted from 0.
+    if (place.index or 0) >= max(1, found["gpus"]):
+        raise DeviceError(
+            f"Got the device {device!r} with the executor 'ray', which gives each task a GPU of its own. "
+            "Want no number. Do: use 'cuda'."
+        )
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 Value: TypeAlias = "bool | int | float | str | tuple[Value, ...] | None"
@@ -55,7 +54,7 @@ class Recipe:
     """
 
     network: str = "mlp"
-    architecture: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    architecture: Mapping[str, Value] = field(default_factory=dict)
     seed: int = 0
     optimizer: str = "sgd"
     lr: float = 0.1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import StudyError
 from saltflat.studies import tasks
-from saltflat.studies.device import device_for
+from saltflat.studies.device import device_for, resources_for
 from saltflat.studies.executors import Executor, Failure, Session, executor_named
 from saltflat.studies.fit import check_fit
 from saltflat.studies.measuring import Measured
@@ -49,6 +49,7 @@ def run_study(
     runs = study.runs()
     chosen = executor_named(executor) if isinstance(executor, str) else executor
     place = device_for(device, here=chosen.name == "here")
+    needs = resources_for(chosen.name, place, resources or {})
     examples = study.data.examples(None if data_folder is None else os.fspath(data_folder))
     check_fit(study, runs, examples)
     with shown(progress) as display, opened(study, list(runs), fingerprint(examples), folder, display.tell) as store:
@@ -64,7 +65,7 @@ def run_study(
             tuple(sys.path),
             display.epochs if chosen.name == "here" else None,
         )
-        _Running(study, runs, store, plan, display, context, dict(resources or {})).go(chosen)
+        _Running(study, runs, store, plan, display, context, needs).go(chosen)
         results = Results.load(store.folder)
         store.write_table(results.csv())
     return results

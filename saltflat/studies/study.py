@@ -169,7 +169,7 @@ class Study:
             retry_failed: try the runs again that ended in an error.
             progress: True or False for progress bars; None for a terminal only.
             data_folder: where named data sets are, if not where the study says.
-            resources: of one task, ``{"cpus": 1, "gpus": 0}``, for clusters.
+            resources: of one task, for clusters: ``{"cpus": 1, "gpus": 0}``, a GPU where the device is one.
             every: seconds between checkpoints of a training.
         """
         from saltflat.studies.running import run_study  # at call time: it needs this module

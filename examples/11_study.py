@@ -1,0 +1,56 @@
+"""Which measures go with the generalization gap? A small study on handwritten digits, from training to web page.
+
+Networks of three widths are trained with several learning rates and shares of random labels, two seeds each, all of
+one width at once. Every run is kept in a folder: stop the script and start it again, and it goes on where it was. Then
+every measure is scored against the gap, beside controls such as the training loss, and everything is put on one page
+for a browser. `examples/digits.yaml` is the same study for the command line:
+
+    saltflat study run examples/digits.yaml --out demo/study
+    saltflat study report demo/study --out demo/study.html
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import saltflat
+from saltflat import Study
+from saltflat.studies.remaking import remade
+
+QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
+AUDITED = 1 if QUICK else 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="With SALTFLAT_QUICK=1 in the environment networks are trained for 3 epochs and measured on 50 examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")
+    out: Path = parser.parse_args().out
+    definition = Study.from_file(Path(__file__).parent / "digits.yaml").to_dict()
+    if QUICK:
+        definition |= {"stop": {"epochs": 3}, "measure": {"examples": 50}}
+    results = Study.from_dict(definition).run(out / "study")
+    print(results)
+    print(f"\n{results.scores()}")
+
+    # The loss around the network with the largest gap and around that with the smallest.
+    finished = [row for row in results.rows.values() if row.readings]
+    ends = {
+        f"{name} gap": pick(finished, key=lambda row: row.gap["loss"])
+        for name, pick in {"smallest": min, "largest": max}.items()
+    }
+    examples = results.study.data.examples()
+    landscapes = {}
+    for name, row in ends.items():
+        network = remade(results, row.key, examples)
+        data = (network.inputs[:200].double(), network.labels[:200])
+        landscapes[name] = saltflat.landscape(network.model.double(), data, points=21, progress=False)
+    page = results.write_html(out / "study.html", audits=AUDITED, landscapes=landscapes, progress=False)
+    print(f"\nRuns are in {results.folder}, the page for a browser is {page}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A study whose workers are killed in the middle of a training: the rows are those of one process, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from executor_cases import alive, descendants, pids, wait_until
+from study_cases import study
+from waiting_cases import FOLDER, STEPS
+
+from saltflat.studies import Results, Study
+from saltflat.studies.executors import Executor, executor_named
+from saltflat.studies.row_file import row_to_dict
+
+KINDS = ("training of ours", "training of the user's own")
+
+
+def chosen(kind: str) -> Study:
+    """Four runs; ours are trained in two groups, in the third epoch of which a worker is killed."""
+    changes: dict[str, Any] = {"network": "waiting_cases:network", "settings": {"batch": 50}, "stop": {"epochs": 4}}
+    if kind != KINDS[0]:
+        changes |= {"train": "waiting_cases:train", "settings": {}, "stop": {"epochs": STEPS + 5}}
+    return study(**changes)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Bytes can be compared where every process adds in the same order."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def told(results: Results) -> dict[str, Any]:
+    """Every row but for what is of the clock and the machine."""
+    plain = {key: row_to_dict(row) for key, row in results.rows.items()}
+    return {
+        key: {name: value for name, value in row.items() if name not in ("seconds", "made_with")}
+        for key, row in plain.items()
+    }
+
+
+def run_and_killed(kind: str, executor: Executor, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Results:
+    """Run with a worker killed that has told its number and waits in the middle of a training."""
+    marks = folder / "marks"
+    marks.mkdir()
+    monkeypatch.setenv(FOLDER, str(marks))
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_until(lambda: bool(pids(marks)), "a worker waits")
+        (pid,) = pids(marks)
+        assert pid in descendants(os.getpid())
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    results = chosen(kind).run(folder / "runs", executor, progress=False, every=0.0)
+    killer.join()
+    assert len(killed) == 1
+    assert not alive(killed[0])
+    return results
+
+
+def assert_as_in_one_process(found: Results, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER)
+    wanted = chosen(kind).run(folder / "calm", progress=False)
+    assert wanted.counts["done"] == 4
+    assert told(found) == told(wanted)
+    assert (found.folder / "table.csv").read_bytes() == (wanted.folder / "table.csv").read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_of_which_one_is_killed_give_the_rows_of_one_process(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run_and_killed(kind, executor_named("processes", workers=2), tmp_path, monkeypatch)
+    assert_as_in_one_process(found, kind, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ray_cluster_of_which_a_worker_is_killed_gives_the_rows_of_one_process(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'saltflat[ray]'")
+    before = descendants(os.getpid())
+    found = run_and_killed(kind, executor_named("ray", workers=2), tmp_path, monkeypatch)
+    assert not ray.is_initialized()
+    assert_as_in_one_process(found, kind, tmp_path, monkeypatch)
+    wait_until(lambda: not any(map(alive, descendants(os.getpid()) - before)), "Ray's processes were gone")

@@ -1,0 +1,44 @@
+"""A network that waits once in the middle of its training, to be killed there; and a train function that uses it."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import count
+from pathlib import Path
+
+import study_cases
+import torch
+from torch import Tensor, nn
+
+from saltflat.studies import Examples
+
+FOLDER = "STUDY_WAITS_IN"  # the environment says where to leave the number of the process; without it nobody waits
+STEPS = 10  # that a process takes before it waits
+PATIENCE = 60.0
+
+_taken = count(1)
+
+
+class Waiting(nn.Module):
+    """Does nothing to its inputs."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and FOLDER in os.environ:
+            folder = Path(os.environ[FOLDER])
+            if next(_taken) == STEPS and not list(folder.glob("pid-*")):
+                (folder / f"pid-{os.getpid()}").touch()
+                time.sleep(PATIENCE)
+        return inputs
+
+
+def network(shape: tuple[int, ...], classes: int, width: int = 2) -> nn.Module:
+    return nn.Sequential(Waiting(), study_cases.network(shape, classes, width))
+
+
+def train(*, seed: int, data: Examples, width: int, epochs: int, lr: float) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Full-batch gradient descent from the seed that the study sets."""
+    model = network(data.shape, data.classes, width).train()
+    initial = {name: each.clone() for name, each in model.state_dict().items()}
+    assert torch.get_num_threads() == 1
+    return study_cases.trained(model, data, epochs, lr), initial
