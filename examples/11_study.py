@@ -24,7 +24,7 @@ AUDITED = 1 if QUICK else 2
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="With SALTFLAT_QUICK=1 in the environment networks are trained for 3 epochs and measured on 50 examples.",
+        epilog="With SALTFLAT_QUICK=1 in the environment training stops after 3 epochs, and 50 examples are measured.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")

@@ -13,9 +13,9 @@ import pytest
 
 import saltflat
 from saltflat.landscape import Landscape
-from saltflat.studies import Results
 from saltflat.measures import MEASURES
 from saltflat.report import Audit
+from saltflat.studies import Results
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("[0-9]*.py"))
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data")).absolute()
@@ -228,7 +228,7 @@ def a_study_is_run_and_written_as_a_page(printed: str, out: Path) -> None:
     assert all(row.readings.keys() == set(results.study.measures) for row in results.rows.values())
     assert re.search(r"^normalized_sharpness +\S* *-?\d\.\d\d ", printed, re.MULTILINE), "a score for every measure"
     page = (out / "study.html").read_text(encoding="utf-8")
-    assert all(key in page for key in results.rows)
+    assert all(key[:12] in page for key in results.rows), "every run can be pointed at"
     assert "largest gap" in page, "landscapes"
 
 
