@@ -52,6 +52,14 @@ def test_a_study_comes_back_from_its_mapping(tmp_path: Path) -> None:
         assert Study.from_file(written(tmp_path, yaml.safe_dump(made.to_dict()))) == made
 
 
+def test_yaml_says_what_goes_hand_in_hand(tmp_path: Path) -> None:
+    text = TEXT.replace("lr: [1e-1, 2E-1]", "batch, lr: [[50, 1e-1], [25, 2e-1]]").replace(", batch: 50", "")
+    made = study(axes={"batch, lr": [[50, 0.1], [25, 0.2]], "width": [3, 4]}, settings={"depth": 1})
+    assert Study.from_file(written(tmp_path, text)) == made
+    assert Study.from_file(written(tmp_path, yaml.safe_dump(made.to_dict()))) == made
+    refused(tmp_path, text.replace("[25, 2e-1]", "25"), "'batch, lr'", "2 values in a list")
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-3", 0.001), ("1E3", 1000.0), ("-2e+1", -20.0), ("1.5e2", 150.0), (".5e1", 5.0), ("3", 3), ("0.1", 0.1)],

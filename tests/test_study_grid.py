@@ -15,6 +15,7 @@ from study_cases import own, study
 
 from saltflat.errors import SaltflatError, StudyError
 from saltflat.studies import Study
+from saltflat.studies.grid import names_in, places_of, varied
 from saltflat.studies.recipe import SETTINGS, Recipe
 from saltflat.studies.settings import ALLOWED
 
@@ -110,6 +111,61 @@ def test_axes_may_be_tuples_ranges_and_arrays() -> None:
 def test_a_network_can_be_an_axis() -> None:
     runs = study(axes={"network": ["mlp", "study_cases:network"]}, settings={"width": 3}).runs()
     assert [each["network"] for each in runs.values()] == ["mlp", "study_cases:network"]
+
+
+def test_settings_with_commas_between_them_go_hand_in_hand() -> None:
+    made = study(axes={"batch, lr": [[50, 0.1], [25, 0.2]], "width": [3, 4]}, settings={"depth": 1}, seeds=2)
+    pairs = [(50, 0.1), (25, 0.2)]
+    wanted = [(*pair, width, seed) for pair, width, seed in product(pairs, [3, 4], [0, 1])]
+    assert [tuple(each[name] for name in ("batch", "lr", "width", "seed")) for each in made.runs().values()] == wanted
+    assert [tuple(place.values()) for place in places_of(made)] == wanted
+    assert all(list(place) == ["batch", "lr", "width", "seed"] for place in places_of(made))
+    assert varied(made) == {"batch": (50, 25), "lr": (0.1, 0.2), "width": (3, 4)}
+    assert made.axis_names == ["batch", "width"]
+    assert names_in(" batch ,lr") == ["batch", "lr"]
+    assert names_in("lr") == ["lr"]
+    assert Study.from_dict(made.to_dict()) == made
+
+
+def test_keys_do_not_depend_on_what_goes_hand_in_hand() -> None:
+    apart = study(axes={"batch": [50, 25], "lr": [0.1, 0.2]}, settings={"depth": 1}).runs()
+    together = study(axes={"batch, lr": [[50, 0.1], [25, 0.2]]}, settings={"depth": 1}).runs()
+    assert together.items() <= apart.items()
+
+
+def test_a_value_that_goes_hand_in_hand_may_be_a_list_and_may_come_back() -> None:
+    runs = study(axes={"widths, lr": [[[3, 2], 0.1], [[4], 0.1]]}, settings={}).runs()
+    assert [(each["widths"], each["lr"]) for each in runs.values()] == [([3, 2], 0.1), ([4], 0.1)]
+
+
+def test_a_network_can_go_hand_in_hand() -> None:
+    axes = {"network, width": [["mlp", 3], ["study_cases:network", 4]]}
+    runs = study(axes=axes, settings={}).runs()
+    assert [(each["network"], each["width"]) for each in runs.values()] == [("mlp", 3), ("study_cases:network", 4)]
+    with pytest.raises(StudyError, match="'network' in axes and beside them"):
+        study(axes=axes, settings={}, network="mlp")
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"batch, lr": [[50, 0.1], 25]}, ("Got 25 in the axis 'batch, lr'", "2 values in a list")),
+        ({"batch, lr": [[50, 0.1], [25]]}, ("Got [25] in the axis",)),
+        ({"batch, lr": [[50, 0.1, 3]]}, ("Got [50, 0.1, 3] in the axis",)),
+        ({"batch, lr": []}, ("without values",)),
+        ({"batch, lr": [[50, 1], [50, 1.0]]}, ("twice",)),
+        ({"batch, lr": [[50, 0.1]], "lr": [0.1]}, ("Got 'lr' in more than one axis",)),
+        ({"lr, lr": [[0.1, 0.2]]}, ("Got 'lr' in more than one axis",)),
+        ({"lr, seed": [[0.1, 1]]}, ("axis 'seed'", "seeds")),
+        ({"lr, epochs": [[0.1, 1]]}, ("'epochs' in axes and in stop",)),
+        ({"lr, depth": [[0.1, 1]]}, ("'depth' in axes and in settings",)),
+        ({"batch, lr": [[50, -0.1]]}, ("lr=-0.1", "above 0")),
+        ({"batch, momentun": [[50, 0.9]]}, ("'momentun'", "use 'momentum'")),
+        ({"batch,": [[50, 1]]}, ("''",)),
+    ],
+)
+def test_settings_that_cannot_go_hand_in_hand_are_refused(axes: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(study(axes=axes, settings={"depth": 1}), *words)
 
 
 def test_functions_may_be_handed_over_themselves() -> None:

@@ -19,13 +19,11 @@ from saltflat.studies import Results, Study
 from saltflat.studies.executors import Executor, executor_named
 from saltflat.studies.row_file import row_to_dict
 
-KINDS = ("training of ours", "training of the user's own")
 
-
-def chosen(kind: str) -> Study:
+def chosen(own: bool) -> Study:
     """Four runs; ours are trained in two groups, in the third epoch of which a worker is killed."""
     changes: dict[str, Any] = {"network": "waiting_cases:network", "settings": {"batch": 50}, "stop": {"epochs": 4}}
-    if kind != KINDS[0]:
+    if own:
         changes |= {"train": "waiting_cases:train", "settings": {}, "stop": {"epochs": STEPS + 5}}
     return study(**changes)
 
@@ -49,7 +47,7 @@ def told(results: Results) -> dict[str, Any]:
     }
 
 
-def run_and_killed(kind: str, executor: Executor, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Results:
+def run_and_killed(own: bool, executor: Executor, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Results:
     """Run with a worker killed that has told its number and waits in the middle of a training."""
     marks = folder / "marks"
     marks.mkdir()
@@ -65,36 +63,34 @@ def run_and_killed(kind: str, executor: Executor, folder: Path, monkeypatch: pyt
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    results = chosen(kind).run(folder / "runs", executor, progress=False, every=0.0)
+    results = chosen(own).run(folder / "runs", executor, progress=False, every=0.0)
     killer.join()
     assert len(killed) == 1
     assert not alive(killed[0])
     return results
 
 
-def assert_as_in_one_process(found: Results, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_as_in_one_process(found: Results, own: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER)
-    wanted = chosen(kind).run(folder / "calm", progress=False)
+    wanted = chosen(own).run(folder / "calm", progress=False)
     assert wanted.counts["done"] == 4
     assert told(found) == told(wanted)
     assert (found.folder / "table.csv").read_bytes() == (wanted.folder / "table.csv").read_bytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_processes_of_which_one_is_killed_give_the_rows_of_one_process(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_processes_of_which_one_is_killed_in_the_users_training_give_the_rows_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = run_and_killed(kind, executor_named("processes", workers=2), tmp_path, monkeypatch)
-    assert_as_in_one_process(found, kind, tmp_path, monkeypatch)
+    found = run_and_killed(True, executor_named("processes", workers=2), tmp_path, monkeypatch)
+    assert_as_in_one_process(found, True, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_ray_cluster_of_which_a_worker_is_killed_gives_the_rows_of_one_process(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_ray_cluster_of_which_a_worker_is_killed_in_our_training_gives_the_rows_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray", reason="needs Ray: pip install 'saltflat[ray]'")
     before = descendants(os.getpid())
-    found = run_and_killed(kind, executor_named("ray", workers=2), tmp_path, monkeypatch)
+    found = run_and_killed(False, executor_named("ray", workers=2), tmp_path, monkeypatch)
     assert not ray.is_initialized()
-    assert_as_in_one_process(found, kind, tmp_path, monkeypatch)
+    assert_as_in_one_process(found, False, tmp_path, monkeypatch)
     wait_until(lambda: not any(map(alive, descendants(os.getpid()) - before)), "Ray's processes were gone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from training_cases import SHRUNK, assert_same, examples
 
 from saltflat.errors import UnknownNameError
-from saltflat.studies import stack_training
+from saltflat.studies import stack_training, together
 from saltflat.studies.alone import train_alone
 from saltflat.studies.grouping import group_key, groups
 from saltflat.studies.recipe import Recipe
@@ -183,6 +184,65 @@ def test_too_little_memory_halves_the_stack_and_nothing_changes(monkeypatch: pyt
         assert "memory did not hold 5 networks" in each.outcome.notes[0]
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+@pytest.mark.parametrize("moment", ["training", "judging"])
+def test_memory_that_runs_out_late_changes_nothing(
+    moment: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether every epoch was remembered or only the last one that a network left in."""
+    recipes = [
+        Recipe(
+            network="resnet20", architecture=SHRUNK["resnet20"], seed=seed, lr=0.02, momentum=0.9, batch=10,
+            epochs=2 if seed == 1 else 6, dtype="float64", schedule="inverse", augment="flip",
+        )
+        for seed in range(5)
+    ]  # fmt: skip
+    wanted = train_together(recipes, IMAGES)
+    monkeypatch.setattr(together, "REMEMBER_EVERY", seconds)
+    plain, epochs, sizes = Stacked.logits, 0, []
+
+    def cramped(self: Stacked, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Four are left since the second epoch. In the fifth, or when its end is judged, memory holds no more than two.
+        sizes.append(len(rows))
+        if (
+            len(rows) > 2
+            and epochs >= (4 if moment == "training" else 5)
+            and kwargs["training"] == (moment != "judging")
+        ):
+            raise torch.OutOfMemoryError("no more")
+        return plain(self, rows, *args, **kwargs)
+
+    def tell(done: int, most: int) -> None:
+        nonlocal epochs
+        epochs += 1
+
+    monkeypatch.setattr(Stacked, "logits", cramped)
+    found = train_together(recipes, IMAGES, tell=tell)
+    assert sizes[-1] == 2
+    assert epochs > 6, "no epoch was done by halves"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.outcome.epochs == other.outcome.epochs == len(one.outcome.curve)
+    assert_same(found, wanted)
+    assert found[1].outcome.notes == ()
+    assert all("memory did not hold 4 networks" in found[place].outcome.notes[0] for place in (0, 2, 3, 4))
+
+
+def test_networks_trained_alone_are_not_repeated_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [replace(BASE, network="training_cases:noisy", architecture={}, seed=seed) for seed in range(4)]
+    trained: list[int] = []
+
+    def cramped(recipe: Recipe, *args: Any, **options: Any) -> Any:
+        trained.append(recipe.seed)
+        if trained == [0, 1, 2]:
+            raise torch.OutOfMemoryError("no more")
+        return train_alone(recipe, *args, **options)
+
+    wanted = train_together(recipes, DATA)
+    monkeypatch.setattr(together, "train_alone", cramped)
+    assert_same(train_together(recipes, DATA), wanted)
+    assert trained == [0, 1, 2, 2, 3]
+
+
 def test_too_little_memory_for_the_weights_halves_the_stack_too(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed) for seed in range(4)]
     plain = Stacked.packed
@@ -302,3 +362,17 @@ def test_the_precision_of_products_is_given_back(dtype: str) -> None:
     assert seen == [("highest", False) if dtype == "float32" else ("high", True)]
     after = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     assert after == before
+
+
+def test_three_digits_are_of_products_on_a_gpu_alone() -> None:
+    recipes = [replace(BASE, dtype=dtype) for dtype in ("float32", "tf32")]
+    assert group_key(recipes[0], (6,), 3) != group_key(recipes[1], (6,), 3)
+    full, short = train_together(recipes, DATA)
+    assert all(value.dtype is torch.float32 for value in short.weights.values())
+    assert_same([short], [full], tolerance=1e-3)
+    assert_same([short], [train_alone(recipes[1], DATA)], tolerance=1e-3)
+
+
+def test_a_recipe_travels_between_processes() -> None:
+    for recipe in (Recipe(), BASE, Recipe.of({"width": 3, "lr": 0.2})):
+        assert pickle.loads(pickle.dumps(recipe)) == recipe

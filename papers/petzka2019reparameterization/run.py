@@ -44,14 +44,14 @@ def study(scale: str) -> Study:
     lr = 0.1 if small else 0.02  # of the smallest batch
     return Study(
         name=f"petzka2019-mnist-{scale}",
-        data={"name": "mnist", **({"train_limit": 2000, "test_limit": 1000} if small else {})},
+        data={"name": "mnist", **({"train_limit": 1000, "test_limit": 500} if small else {})},
         network="petzka_mlp",
         axes={"batch, lr": [(batch, lr * batch / batches[0]) for batch in batches]},
         seeds=3 if small else 18,
         settings={"optimizer": "sgd", "init": "xavier_normal"},
         stop={"epochs": 20 if small else 400},
         measures=MEASURES,
-        measure={"examples": 200 if small else 60_000, "dtype": "float64"},
+        measure={"examples": 50 if small else 60_000, "dtype": "float64"},
     )
 
 

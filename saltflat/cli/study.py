@@ -15,7 +15,6 @@ from saltflat.errors import SaltflatError, StudyError, unknown
 from saltflat.studies import Results, Study
 from saltflat.studies.executors import EXECUTORS, executor_named
 from saltflat.studies.lock import holder, is_locked
-from saltflat.studies.store import Store
 
 Folder: TypeAlias = Annotated[Path, typer.Argument(help="The folder that run was given as --out.")]
 KeepMissed: TypeAlias = Annotated[
@@ -42,7 +41,9 @@ def run(
     workers: Annotated[int | None, typer.Option(help="How many processes.")] = None,
     address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")] = None,
     cpus: Annotated[float | None, typer.Option(help="Cores that one task needs, on a cluster.")] = None,
-    gpus: Annotated[float | None, typer.Option(help="GPUs that one task needs, on a cluster; 1 with --device cuda.")] = None,
+    gpus: Annotated[
+        float | None, typer.Option(help="GPUs that one task needs, on a cluster; 1 with --device cuda.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto for a GPU if there is one.")] = "cpu",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try runs again that ended in an error.")
@@ -95,7 +96,6 @@ def status(folder: Folder) -> None:
         say(f"{holder(folder)} is working on it now.".capitalize())
     elif results.counts["missing"]:
         say(f"Nobody is working on it. Go on with: saltflat study run STUDY.yaml --out {folder}")
-    _write_table(results)
 
 
 @study.command()
@@ -118,7 +118,6 @@ def score(
             typer.echo(json.dumps(scores.to_dict(), indent=2, allow_nan=False))
     else:
         show_on_screen(scores)
-    _write_table(results)
 
 
 @study.command()
@@ -147,11 +146,3 @@ def report(
         )
     if not quiet:
         say(f"{done} {out}.")
-
-
-def _write_table(results: Results) -> None:
-    """Bring table.csv up to date; a folder that may only be read is read all the same."""
-    try:
-        Store(results.folder).write_table(results.csv())
-    except StudyError as problem:
-        say(f"table.csv is left as it was: {problem}")

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from saltflat.errors import StudyError
 from saltflat.report.audit import Audit
+from saltflat.studies.canonical import digest
 from saltflat.studies.remaking import remade
 from saltflat.studies.row import Row
+from saltflat.studies.source import fingerprint
 from saltflat.studies.store import Store
 from saltflat.symmetry.audit import audit
 
@@ -26,15 +28,21 @@ def audited(
 
     Args:
         results: of the study.
-        count: how many runs: those with the smallest and the largest gap first.
+        count: how many runs: spread over the gaps that there are, with the smallest and the largest; one: in between.
         data_folder: where named data sets are, if not where the study says.
         progress: a bar, on a terminal if None.
     """
     study, store = results.study, Store(results.folder)
-    rows = [row for row in results.rows.values() if row.status in ("done", "missed") and store.has_weights(row.key)]
+    rows = [row for row in results.rows.values() if row.status in ("done", "missed") and _has_weights(store, row.key)]
     if not rows:
         raise StudyError("Got no run with weights in the folder. Want one to rescale. Do: run the study here first.")
     examples = study.data.examples(None if data_folder is None else os.fspath(data_folder))
+    definition = store.definition() or {}
+    if definition.get("data", {}).get(digest(study.data.identity)) != fingerprint(examples):
+        raise StudyError(
+            f"Got data {study.data.name!r} that are not those which the runs were trained on. Want the same examples. "
+            "Do: name the folder that they are in."
+        )
     found = {}
     for row in _apart(rows, count):
         network = remade(results, row.key, examples)
@@ -49,8 +57,15 @@ def audited(
     return found
 
 
+def _has_weights(store: Store, key: str) -> bool:
+    try:
+        return store.has_weights(key)
+    except StudyError:  # damaged: others will do
+        return False
+
+
 def _apart(rows: Sequence[Row], count: int) -> list[Row]:
-    """Rows spread over the gaps that there are: the ends first, then between."""
+    """Rows spread over the gaps that there are, both ends among them; the one in the middle where one is asked for."""
     ordered = sorted(rows, key=lambda row: (row.gap["error"], row.gap["loss"]))
     if count >= len(ordered):
         return list(ordered)

@@ -20,7 +20,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Inside of it the folder is ours. A process that dies, however, gives it back: the system sees to that."""
     import fcntl  # here, so that a study can be read where there is no such thing
 
-    # Appended to, never cut: the words of whoever holds the lock must stay until the lock is ours.
+    # Not cut when it is opened: the words of whoever holds the lock must stay until the lock is ours.
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:

@@ -125,8 +125,6 @@ def measured(
         readings |= {name: replace(reading, units={}, details={}) for name, reading in report.items()}
         seconds += report.seconds
         made_with = {**report.versions, "device": report.device}
-    if problems and not reports:
-        raise next(iter(problems.values()))
     for name, error in problems.items():
         readings[name] = Reading(name, math.nan, exact=False, notes=(first_line(error),))
     return Measured({name: readings[name] for name in measures}, seconds, made_with)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import StudyError
+from saltflat.studies.canonical import digest
 from saltflat.studies.lock import LOCK, locked
 from saltflat.studies.store import DEFINITION, FOLDERS, ROWS, TABLE, Store, unwritable
 
@@ -74,25 +75,28 @@ def _remove_parts(folder: Path) -> None:
 
 def _define(store: Store, study: Study, keys: list[str], fingerprint: str) -> None:
     """Compare what the folder is about with the study, and write the study down if it is new there."""
-    content: dict[str, Any] = {"study": study.to_dict(), "data": fingerprint, "keys": keys}
+    # Of all data that runs here were trained on: a definition may go back to what it was before.
+    data = {digest(study.data.identity): fingerprint}
     path = store.folder / DEFINITION
     there: Mapping[str, Any] | None = store.kept(lambda _: store.definition(), "", path)
+    content: dict[str, Any] = {"study": study.to_dict(), "data": data, "keys": keys}
     if there is not None:
-        _check_same(there, study, fingerprint, store.folder)
+        _check_same(there, study, data, store.folder)
+        content["data"] = {**there["data"], **data}
         if all(there.get(key) == value for key, value in content.items()):
             return
         _tell_left_out(store, keys)
     store.write_definition(content)
 
 
-def _check_same(there: Mapping[str, Any], study: Study, fingerprint: str, folder: Path) -> None:
-    name, data = there["study"]["name"], there["study"]["data"]
+def _check_same(there: Mapping[str, Any], study: Study, data: Mapping[str, str], folder: Path) -> None:
+    name = there["study"]["name"]
     if name != study.name:
         raise StudyError(
             f"Got the folder {str(folder)!r}, which holds the study {name!r}. Want a folder for {study.name!r}. "
             "Do: give another one, --out."
         )
-    if type(study.data).of(data).identity == study.data.identity and there["data"] != fingerprint:
+    if any(there["data"].get(source, fingerprint) != fingerprint for source, fingerprint in data.items()):
         raise StudyError(
             f"Got data {study.data.name!r} that are not those which the runs in {str(folder)!r} were trained on, "
             "though they have the same name. Want the same examples. Do: bring them back, or give another folder."

@@ -35,7 +35,7 @@ def write_page(
     Args:
         results: of the study.
         path: of the page.
-        audits: rescale so many of the runs (those with the smallest and largest gap) and see which measures notice;
+        audits: rescale so many of the runs, spread over the gaps that there are, and see which measures notice;
             or audits by key that were made before.
         landscapes: slices of the loss to show, by what they are called.
         data_folder: where named data sets are, if not where the study says; for audits.

@@ -98,7 +98,9 @@ class Results:
         """How well each measure goes with the generalization gap; see :func:`saltflat.studies.scores.score`."""
         from saltflat.studies.scores import score
 
-        return score(self.rows.values(), self.study.axis_names, gap=gap, **options)
+        taken = {name for row in self.rows.values() for name in row.readings}
+        asked = {"measures": [name for name in self.study.measures if name in taken], **options}
+        return score(self.rows.values(), self.study.axis_names, gap=gap, **asked)
 
     def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """The study as one page for a browser, with everything in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import StudyError
+from saltflat.report.reading import Reading
 from saltflat.studies import tasks
 from saltflat.studies.device import device_for, resources_for
 from saltflat.studies.executors import Executor, Failure, Session, executor_named
 from saltflat.studies.fit import check_fit
+from saltflat.studies.grid import same
 from saltflat.studies.measuring import Measured
 from saltflat.studies.opening import opened
 from saltflat.studies.plan import Plan, plan_of
@@ -173,13 +176,18 @@ class _Running:
             self._keep(_diverged(task.key, self.runs[task.key], outcome, float(metadata["seconds"])))
             return
         before = self.plan.rows.get(task.key)
-        known = before if before is not None and task.measures != self.study.measures else None
+        known = before if before is not None and same(before.measured, self.study.measure_options) else None
         self._keep(self._row(task.key, outcome, float(metadata["seconds"]), result, known))
 
     def _row(self, key: str, outcome: Outcome, seconds: float, result: Measured | Failure, known: Row | None) -> Row:
         """A finished row; readings that were there already are kept where only others were asked for."""
         spent = {"training": seconds}
         row = Row(key, self.runs[key], outcome.status, outcome, measured=self.study.measure_options, seconds=spent)
+        if isinstance(result, Failure) and known is not None and known.readings:
+            # What was asked for later cannot be measured; what was measured before stays.
+            lacking = [name for name in self.study.measures if name not in known.readings]
+            undefined = {name: Reading(name, math.nan, exact=False, notes=(result.error,)) for name in lacking}
+            return replace(known, readings={**known.readings, **undefined})
         if isinstance(result, Failure):
             return replace(row, status="failed", failure=_told(result), measured={})
         readings = {**({} if known is None else known.readings), **result.readings}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,7 +76,7 @@ class Store:
         path = self.weights_path(key)
         if not path.exists():
             return False
-        with safe_open(str(path), framework="pt") as file:
+        with _opened(path) as file:
             if "outcome" not in (file.metadata() or {}):
                 raise StudyError(f"Got {str(path)!r} without an outcome. Want weights that Study.run wrote.")
         return True
@@ -120,7 +121,7 @@ class Store:
     def _tensors(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
         if not path.exists():
             return None
-        with safe_open(str(path), framework="pt") as file:
+        with _opened(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
 
     def _write(self, path: Path, content: bytes) -> Path:
@@ -163,3 +164,16 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: value.detach().cpu().contiguous().clone() for name, value in tensors.items() if isinstance(value, Tensor)
     }
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of tensors; one that is no whole file is an error of ours."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except SafetensorError as problem:
+        raise StudyError(
+            f"Got {str(path)!r}, which is no whole file of weights ({problem}). Want what Study.run wrote. "
+            "Do: run the study again, which makes it anew."
+        ) from problem

@@ -138,7 +138,7 @@ def train(task: TrainTask, context: Context) -> dict[str, TrainedRun] | Halt:
             every=context.every,
             tell=context.tell,
         )
-    except (OSError, ReportError) as problem:
+    except ReportError as problem:  # a checkpoint that cannot be written; errors of a network of the user's are its own
         return Halt(str(problem))
     return {key: TrainedRun(each) for key, each in zip(task.configs, found, strict=True)}
 
