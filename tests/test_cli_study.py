@@ -80,7 +80,7 @@ def test_status_of_a_study_that_was_stopped_says_how_to_go_on(tmp_path: Path) ->
     result = run("status", tmp_path / "runs")
     assert "1 missing" in result.stdout
     assert "Nobody is working on it" in result.stderr
-    lines = list(csv.DictReader(io.StringIO((tmp_path / "runs" / "table.csv").read_text())))
+    lines = list(csv.DictReader(io.StringIO(Results.load(tmp_path / "runs").csv())))
     assert [line["status"] for line in lines] == ["missing", "done", "done", "done"]
     assert lines[0]["lr"] == "0.1"
 

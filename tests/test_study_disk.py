@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -203,3 +204,14 @@ def test_a_disk_that_is_really_full_is_a_clear_error_and_the_study_goes_on_with_
         assert study().run(tmp_path / "calm", progress=False).csv() == results.csv()
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("change", [{"study": None}, {"study": {}}, {"data": "abc"}, {"keys": None}, {"keys": []}])
+def test_a_definition_of_another_kind_is_one_clear_error_and_made_again(change: dict[str, Any], tmp_path: Path) -> None:
+    before = study().run(tmp_path / "runs", progress=False).csv()
+    path = tmp_path / "runs" / "study.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(StudyError, match="Do: give saltflat study run again"):
+        Results.load(tmp_path / "runs")
+    assert study().run(tmp_path / "runs", progress=False).csv() == before
+    assert Results.load(tmp_path / "runs").csv() == before

@@ -276,3 +276,11 @@ def test_a_train_function_is_asked_what_it_takes() -> None:
 def test_defaults_of_a_train_function_are_part_of_its_runs() -> None:
     runs = own(train="study_cases:bare", axes={"epochs": [1, 2]}, stop={}).runs()
     assert [each["width"] for each in runs.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("settings", [{"width": 0}, {"depth": -1}, {"widths": [8, 0]}])
+def test_layers_without_units_are_refused_before_any_work(settings: dict[str, Any], tmp_path: Path) -> None:
+    study = Study("none", "digits", {"lr": [0.1]}, settings=settings, stop={"epochs": 1})
+    with pytest.raises(StudyError, match=r"^Got width.* of an MLP. Want layers of at least one unit"):
+        study.run(tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -238,7 +238,7 @@ def draw(found: Found, folder: Path) -> None:
             axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
         for axes in figure.axes[::4]:
             axes.set_ylabel("test loss - training loss")
-        figure.axes[0].legend(fontsize=7, loc="lower right")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
         figure.savefig(folder / f"{name}.png", dpi=80)
 
 

@@ -106,7 +106,7 @@ def directions_of(setting: Setting, wanted: Wanted, count: int) -> tuple[list[Di
 
 
 def _without_biases(network: Network, vector: Mapping[str, Tensor], wanted: Wanted) -> dict[str, Tensor]:
-    """Biases and parameters of norms have one axis, weights more. (A LayerNorm over several axes counts as a weight.)"""
+    """Biases and parameters of norms have one axis, weights more. (A LayerNorm over several counts as a weight.)"""
     keep = wanted.biases == "include"
     return {name: each for name, each in vector.items() if keep or network.measured[name].dim() > 1}
 

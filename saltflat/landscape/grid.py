@@ -10,6 +10,8 @@ from torch import Tensor
 from saltflat.amounts import MOST, check_positive
 from saltflat.errors import OptionError
 
+MOST_POINTS = 250_000  # a slip of the keyboard beyond
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -62,6 +64,11 @@ def grid_from(dimensions: int, points: int, radius: float) -> Grid:
         raise OptionError(
             f"Got points={points!r}. Want an odd number of at least 3, so that the weights themselves are the point in "
             "the middle. Do: for instance points=21."
+        )
+    if points**dimensions > MOST_POINTS:
+        raise OptionError(
+            f"Got points={points!r} in {dimensions} dimensions, {points**dimensions:,} passes over the data. Want at "
+            f"most {MOST_POINTS:,}. Do: for instance points=51."
         )
     check_positive(radius=radius)
     return Grid(dimensions, points, float(radius))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from saltflat.errors import first_line
+from saltflat.errors import SaltflatError, first_line
 from saltflat.problem import Problem
 from saltflat.studies.building import built
 from saltflat.studies.canonical import text_of
@@ -64,6 +64,9 @@ def _structure_problems(study: Study, recipe: Recipe, examples: Examples) -> Ite
         inputs = inputs.to(DTYPES[recipe.dtype]) if inputs.is_floating_point() else inputs
         with torch.no_grad():
             outputs = model(inputs)
+    except SaltflatError as error:  # says itself what is wrong
+        yield str(error)
+        return
     except Exception as error:  # a network of the user's, or sizes that do not fit, can fail in any way
         yield (
             f"Got {first_line(error)} from {network} on inputs of shape {examples.shape}. Want a network that takes "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
     assert context.train is not None
     started = time.perf_counter()
     taker = train_taker(context.train)
-    with _seeded(config["seed"]):
+    # Paths of the study may be relative: whatever the function does, we come back to where it was called.
+    with _seeded(config["seed"]), chdir(Path.cwd()):
         try:
             found = taker.function(**_handed(taker, config, context))
         except SystemExit as leaving:  # ends this run, not the study

@@ -17,7 +17,7 @@ from saltflat.report.frame import frame_of
 from saltflat.report.table import rendered
 from saltflat.studies.grid import places_of, varied
 from saltflat.studies.row import STATUSES, Row
-from saltflat.studies.store import DEFINITION, Store
+from saltflat.studies.store import DEFINITION, ROWS, Store
 from saltflat.studies.study import Study
 from saltflat.studies.table import csv_of, table_of
 
@@ -63,7 +63,13 @@ class Results:
                 "Do: check the path, or begin one with saltflat study run STUDY.yaml --out FOLDER."
             )
         study, keys = Study.from_dict(definition["study"]), definition["keys"]
-        places = dict(zip(keys, places_of(study), strict=True))
+        found = list(places_of(study))
+        if len(keys) != len(found):
+            raise StudyError(
+                f"Got {DEFINITION} in {os.fspath(folder)!r} with {len(keys)} keys for {len(found)} runs. Want one for "
+                "each. Do: give saltflat study run again; it makes the file anew."
+            )
+        places = dict(zip(keys, found, strict=True))
         rows, notes = {}, []
         for key in places:
             try:
@@ -120,5 +126,7 @@ class Results:
         failures = Counter(row.failure["error"] for row in self.rows.values() if row.failure)
         for error, count in failures.most_common(MOST_ERRORS):
             yield Text(f"  {count} x {error}", style="red")
+        if len(failures) > MOST_ERRORS:
+            yield Text(f"  and {len(failures) - MOST_ERRORS} other errors, in {self.folder / ROWS}", style="red")
         for note in self.notes[:MOST_ERRORS]:
             yield Text(note, style="yellow")

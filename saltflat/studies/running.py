@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from saltflat.amounts import check_amount
 from saltflat.errors import StudyError
 from saltflat.report.reading import Reading
 from saltflat.studies import tasks
@@ -49,6 +50,7 @@ def run_study(
     every: float = 30.0,
 ) -> Results:
     """Do what of the study is not yet done, and give back all of its runs; see :meth:`Study.run`."""
+    check_amount(every=every, **(resources or {}))
     runs = study.runs()
     chosen = executor_named(executor) if isinstance(executor, str) else executor
     place = device_for(device, here=chosen.name == "here")

@@ -99,7 +99,17 @@ class Store:
     def definition(self) -> dict[str, Any] | None:
         """What the folder says of its study; None where it says nothing yet."""
         path = self.folder / DEFINITION
-        return read(path, STUDY) if path.exists() else None
+        if not path.exists():
+            return None
+        found = read(path, STUDY)
+        kinds = {"study": dict, "data": dict, "keys": list}
+        wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name), kind)]
+        if wrong or not isinstance(found["study"].get("name"), str):
+            raise StudyError(
+                f"Got the file {str(path)!r}, whose {wrong[0] if wrong else 'study'!r} is missing or of another kind. "
+                "Want a study as Study.run wrote it. Do: give saltflat study run again; it makes the file anew."
+            )
+        return found
 
     def write_definition(self, content: Mapping[str, Any]) -> None:
         self._write(self.folder / DEFINITION, _json({"schema": STUDY.schema, **content}))

@@ -37,7 +37,9 @@ def executor_named(name: str, *, workers: int | None = None, address: str | None
     given = {
         key: value for key, value in {"workers": workers, "address": address, **options}.items() if value is not None
     }
-    taken = [each for each in inspect.signature(executor).parameters if executor.__init__ is not object.__init__]
+    # An executor without a constructor of its own shows the parameters of none in particular.
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    taken = [name for name, each in inspect.signature(executor).parameters.items() if each.kind in named]
     for key in given:
         if key not in taken:
             raise OptionError(

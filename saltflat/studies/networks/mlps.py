@@ -8,6 +8,7 @@ from math import prod
 
 from torch import nn
 
+from saltflat.errors import OptionError
 from saltflat.studies.dropout import Dropout
 from saltflat.studies.networks import network_named
 
@@ -17,7 +18,13 @@ def mlp(
     shape: tuple[int, ...], classes: int, *, widths: Sequence[int] | None = None, width: int = 64, depth: int = 2
 ) -> nn.Module:
     """Hidden layers of these ``widths``, or ``depth`` of them with ``width`` units each. Dropout follows each."""
-    sizes = [prod(shape), *([width] * depth if widths is None else widths)]
+    hidden = [width] * depth if widths is None else list(widths)
+    if (widths is None and depth < 0) or min(hidden, default=1) < 1:
+        raise OptionError(
+            f"Got {f'width={width!r} and depth={depth!r}' if widths is None else f'widths={widths!r}'} of an MLP. Want "
+            "layers of at least one unit, and no fewer than none. Do: for instance width=64, depth=2."
+        )
+    sizes = [prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU(), Dropout()]
