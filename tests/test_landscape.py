@@ -379,7 +379,8 @@ def hessian(net: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
     return found
 
 
-def test_the_curvature_along_eigenvectors_of_length_one_is_the_eigenvalue() -> None:
+def test_the_curvature_along_eigenvectors_of_length_one_is_the_eigenvalue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     net, data = mlp(act=nn.Tanh), rows()
     values = torch.linalg.eigvalsh(hessian(net, data)).flip(0)[:2]
     found = saltflat.landscape(net, batches(data), directions="eigenvectors", dimensions=2, points=3, radius=1e-3)
@@ -779,7 +780,8 @@ def test_nothing_in_a_landscape_can_be_changed(found: Landscape) -> None:
         found.seconds = 0.0  # type: ignore[misc]
 
 
-def test_it_prints_what_a_reader_needs(found: Landscape) -> None:
+def test_it_prints_what_a_reader_needs(found: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     text = str(found)
     for told in ("5 x 5 points", "11 examples", "random direction 2 (by filter)", "curvature", "cosine"):
         assert told in text
