@@ -28,6 +28,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	set -e; for script in papers/*/run.py; do $(BIN)/mypy $$script; done
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
