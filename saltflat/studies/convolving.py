@@ -8,10 +8,9 @@ Two ways give the same numbers and differ in time and memory:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,6 @@ class Form:
     padding: tuple[int, int]
 
 
-Way: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Form], Tensor]
-
-
 def use_way(model: nn.Module, way: str, device: torch.device) -> None:
     """Make the convolutions of a model go this way under ``vmap``; the model is of no other use afterwards.
 
@@ -46,9 +42,9 @@ def use_way(model: nn.Module, way: str, device: torch.device) -> None:
             module.forward = _mean  # type: ignore[method-assign, assignment]
         if type(module) is nn.Conv2d and _plain(module):
             chosen = chosen_way(module, device) if way == "auto" else way
-            if chosen in STACKED:
+            if chosen == "each":
                 form = Form(_pair(module.stride), _pair(module.padding))
-                module.forward = partial(_forward, module, form, STACKED[chosen])  # type: ignore[method-assign]
+                module.forward = partial(_forward, module, form)  # type: ignore[method-assign]
 
 
 def chosen_way(module: nn.Conv2d, device: torch.device) -> str:
@@ -72,8 +68,8 @@ def _pair(value: Any) -> tuple[int, int]:
     return first, second
 
 
-def _forward(module: nn.Conv2d, form: Form, way: Way, x: Tensor) -> Tensor:
-    found: Tensor = _Convolution.apply(x, module.weight, module.bias, form, way)  # type: ignore[no-untyped-call]
+def _forward(module: nn.Conv2d, form: Form, x: Tensor) -> Tensor:
+    found: Tensor = _Convolution.apply(x, module.weight, module.bias, form)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -85,7 +81,7 @@ class _Convolution(torch.autograd.Function):
     """Gives ``vmap`` the stacked tensors, and has them convolved by ordinary operations, which autograd follows."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, way: Way) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
         return F.conv2d(x, weight, bias, form.stride, form.padding)
 
     @staticmethod
@@ -97,15 +93,13 @@ class _Convolution(torch.autograd.Function):
         raise NotImplementedError("only under vmap, where its own operations are followed")
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, way: Way
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> tuple[Tensor, int]:
         of_images, of_weights, of_biases, *_ = in_dims
         weight = weight.movedim(of_weights, 0)
         bias = None if bias is None else bias.movedim(of_biases, 0)
         if of_images is None:
             return _shared(x, weight, bias, form), 0
-        return way(x.movedim(of_images, 0), weight, bias, form), 0
+        return _each(x.movedim(of_images, 0), weight, bias, form), 0
 
 
 def _shared(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
@@ -123,6 +117,3 @@ def _each(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
             for images, own, own_bias in zip(x.unbind(), weight.unbind(), biases, strict=True)
         ]
     )
-
-
-STACKED: dict[str, Way] = {"each": _each}

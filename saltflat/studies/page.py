@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import SaltflatError, first_line
-from saltflat.report.file import checked, replacing
+from saltflat.report.file import checked
 from saltflat.studies.auditing import audited
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def write_page(
         progress: of the audits, on a terminal if None.
         options: of the scores, such as ``resamples``.
     """
-    from saltflat.report.html import study_page  # needs packages that only pages do
+    from saltflat.report import html  # needs packages that only pages do
 
     checked(path)
     warnings = list(results.notes)
@@ -60,7 +60,7 @@ def write_page(
             scores[gap] = results.scores(gap, **options)
         except SaltflatError as problem:  # too few runs; the others are worth looking at all the same
             warnings.append(f"No scores for the gap of the {gap}: {problem}")
-    text = study_page(
+    text = html.study_page(
         results.study.name,
         facts_of(results),
         _shortened(results),
@@ -71,9 +71,7 @@ def write_page(
         warnings,
         f"saltflat study run STUDY.yaml --out {results.folder}",
     )
-    with replacing(path) as part, part.open("x", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-    return Path(path)
+    return html.write_page(text, path)
 
 
 def facts_of(results: Results) -> dict[str, Any]:
