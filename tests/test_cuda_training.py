@@ -110,14 +110,15 @@ def test_one_autocast_around_both_passes_sees_the_moved_weights_on_a_gpu() -> No
     assert sizes[1] > 2 * sizes[0]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_waits_for_the_gpu_nowhere() -> None:
     model = made("batch norm", torch.float32).cuda()
     optimizers = [SAM(model, SGD, lr=0.1), *(kind(model, SGD, lr=0.1) for kind in KINDS[1:])]
     (batch,) = there(1, torch.float32)
     for optimizer in optimizers:
         by_closure(model, optimizer, batch)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             by_closure(model, optimizer, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")

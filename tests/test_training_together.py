@@ -22,7 +22,7 @@ DATA = examples()
 IMAGES = examples((2, 16, 16))
 BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype="float64")
 # Of the networks with convolutions, every way of doing them; the others have none.
-WAYS = [(name, way) for name in SHRUNK for way in (("auto",) if "mlp" in name else ("grouped", "each"))]
+WAYS = [(name, way) for name in SHRUNK for way in (("auto",) if "mlp" in name else ("grouped", "each", "banded"))]
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
@@ -117,7 +117,7 @@ def test_a_network_that_blows_up_does_not_disturb_its_neighbours() -> None:
 
 def test_a_network_that_blows_up_with_convolutions_and_batch_norm_does_not_either() -> None:
     for name in ("lenet5", "resnet20"):
-        for way in ("grouped", "each"):
+        for way in ("grouped", "each", "banded"):
             recipes = [
                 Recipe(network=name, architecture=SHRUNK[name], seed=seed, lr=lr, batch=10, epochs=2, dtype="float64")
                 for seed, lr in ((0, 0.01), (1, 1e300))
@@ -339,7 +339,7 @@ def test_unknown_ways_are_refused() -> None:
         train_together([BASE], DATA, way="groupped")
 
 
-@pytest.mark.parametrize("way", ["grouped", "each"])
+@pytest.mark.parametrize("way", ["grouped", "each", "banded"])
 def test_strides_padding_groups_and_dilation_are_as_alone(way: str) -> None:
     recipes = [
         replace(BASE, network="training_cases:odd_convolutions", architecture={}, seed=seed, epochs=2)

@@ -27,7 +27,7 @@ class Stacked:
     def __init__(self, model: nn.Module, example: Tensor, way: str = "auto") -> None:
         self.model = deepcopy(model).to(example.device).eval()
         self.passing = deepcopy(self.model)
-        use_way(self.passing, way, example.device)
+        use_way(self.passing, way)
         self.masks = mask_shapes(self.model, example)
         self.trained = {name: each.shape for name, each in self.model.named_parameters() if each.requires_grad}
         self.sizes = [shape.numel() for shape in self.trained.values()]
