@@ -31,7 +31,7 @@ def recipes(name: str) -> list[Recipe]:
     ]
 
 
-@pytest.mark.parametrize("way", ["grouped", "each", "banded"])
+@pytest.mark.parametrize("way", ["auto", "grouped", "each", "banded"])
 @pytest.mark.parametrize("name", SHRUNK)
 def test_networks_trained_together_on_a_gpu_are_as_alone_there(name: str, way: str) -> None:
     found = train_together(recipes(name), IMAGES, device="cuda", way=way)

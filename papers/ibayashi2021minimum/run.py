@@ -81,7 +81,7 @@ class Found:
         self.gap = np.array([row.gap["error"] for row in self.rows])
         self.error = np.array([outcome.train_error for _, outcome in done])
         self.collapsed = 1 - self.error < COLLAPSED
-        self.unfitted = int((self.error > FITTED).sum())
+        self.fitted = self.error <= FITTED
 
     def values(self, measure: str) -> np.ndarray[Any, Any]:
         return np.array([row.readings[measure].value for row in self.rows])
@@ -118,7 +118,7 @@ def table(claim: dict[str, Any], found: Found, rounding: Path) -> Iterator[str]:
     yield ""
     yield (
         f"{len(found.rows)} networks, {int(found.collapsed.sum())} collapsed (those are left out of the means), "
-        f"{found.unfitted} with more than {FITTED:.0%} training error; "
+        f"{int((~found.fitted).sum())} with more than {FITTED:.0%} training error; "
         f"{' or '.join(map(str, found.epochs))} epochs (the paper: {claim['epochs']})."
     )
     if rounding.exists():
@@ -156,28 +156,30 @@ def table(claim: dict[str, Any], found: Found, rounding: Path) -> Iterator[str]:
 
 
 def correlations(title: str, x: np.ndarray[Any, Any], found: Found, claim: dict[str, Any], short: str = "") -> str:
-    """One number's row; a second with collapsed networks left out, where there are some."""
+    """One number's row; a second one of the networks that have fitted their labels, where some have not."""
     lines = []
-    for name, chosen in {"": np.ones(len(x), dtype=bool), ", without collapsed": ~found.collapsed}.items():
-        if (name and not found.collapsed.any()) or chosen.sum() < 4:
+    for name, chosen in {"": np.ones(len(x), dtype=bool), ", fitted networks alone": found.fitted}.items():
+        if (name and found.fitted.all()) or chosen.sum() < 4:
             continue
         one, other = pearsonr(x[chosen], found.gap[chosen]), kendalltau(x[chosen], found.gap[chosen])
         pearson, chance, kendall = float(one.statistic), float(one.pvalue), float(other.statistic)
         archived = [f"{claim[f'{short}_{kind}']:.3f}" if short else "" for kind in ("pearson", "kendall")]
-        judged = verdict(pearson, chance, found, claim, short) if short else ""
+        judged = verdict(pearson, chance, chosen, found, claim, short) if short else ""
         lines.append(f"| {title}{name} | {pearson:.3f} | {archived[0]} | {kendall:.3f} | {archived[1]} | {judged} |")
     return "\n".join(lines)
 
 
-def verdict(pearson: float, chance: float, found: Found, claim: dict[str, Any], short: str) -> str:
+def verdict(
+    pearson: float, chance: float, chosen: np.ndarray[Any, Any], found: Found, claim: dict[str, Any], short: str
+) -> str:
     """Reproduced within 0.1 of the archived number; never where the networks are not like the archived ones."""
     same_sign = "same sign" if pearson > 0 and chance < 0.05 else "not reproduced"
-    shares = len(set(found.ratio))
+    shares, unfitted = len(set(found.ratio[chosen])), int((chosen & ~found.fitted).sum())
     reasons = []
     if short == "ns":
         reasons.append("the archived number had not converged")
-    if found.unfitted:
-        reasons.append(f"{found.unfitted} of {len(found.rows)} networks have not fitted their labels")
+    if unfitted:
+        reasons.append(f"{unfitted} of {len(found.rows)} networks have not fitted their labels")
     if shares < len(claim["ratios"]):
         reasons.append(f"{shares} of {len(claim['ratios'])} shares")
     if reasons:
@@ -188,12 +190,17 @@ def verdict(pearson: float, chance: float, found: Found, claim: dict[str, Any], 
 def draw(claim: dict[str, Any], found: Found, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     shown = {"minimum_sharpness": "ms", "normalized_sharpness_arxiv": "ns"}
+    kinds = {
+        "here": (found.fitted, "o"),
+        "here, labels not fitted": (~found.fitted & ~found.collapsed, "^"),
+        "here, collapsed": (found.collapsed, "x"),
+    }
     for axes, (name, key) in zip(figure.subplots(1, 2), shown.items(), strict=True):
         values = found.values(name)
-        kept = ~found.collapsed
-        points = axes.scatter(values[kept], found.gap[kept], c=found.ratio[kept], vmin=0, vmax=1, s=18, label="here")
-        if found.collapsed.any():
-            axes.scatter(values[~kept], found.gap[~kept], marker="x", color="tab:red", label="collapsed")
+        for label, (chosen, marker) in kinds.items():
+            if chosen.any():
+                x, y, shade = values[chosen], found.gap[chosen], found.ratio[chosen]
+                points = axes.scatter(x, y, c=shade, vmin=0, vmax=1, s=20, marker=marker, label=label)
         axes.plot(claim[key], claim["gap"], "k+", label="archived means" + (" (not converged)" if key == "ns" else ""))
         axes.set_xscale("log")
         axes.set_xlabel(name)

@@ -22,18 +22,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saltflat.errors import unknown
+from saltflat.studies.dropout import Dropout
 
-WAYS = ("auto", "grouped", "each", "banded", "lines")
+WAYS = ("auto", "grouped", "each", "banded")
+# Layers that take images with channels last as they are, which spares two copies. Others may not under vmap: BatchNorm
+# on a GPU asks how its input lies in memory, and vmap cannot tell.
+EITHER = (nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear, Dropout)
 NARROW = 10  # kernels beside each other
 ALIGNED = 4  # numbers of float32 in 16 bytes
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a convolution is besides its numbers."""
+    """What a convolution is besides its numbers.
+
+    Attributes:
+        stride: down and across.
+        padding: above and beside.
+        last: whether outputs may lie in memory with their channels last.
+    """
 
     stride: tuple[int, int]
     padding: tuple[int, int]
+    last: bool
 
 
 Way: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Form], Tensor]
@@ -46,12 +57,13 @@ def use_way(model: nn.Module, way: str) -> None:
     """
     if way not in WAYS:
         raise unknown("way of convolving", way, WAYS)
+    last = type(model) is nn.Sequential and all(type(layer) in EITHER for layer in model)
     for module in model.modules():
         if type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
             # vmap has no rule for what torch does here when channels are last in memory.
             module.forward = _mean  # type: ignore[method-assign, assignment]
         if type(module) is nn.Conv2d and _plain(module):
-            form = Form(_pair(module.stride), _pair(module.padding))
+            form = Form(_pair(module.stride), _pair(module.padding), last)
             module.forward = partial(_forward, module, form, way)  # type: ignore[method-assign]
 
 
@@ -59,7 +71,7 @@ def chosen_way(x: Tensor, weight: Tensor) -> str:
     """What ``"auto"`` means for these images and kernels.
 
     On two cores, grouped convolutions of 3 x 3 were as quick as any, and those of 5 x 5 slower than one by one. On an
-    H200 a step of 64 LeNets with batches of 128 took 6.6 ms grouped, and 3.6 ms by banded matrices. The arithmetic of
+    H200 a step of 64 LeNets with batches of 128 took 6.7 ms grouped, and 3.4 ms by banded matrices. The arithmetic of
     those grows with the width of an image in kernels, so wide images stay grouped.
     """
     width, wide = x.shape[-1], weight.shape[-1]
@@ -150,7 +162,7 @@ def _banded(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tenso
     places = (width + 2 * beside - wide) // across + 1
     # Wider by columns of zeros: products are twice as quick where rows begin at multiples of 16 bytes.
     wider = next(count for count in count_from(width) if count * channels % ALIGNED == 0)
-    # Channels last, so that all that a kernel sees in its rows is one piece of memory, and pooling copies nothing.
+    # Channels last, so that all that a kernel sees in its rows is one piece of memory.
     lying = F.pad(x.permute(0, 1, 3, 4, 2), (0, 0, 0, wider - width, above, above)).contiguous()
     windows = lying.unfold(2, high, down)  # (networks, batch, rows of outputs, wider, channels, high)
     rows = windows.shape[2]
@@ -163,27 +175,8 @@ def _banded(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tenso
     found = product.view(networks, batch, rows, places, outputs)
     if bias is not None:
         found = found + bias[:, None, None, None, :]
-    return found.permute(0, 1, 4, 2, 3)
+    found = found.permute(0, 1, 4, 2, 3)
+    return found if form.last else found.contiguous()
 
 
-def _lines(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
-    networks, batch, _, _, width = x.shape
-    _, outputs, _, high, wide = weight.shape
-    (down, across), (above, beside) = form.stride, form.padding
-    places = (width + 2 * beside - wide) // across + 1
-    wider = width + -width % ALIGNED
-    lying = F.pad(x.transpose(2, 3), (0, wider - width, 0, 0, above, above)).contiguous()
-    windows = lying.unfold(2, high, down)  # (networks, batch, rows of outputs, channels, width, high)
-    rows = windows.shape[2]
-    matrix = windows.permute(0, 1, 2, 5, 3, 4).reshape(networks, batch * rows, -1)
-    column, place, k = (torch.arange(count, device=x.device) for count in (wider, places, wide))
-    falls = (column[:, None] + beside == across * place + k[:, None, None]).to(x.dtype)  # (wide, wider, places)
-    band = torch.matmul(weight, falls.flatten(1)).unflatten(-1, (wider, places))
-    product = torch.bmm(matrix, band.permute(0, 3, 2, 4, 1, 5).reshape(networks, -1, outputs * places))
-    found = product.view(networks, batch, rows, outputs, places)
-    if bias is not None:
-        found = found + bias[:, None, None, :, None]
-    return found.transpose(2, 3)
-
-
-STACKED: dict[str, Way] = {"grouped": _grouped, "each": _each, "banded": _banded, "lines": _lines}
+STACKED: dict[str, Way] = {"grouped": _grouped, "each": _each, "banded": _banded}

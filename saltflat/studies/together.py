@@ -54,7 +54,7 @@ def train_together(
             ends as if it had not been interrupted. It is left when the training is over, with the results in it.
         every: seconds between checkpoints.
         tell: is called after every epoch with the epochs done and the epochs at most, of all stacks.
-        way: of doing convolutions: ``"auto"``, ``"grouped"`` or ``"each"``.
+        way: of doing convolutions: ``"auto"``, ``"grouped"``, ``"each"`` or ``"banded"``.
     """
     place = torch.device(device)
     work = _Work(recipes, examples, place, checkpoint, every, tell, way)
