@@ -185,3 +185,21 @@ def test_the_study_of_the_documents_can_be_run_and_is_the_one_in_python(tmp_path
     assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == [
         "name", "data", "network", "train", "axes", "seeds", "settings", "stop", "measures", "measure", "together",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("rho(axis='diag')", "Want 'column' or 'row'"),
+        ("fisher_logdet(subset=0)", "Want a whole number from 1"),
+        ("hessian_trace(x=1)", "it has no options"),
+        ("rho(axes='row')", "use 'axis'"),
+    ],
+)
+def test_options_of_measures_are_tried_before_anything_is_trained(asked: str, told: str) -> None:
+    with pytest.raises(SaltflatError, match=told):
+        study(measures=[asked])
+
+
+def test_options_that_only_many_examples_allow_are_no_mistake() -> None:
+    assert study(measures=["fisher_logdet(subset=5000)"]).measures == ("fisher_logdet(subset=5000)",)

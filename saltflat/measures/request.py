@@ -93,6 +93,8 @@ def _options(text: str, rest: str) -> dict[str, Any]:
 
 def _request(measure: Measure, given: Mapping[str, Any]) -> Request:
     for name in given:
+        if not measure.options:
+            raise OptionError(f"Got {name}= of {measure.name}. Want none: it has no options. Do: leave it out.")
         if name not in measure.options:
             raise unknown(f"option of {measure.name}", name, measure.options)
     # Only what differs from the usual is part of the name.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saltflat.columns import plan_from
-from saltflat.errors import ModelError, NonFiniteError, SaltflatError, StudyError, first_line, unknown
+from saltflat.errors import DataError, ModelError, NonFiniteError, SaltflatError, StudyError, first_line, unknown
 from saltflat.gathering import DIAGONALS
 from saltflat.logits import normalized
 from saltflat.losses import loss_from
@@ -71,8 +73,26 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measures_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The measures by the names that their readings will have."""
-    return tuple(each.key for each in requests(given))
+    """The measures by the names that their readings will have; values of options are tried."""
+    keys = tuple(each.key for each in requests(given))
+    for key in keys:
+        if "(" in key:
+            _try_options(key)
+    return keys
+
+
+@cache
+def _try_options(key: str) -> None:
+    """Take a measure of a tiny network: only then does it look at the values of its options.
+
+    Found out here, a mistake costs a moment; found out at the first measurement, all the training before it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).double()
+    data = torch.eye(2, dtype=torch.float64), torch.arange(2)
+    # Whatever else goes wrong is said of the study's own networks, in their rows.
+    with suppress(ModelError, DataError):
+        measure(model, data, measures=[key], certificate=False, initial=model.state_dict(), progress=False)
 
 
 @dataclass(frozen=True)
