@@ -103,7 +103,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--parts", nargs="+", choices=["digits", *STACKS], help="digits on a CPU, the others on a GPU")
     parser.add_argument("--networks", nargs="+", type=int, help="at once; 24 and 64 digit MLPs, 64 or 55 others")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["banded", "grouped"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["banded", "grouped", "each"])
     parser.add_argument("--precisions", nargs="+", choices=["float32", "tf32"], default=["float32"])
     parser.add_argument("--epochs", type=int, default=5, help="that are timed")
     parser.add_argument("--examples", type=int, help="images of an epoch; all if not given")
