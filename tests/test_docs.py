@@ -15,6 +15,8 @@ from torch import nn
 
 import saltflat
 from saltflat.measures import MEASURES
+from saltflat.studies.networks import NETWORKS
+from saltflat.studies.recipe import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -127,3 +129,9 @@ def test_the_optimizer_of_the_page_on_adding_steps() -> None:
 
     optimizer.step(closure)
     assert optimizer.perturbation == pytest.approx(0.01 * 3**0.5)
+
+
+def test_the_page_on_studies_names_every_setting_and_network() -> None:
+    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    for name in (*SETTINGS, *NETWORKS, *(each for made in NETWORKS.values() for each in made.arguments)):
+        assert f"`{name}`" in page, name

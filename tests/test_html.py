@@ -287,16 +287,27 @@ def test_the_summary_says_which_measures_go_with_the_gap() -> None:
         ),
         (
             of(rho=(0.6, 0.4, 0.8), control_lr=(-0.7, -0.8, -0.6), control_noise=(0.0, -0.2, 0.2)),
-            "No measure does better than lr (-0.70, -0.80 to -0.60).",
+            "No measure that grows with the gap does better than lr (-0.70, -0.80 to -0.60).",
         ),
         (
             # Ahead of the noise by its value alone, with an interval that contains zero: that is no lead.
             of(rho=(0.3, -0.1, 0.6), control_noise=(0.1, -0.2, 0.4), control_train_loss=(0.2, 0.1, 0.3)),
-            "No measure does better than train_loss (0.20, 0.10 to 0.30) or noise (0.10, -0.20 to 0.40).",
+            "No measure is sure to grow with the gap, so none does better than a control.",
+        ),
+        (
+            # As strong as can be, in the wrong direction: sharper where the gap is smaller.
+            of(rho=(-0.8, -0.9, -0.7), control_noise=(0.1, -0.2, 0.4)),
+            "No measure is sure to grow with the gap, so none does better than a control.",
+        ),
+        (
+            of(rho=(0.2, 0.1, 0.3), flat=(-0.8, -0.9, -0.7), control_noise=(0.1, -0.2, 0.4)),
+            "rho (0.20, 0.10 to 0.30) does better than every control; the best of those is noise (0.10, -0.20 to "
+            "0.40). That lead is within the uncertainty. By chance alone the best of as many unrelated measures would "
+            "as often as not reach 0.28.",
         ),
         (of(rho=(0.3, 0.1, 0.6)), "There is no control to compare with."),
     ],
-    ids=["clear", "close", "behind one", "behind noise", "no control"],
+    ids=["clear", "close", "behind one", "unsure", "against", "chance", "no control"],
 )
 def test_the_summary_begins_with_how_measures_do_against_controls(scores: Scores, said: str) -> None:
     assert scores_told(scores)[0] == said
@@ -313,8 +324,8 @@ def test_the_summary_says_when_a_relation_is_gone_within_one_setting() -> None:
     lost = Score("rho", "measure", 9, kendall_b=0.6, granulated=0.05, intervals=both)
     told = scores_told(replace(of(), scores={"rho": lost}))
     assert (
-        "Not so where a single setting changes and all others stay (granulated score): rho (0.05, -0.30 to 0.30)."
-        in told
+        "No longer sure where a single setting changes and all others stay (granulated score): "
+        "rho (0.05, -0.30 to 0.30)." in told
     )
 
 

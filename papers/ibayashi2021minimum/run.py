@@ -126,7 +126,7 @@ def table(claim: dict[str, Any], found: Found, rounding: Path) -> Iterator[str]:
         most = max(abs(each) for one in differences.values() for each in one.values())
         yield (
             f"Measured in float32. Of the {len(differences)} networks that were measured in float64, too, no number "
-            f"differs by more than {most:.1g} of itself."
+            f"differs by more than {most:.2g} of itself."
         )
     yield ""
     yield (

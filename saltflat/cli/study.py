@@ -11,10 +11,12 @@ import typer
 from saltflat.cli import options
 from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import say, show_on_screen, stdout_checked
-from saltflat.errors import SaltflatError, StudyError, unknown
+from saltflat.errors import OptionError, SaltflatError, StudyError, unknown
 from saltflat.studies import Results, Study
 from saltflat.studies.executors import EXECUTORS, executor_named
 from saltflat.studies.lock import holder, is_locked
+
+PAGES = (".html", ".htm")
 
 Folder: TypeAlias = Annotated[Path, typer.Argument(help="The folder that run was given as --out.")]
 KeepMissed: TypeAlias = Annotated[
@@ -93,7 +95,8 @@ def status(folder: Folder) -> None:
     show_on_screen(results)
     running = is_locked(folder)
     if running:
-        say(f"{holder(folder)} is working on it now.".capitalize())
+        who = holder(folder)
+        say(f"{who[0].upper()}{who[1:]} is working on it now.")
     elif results.counts["missing"]:
         say(f"Nobody is working on it. Go on with: saltflat study run STUDY.yaml --out {folder}")
 
@@ -134,6 +137,8 @@ def report(
     show_traceback: options.Traceback = False,
 ) -> None:
     """Write the study as one page for a browser, with everything in it."""
+    if out.suffix.lower() not in PAGES:
+        raise OptionError(f"Got --out {str(out)!r}. Want a name that ends in {' or '.join(PAGES)}. Do: report.html.")
     with users_session(show_traceback):
         results = Results.load(folder)
         done = "Replaced" if out.exists() else "Wrote"
@@ -142,6 +147,7 @@ def report(
             audits=audits,
             data_folder=data_dir,
             progress=False if quiet else None,
+            tell=None if quiet else say,
             missed="keep" if keep_missed else "leave out",
         )
     if not quiet:

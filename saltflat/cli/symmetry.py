@@ -10,7 +10,7 @@ import typer
 
 from saltflat.cli import options
 from saltflat.cli.names import names_from
-from saltflat.cli.outputs import check_outputs, draw, keep
+from saltflat.cli.outputs import check_outputs, draw, keep, keep_page
 from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import show_on_screen
 from saltflat.cli.source import Source, weights_before
@@ -63,10 +63,11 @@ def audit(
         Path | None, typer.Option(help="Write the audit to this file, as JSON; show prints it again.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the audit into this file, .png, .svg or .pdf.")] = None,
+    html: options.Html = None,
     show_traceback: options.Traceback = False,
 ) -> None:
     """Rescale a network at random and see which measures notice, though its function stays the same."""
-    check_outputs(out, plot, quiet)
+    check_outputs(out, plot, quiet, html)
     source = Source.of(
         device,
         model=model,
@@ -105,6 +106,7 @@ def audit(
     if not quiet:
         show_on_screen(found)
     keep(found, out, plot, quiet)
+    keep_page(found, html, quiet)
     if not found.holds:
         raise typer.Exit(1)
 

@@ -24,7 +24,7 @@ def named(spec: str, what: str) -> Any:
     if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
         raise OptionError(
             f"Got {spec!r} as the {what}. Want package.module:function. "
-            f"Do: for instance my_{what}s:make for the function make in my_{what}s.py."
+            "Do: for instance my_module:make for the function make in my_module.py."
         )
     with users_code(spec, what):
         found, path = _imported(module, spec, what), module

@@ -63,7 +63,9 @@ def chart(name: str, series: Mapping[str, Reading], labels: Sequence[str], layer
     parts = {row: {label: _part(reading, row) for label, reading in series.items()} for row in shown}
     values = [v for row in parts.values() for v, _ in row.values() if v is not None and math.isfinite(v)]
     log = bool(values) and logarithmic([value for value in values if value] or [0.0])
-    scale = _scale([value for value in values if value or not log], log)
+    # Room for intervals, too; one that reaches below zero has no such end on a logarithmic axis.
+    ends = [end for row in parts.values() for each in row.values() for end in _ends(*each)]
+    scale = _scale([value for value in [*values, *ends] if value > 0 or not log], log)
     rows = [
         (row, [_bar(labels.index(label), label, *each, scale, log) for label, each in found.items()])
         for row, found in parts.items()
@@ -98,8 +100,15 @@ def _bar(
 
 
 def _interval(value: float, stderr: float, scale: tuple[float, float], log: bool) -> tuple[float, float]:
-    low, high = (round(_place(value + side * 1.96 * stderr, scale, log), 2) for side in (-1, 1))
+    low, high = (round(_place(end, scale, log), 2) for end in _ends(value, stderr))
     return low, high
+
+
+def _ends(value: float | None, stderr: float | None) -> list[float]:
+    """Of the 95 % interval; none where it is not known."""
+    if value is None or not stderr or not math.isfinite(value) or not math.isfinite(stderr):
+        return []
+    return [value - 1.96 * stderr, value + 1.96 * stderr]
 
 
 def _place(value: float, scale: tuple[float, float], log: bool) -> float:

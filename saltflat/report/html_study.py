@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from saltflat.report.change_text import many
 from saltflat.report.html_audit import audited
 from saltflat.report.html_drawn import picture, small
 from saltflat.report.html_page import setting
@@ -105,6 +106,6 @@ def _told_by_count(given: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {
         name: next(iter(found))
         if len(found) == 1
-        else "; ".join(f"{value} ({count} runs)" for value, count in found.items())
+        else "; ".join(f"{value} ({many(count, 'run')})" for value, count in found.items())
         for name, found in counted.items()
     }

@@ -64,7 +64,7 @@ def scores_told(scores: Scores) -> list[str]:
     if not measures:
         return ["No measure was taken, so there is nothing to score."]
     # What it comes to is said first.
-    return [*_against_controls(measures, controls), *_relations(measures), *_granulated(measures)]
+    return [*_against_controls(measures, controls, scores.chance), *_relations(measures), *_granulated(measures)]
 
 
 def left_out_told(scores: Scores) -> str:
@@ -94,29 +94,40 @@ def _relations(measures: Sequence[Score]) -> list[str]:
 def _granulated(measures: Iterable[Score]) -> list[str]:
     """Measures whose relation is not there, or is the opposite, when one setting changes and all others stay."""
     sure = [each for each in measures if verdict(each) in (WITH, AGAINST)]
-    lost = [each for each in sure if verdict(each, GRANULATED) not in (verdict(each), UNKNOWN)]
-    if not lost:
-        return []
-    names = listed([f"{printable(each.name)} ({_value(each, GRANULATED)})" for each in lost])
-    return [f"Not so where a single setting changes and all others stay (granulated score): {names}."]
+    lost = [each for each in sure if verdict(each, GRANULATED) == NEITHER]
+    turned = [each for each in sure if verdict(each, GRANULATED) in {WITH, AGAINST} - {verdict(each)}]
+    said = []
+    for told, some in {"No longer sure": lost, "The other way round": turned}.items():
+        if some:
+            names = listed([f"{printable(each.name)} ({_value(each, GRANULATED)})" for each in some])
+            said.append(f"{told} where a single setting changes and all others stay (granulated score): {names}.")
+    return said
 
 
-def _against_controls(measures: Sequence[Score], controls: Sequence[Score]) -> list[str]:
-    judged = [each for each in measures if verdict(each) in (WITH, AGAINST)]
+def _against_controls(measures: Sequence[Score], controls: Sequence[Score], chance: float) -> list[str]:
+    """Measures are there to grow with the gap, and count where that is sure; a control may go either way."""
+    judged = [each for each in measures if verdict(each) == WITH]
     known = sorted((each for each in controls if not math.isnan(strength(each))), key=_rank)
     if not known:
         return ["There is no control to compare with."]
+    if not judged:
+        return ["No measure is sure to grow with the gap, so none does better than a control."]
     unbeaten = [each for each in known if not any(strength(one) > strength(each) for one in judged)]
     if unbeaten:
-        return [f"No measure does better than {_or(unbeaten)}."]
+        return [f"No measure that grows with the gap does better than {_or(unbeaten)}."]
     best = known[0]
     ahead = [each for each in sorted(judged, key=_rank) if strength(each) > strength(best)]
     clear = [each for each in ahead if _least(each) > strength(best)]
-    control = f"better than every control; the best of those is {printable(best.name)} ({_value(best)})"
-    if clear:
-        return [f"{_named(clear)} {'do' if len(clear) > 1 else 'does'} {control}."]
-    doing = "do" if len(ahead) > 1 else "does"
-    return [f"{_named(ahead)} {doing} {control}. That lead is within the uncertainty."]
+    told = clear or ahead
+    said = (
+        f"{_named(told)} {'do' if len(told) > 1 else 'does'} better than every control; "
+        f"the best of those is {printable(best.name)} ({_value(best)})."
+    )
+    if not clear:
+        said += " That lead is within the uncertainty."
+    if strength(told[0]) <= chance:
+        said += f" By chance alone the best of as many unrelated measures would as often as not reach {chance:.2f}."
+    return [said]
 
 
 def _least(score: Score) -> float:

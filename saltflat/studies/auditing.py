@@ -28,12 +28,15 @@ def audited(
 
     Args:
         results: of the study.
-        count: how many runs: spread over the gaps that there are, with the smallest and the largest; one: in between.
+        count: how many runs, of those that are done if there are any: spread over the gaps that there are, with the
+            smallest and the largest; one: in between.
         data_folder: where named data sets are, if not where the study says.
         progress: a bar, on a terminal if None.
     """
     study, store = results.study, Store(results.folder)
-    rows = [row for row in results.rows.values() if row.status in ("done", "missed") and _has_weights(store, row.key)]
+    ended = [row for row in results.rows.values() if row.status in ("done", "missed") and _has_weights(store, row.key)]
+    # One that missed the stopping rule may have learnt nothing, and then nothing moves.
+    rows = [row for row in ended if row.status == "done"] or ended
     if not rows:
         raise StudyError("Got no run with weights in the folder. Want one to rescale. Do: run the study here first.")
     examples = study.data.examples(None if data_folder is None else os.fspath(data_folder))

@@ -155,7 +155,12 @@ def _takers(study: Study) -> tuple[dict[str, Taker], list[str]]:
     """The functions that settings go to, by name; and why some cannot be found."""
     takers, problems = {}, []
     if study.train is not None:
-        return {study.train: train_taker(study.train)}, []
+        if study.network is not None:
+            try:
+                network_taker(study.network)  # that it is there: it is needed only after the first training
+            except SaltflatError as error:
+                problems.append(str(error))
+        return {study.train: train_taker(study.train)}, problems
     for name in varied(study).get("network", (study.network,)):
         try:
             takers[str(name)] = network_taker(str(name))

@@ -73,12 +73,21 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measures_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The measures by the names that their readings will have; values of options are tried."""
-    keys = tuple(each.key for each in requests(given))
-    for key in keys:
-        if "(" in key:
-            _try_options(key)
-    return keys
+    """The measures by the names that their readings will have; all that is wrong with them is told at once."""
+    problems = []
+    for text in given if isinstance(given, list | tuple) else ():
+        try:
+            (asked,) = requests([text])
+            if "(" in asked.key:
+                _try_options(asked.key)
+        except SaltflatError as problem:
+            problems.append(problem)
+    if len(problems) > 1:
+        listed = " ".join(f"({number}) {each}" for number, each in enumerate(problems, start=1))
+        raise StudyError(f"Got {len(problems)} problems in the measures. {listed}")
+    if problems:
+        raise problems[0]
+    return tuple(each.key for each in requests(given))
 
 
 @cache

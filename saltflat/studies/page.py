@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ def write_page(
     landscapes: Mapping[str, Landscape] | None = None,
     data_folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
+    tell: Callable[[str], object] | None = None,
     **options: Any,
 ) -> Path:
     """Write the page, whole or not at all.
@@ -40,6 +41,7 @@ def write_page(
         landscapes: slices of the loss to show, by what they are called.
         data_folder: where named data sets are, if not where the study says; for audits.
         progress: of the audits, on a terminal if None.
+        tell: is called with what could not be done for the page; the page says so, too.
         options: of the scores, such as ``resamples``.
     """
     from saltflat.report import html  # needs packages that only pages do
@@ -60,6 +62,9 @@ def write_page(
             scores[gap] = results.scores(gap, **options)
         except SaltflatError as problem:  # too few runs; the others are worth looking at all the same
             warnings.append(f"No scores for the gap of the {gap}: {problem}")
+    for warning in warnings[len(results.notes) :]:
+        if tell is not None:
+            tell(warning)
     text = html.study_page(
         results.study.name,
         facts_of(results),

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from saltflat.errors import StudyError
+from saltflat.report.change_text import many
 from saltflat.report.frame import frame_of
 from saltflat.report.table import rendered
 from saltflat.studies.grid import places_of, varied
@@ -119,7 +120,7 @@ class Results:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         counts = self.counts
-        yield Text(f"{self.study.name}: {len(self.places)} runs in {self.folder}", style="bold")
+        yield Text(f"{self.study.name}: {many(len(self.places), 'run')} in {self.folder}", style="bold")
         for status, count in counts.items():
             if count:
                 yield Text(f"{count:7,} {status:9} {MEANING[status]}")

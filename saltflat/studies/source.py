@@ -50,7 +50,9 @@ class Source:
             return cls(given).checked()
         if not isinstance(given, Mapping):
             raise StudyError(
-                f"Got data={given!r}. Want a name, or a mapping with a name. Do: for instance data: digits."
+                f"Got a {type(given).__name__} as data. Want a name, a function, or a mapping with a name, so that the "
+                "runs can be made again. Do: for instance data='digits'; for tensors give a function of a module that "
+                "returns ((inputs, labels), (test inputs, test labels)), or files .npz or .safetensors."
             )
         known = [each.name for each in fields(cls)]
         for key in given:

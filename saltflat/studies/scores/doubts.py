@@ -72,15 +72,22 @@ def _unequally_fitted(outcomes: Sequence[Outcome], gap: str, values: Floats) -> 
     ]
 
 
-def by_chance(measures: int, configurations: int) -> str:
-    """What the best of so many measures that have nothing to do with the gap would score.
+def best_by_chance(measures: int, configurations: int) -> float:
+    """Kendall's tau that the best of so many measures without relation to the gap reaches half of the time.
 
     Kendall's tau of n independent pairs of numbers has variance 2 (2 n + 5) / (9 n (n - 1)).
     """
     if configurations < 2 or not measures:
-        return ""
+        return float("nan")
     spread = np.sqrt(2 * (2 * configurations + 5) / (9 * configurations * (configurations - 1)))
-    best = min(1.0, float(spread * norm.ppf((1 + 0.5 ** (1 / measures)) / 2)))
+    return min(1.0, float(spread * norm.ppf((1 + 0.5 ** (1 / measures)) / 2)))
+
+
+def by_chance(measures: int, configurations: int) -> str:
+    """What the best of so many measures that have nothing to do with the gap would score, in words."""
+    best = best_by_chance(measures, configurations)
+    if np.isnan(best):
+        return ""
     told = f"the best of {measures} unrelated measures" if measures > 1 else "an unrelated measure"
     return (
         f"By chance alone {told} would have a Kendall of {best:.2f} or more, up or down, half of the time "

@@ -30,10 +30,12 @@ HEADINGS = {
     "pearson": "Pear-\nson",
     "pgdl": "PGDL",
 }
-LEGEND = (
-    "Kendall, Spearman, Pearson, granulated: -1 to 1, positive where the value grows with the gap. CMI: 0 to 1, PGDL: "
-    "0 to 100, what it tells beyond the settings. Sign error: 0 to 1, smaller is better, a coin has 0.5."
-)
+# What is said of columns that are there.
+LEGEND = {
+    "kendall_b": "Kendall, Spearman, Pearson, granulated: -1 to 1, positive where the value grows with the gap.",
+    "cmi": "CMI: 0 to 1, PGDL: 0 to 100, what it tells beyond the settings.",
+    "sign_error_mean": "Sign error: 0 to 1, smaller is better, a coin has 0.5.",
+}
 WIDEST = 26
 
 
@@ -48,6 +50,7 @@ class Printed:
         yield Text(f"Against the gap of the {scores.gap}, test minus training", style="bold")
         yield Text(" | ".join(_facts(scores)) + "\n")
         rest = [name for name in HEADINGS if name == "interval" or self._known(name)]
+        legend = " ".join(text for name, text in LEGEND.items() if name in rest)
         notes = list(dict.fromkeys(note for each in scores.scores.values() for note in each.notes))
         while rest:
             count = 1
@@ -56,7 +59,11 @@ class Printed:
             yield self._table(rest[:count], notes)
             yield Text("")
             rest = rest[count:]
-        for line in [LEGEND, *(f"[{number}] {note}" for number, note in enumerate(notes, 1)), *scores.notes]:
+        for line in [
+            *([legend] if legend else []),
+            *(f"[{number}] {note}" for number, note in enumerate(notes, 1)),
+            *scores.notes,
+        ]:
             yield Text(printable(line))
         for warning in scores.warnings:
             yield Text(printable(f"Warning: {warning}"), style="bold")

@@ -10,6 +10,7 @@ from saltflat.errors import StudyError, unknown
 from saltflat.report.frame import frame_of
 from saltflat.report.plain import coded, coded_key, decoded
 from saltflat.report.table import rendered
+from saltflat.studies.scores.doubts import best_by_chance
 from saltflat.studies.scores.printed import Printed
 from saltflat.studies.scores.result import NUMBERS, Score
 
@@ -51,6 +52,11 @@ class Scores:
         }
         for key, value in tidy.items():
             object.__setattr__(self, key, value)
+
+    @property
+    def chance(self) -> float:
+        """Kendall's tau that the best of as many measures reaches half of the time without relation to the gap."""
+        return best_by_chance(sum(each.kind == "measure" for each in self.scores.values()), self.configurations)
 
     def __getitem__(self, name: str) -> Score:
         if name not in self.scores:

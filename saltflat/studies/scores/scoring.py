@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ WHY_NOT = {
 
 
 def score(
-    rows: Iterable[Row],
+    rows: Iterable[Row] | Mapping[str, Row],
     axes: Sequence[str],
     *,
     gap: str = "error",
@@ -52,7 +52,7 @@ def score(
     """How every measure, and every control, goes with the generalization gap.
 
     Args:
-        rows: of the study, in any order. Runs that diverged or failed are never scored.
+        rows: of the study, in any order, or by key, or its results. Runs that diverged or failed are never scored.
         axes: names of the settings that the grid varies; the seed is none of them.
         gap: of the ``"error"`` or of the ``"loss"``, test minus training.
         measures: names of the readings to score; all if None. Controls are always scored.
@@ -66,6 +66,13 @@ def score(
         raise OptionError(f"Got missed={missed!r}. Want 'leave out' or 'keep'. Do: give one of them.")
     if not isinstance(resamples, int) or resamples < 0:
         raise OptionError(f"Got resamples={resamples!r}. Want a whole number, 0 for no intervals. Do: give one.")
+    held: Any = getattr(rows, "rows", rows)  # the results of a study hold them
+    rows = list(held.values() if isinstance(held, Mapping) else held)
+    if not all(isinstance(row, Row) for row in rows):
+        raise OptionError(
+            "Got something that is no row among the rows. Want the rows of a study. Do: score(results.rows, axes), or "
+            "results.scores()."
+        )
     chosen, left_out = scored(rows, gap, missed == "keep")
     outcomes = [row.outcome for row in chosen if row.outcome is not None]
     groups = configurations_of(chosen)
