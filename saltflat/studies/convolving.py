@@ -93,6 +93,8 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _forward(module: nn.Conv2d, form: Form, way: str, x: Tensor) -> Tensor:
+    if x.dim() == 3:  # one image by itself
+        return _forward(module, form, way, x[None])[0]
     found: Tensor = _Convolution.apply(x, module.weight, module.bias, form, way)  # type: ignore[no-untyped-call]
     return found
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from saltflat.errors import first_line
 from saltflat.studies.augmentation import Changes, changed
 from saltflat.studies.building import built
 from saltflat.studies.dropout import Masks
@@ -22,16 +21,13 @@ from saltflat.studies.recipe import Recipe
 from saltflat.studies.recorded import WORTH_IT, Recorded
 from saltflat.studies.schedules import rate
 from saltflat.studies.stack import Stack
+from saltflat.studies.stackable import EXAMPLES, check_stackable
 from saltflat.studies.stacked import Stacked, losses_of
 from saltflat.studies.stopping import due, met
 from saltflat.studies.trained import Outcome, Trained
 
 # Numbers of layers that a step on a CPU may hold: about 2 GB with those of the pass back.
 ROOM = 2**28
-
-
-class UnstackableError(Exception):
-    """torch.func cannot run many of these networks at once."""
 
 
 class StackTraining:
@@ -44,16 +40,17 @@ class StackTraining:
         self.inputs, self.measured = data.inputs, data.measured
         self.recorded: Recorded | None = None
         self.labels = torch.stack([training_set(recipe, examples).labels for recipe in self.recipes])
-        model = self._built(first)
-        self.stacked = Stacked(model, self.inputs[0], way)
+        models = [self._built(recipe) for recipe in (self.recipes if stack.rows is None else [first])]
         if stack.rows is None:
-            models = [model, *(self._built(recipe) for recipe in self.recipes[1:])]
+            few = min(EXAMPLES, first.batch)
+            check_stackable(models[:2], self.inputs[:few], self.labels[:2, :few], way, first.dtype)
+        self.stacked = Stacked(models[0], self.inputs[0], way)
+        if stack.rows is None:
             stack.rows, stack.rest = self.stacked.packed(models)
             names = optimizer_named(first.optimizer).memory(self.recipes)
             stack.memory = {name: torch.zeros_like(stack.rows) for name in names}
             stack.curves = [[] for _ in stack.members]
             stack.seconds = [0.0 for _ in stack.members]
-            self._try()
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -61,21 +58,6 @@ class StackTraining:
 
     def _built(self, recipe: Recipe) -> torch.nn.Module:
         return built(recipe, self.examples.shape, self.examples.classes)
-
-    def _try(self) -> None:
-        """One pass of a few networks on a few examples, whose traces are thrown away."""
-        some = self.stack.part(range(min(2, len(self.stack.members))))
-        assert some.rows is not None
-        rows = some.rows.requires_grad_()
-        inputs = self.inputs[: min(4, self.recipes[0].batch)].expand(len(rows), -1, *self.inputs.shape[1:])
-        try:
-            logits = self.stacked.logits(rows, some.rest, inputs, training=True)
-            torch.autograd.grad(losses_of(logits, self.labels[: len(rows), : inputs.shape[1]]).sum(), rows)
-            self.stacked.evaluated(rows, some.rest, inputs[0], self.labels[: len(rows), : inputs.shape[1]])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise UnstackableError(first_line(error)) from error
 
     @property
     def most(self) -> int:

@@ -26,7 +26,8 @@ from saltflat.studies.grouping import group_key
 from saltflat.studies.precision import DTYPES, products_of
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.stack import Stack
-from saltflat.studies.stack_training import StackTraining, UnstackableError
+from saltflat.studies.stack_training import StackTraining
+from saltflat.studies.stackable import UnstackableError
 from saltflat.studies.trained import Trained
 
 REMEMBER_EVERY = 20.0  # seconds: copying a large stack takes about as long as an epoch of it

@@ -1,0 +1,113 @@
+"""Whether a network does the same in a stack as alone: tried before it is trained there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.errors import UnknownNameError, first_line
+from saltflat.studies.stacked import Stacked, losses_of
+
+EXAMPLES = 4
+# How far results may be apart, as a share of their length. Rounding is far below; what goes wrong goes wrong by more.
+TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "tf32": 5e-2}
+
+
+class UnstackableError(Exception):
+    """torch.func cannot run many of these networks at once, or not so that each does what it does alone."""
+
+
+def check_stackable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str, dtype: str) -> None:
+    """Take a few networks through two passes on a few examples, together and alone, and compare what comes of it.
+
+    Args:
+        models: as they are before training; copies are used.
+        inputs: a few, where the networks are to be trained.
+        labels: of each network, a row each.
+        way: of doing convolutions.
+        dtype: of the recipes.
+    """
+    try:
+        # A stack of its own: what passes leave behind in it is not for the training.
+        found = _together(Stacked(models[0], inputs[0], way), models, inputs, labels)
+    except (torch.OutOfMemoryError, UnknownNameError):
+        raise
+    except Exception as error:
+        raise UnstackableError(first_line(error)) from error
+    for place, model in enumerate(models):
+        try:
+            alone = _alone(model, inputs, labels[place])
+        except UnstackableError:
+            raise
+        except Exception:  # it fails alone, too, and is told of there
+            return
+        for name, value in found.items():
+            if not _close(value[place], alone[name], TOLERANCE[dtype]):
+                raise UnstackableError(f"its {name} in a stack is not what it is alone")
+
+
+def _together(stacked: Stacked, models: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    rows, rest = stacked.packed(models)
+    rows.requires_grad_()
+    each = inputs.expand(len(models), *inputs.shape)
+    first = stacked.logits(rows, rest, each, training=True)
+    (gradient,) = torch.autograd.grad(losses_of(first, labels).mean(1).sum(), rows)
+    with torch.no_grad():
+        second = stacked.logits(rows, rest, each, training=True)
+        last = stacked.logits(rows, rest, inputs, training=False, shared=True)
+    stacked.evaluated(rows.detach(), rest, inputs, labels)
+    return {
+        "output": first.detach(),
+        "gradient": gradient,
+        "output in a second pass": second,
+        "output in eval mode": last,
+        **{f"state {name!r}": value for name, value in rest.items()},
+    }
+
+
+def _alone(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    model = deepcopy(model).to(inputs.device).train()
+    before = dict(_plain(model))
+    first = model(inputs)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    gradients = torch.autograd.grad(losses_of(first[None], labels[None]).mean(), trained, allow_unused=True)
+    flat = [
+        (torch.zeros_like(each) if slope is None else slope).flatten()
+        for each, slope in zip(trained, gradients, strict=True)
+    ]
+    with torch.no_grad():
+        second = model(inputs)
+        if dict(_plain(model)) != before:
+            raise UnstackableError("it counts or remembers in attributes that are no buffers")
+        last = model.eval()(inputs)
+    state = {name: each.detach() for name, each in model.named_buffers()}
+    state |= {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
+    return {
+        "output": first.detach(),
+        "gradient": torch.cat(flat),
+        "output in a second pass": second,
+        "output in eval mode": last,
+        **{f"state {name!r}": value for name, value in state.items()},
+    }
+
+
+def _plain(model: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
+    """Numbers and texts that the modules hold, beside their tensors."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key != "training" and isinstance(value, int | float | str):
+                yield (name, key), value
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    # A network that is not finite here diverges either way.
+    if not bool(one.isfinite().all()) or not bool(other.isfinite().all()):
+        return bool(one.isfinite().all()) == bool(other.isfinite().all())
+    return bool((one - other).norm() <= tolerance * other.norm() + 1e-12)
