@@ -144,3 +144,21 @@ def no_pairs() -> str:
 
 def once(shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), Rounding(), nn.Linear(3, classes))
+
+
+def closed(width: int, /, *, seed: int, data: Examples, epochs: int) -> nn.Module:
+    raise AssertionError("never called")
+
+
+def normalized(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, classes))
+
+
+def unequal_pairs() -> Any:
+    (inputs, labels), (others, answers) = pairs()
+    return (inputs, labels), (others[:, :5], answers)
+
+
+def short_pairs() -> Any:
+    (inputs, labels), (others, answers) = pairs()
+    return (inputs.bfloat16(), labels), (others.bfloat16(), answers)

@@ -402,8 +402,10 @@ def test_bars_of_values_far_apart_are_logarithmic_and_keep_their_order() -> None
 
 def test_the_interval_of_a_bar_is_that_of_its_standard_error() -> None:
     ((_, (bar,)),) = chart("rho", {"": Reading("rho", 0.0, {"a": 10.0}, layer_stderr={"a": 1.0})}, [""]).rows
-    assert bar.low == pytest.approx(80.4)  # 10 - 1.96, as parts of 10
-    assert bar.high == 100.0  # cut at the end
+    # The axis reaches as far as the interval, 10 + 1.96; two digits are kept.
+    assert bar.low == pytest.approx(100 * 8.04 / 11.96, abs=0.01)
+    assert bar.width == pytest.approx(100 * 10 / 11.96, abs=0.01)
+    assert bar.high == 100.0
 
 
 def test_only_the_largest_of_many_layers_have_bars_and_the_page_says_so() -> None:

@@ -584,7 +584,7 @@ def test_data_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_the_fields_of_a_row_are_all_written() -> None:
     row = Row("k", {"lr": 1.0}, "failed")
-    assert {each.name for each in fields(Row)} | {"schema"} == set(row_to_dict(row))
+    assert {each.name for each in fields(Row)} | {"schema", "digest"} == set(row_to_dict(row))
 
 
 def test_a_store_refuses_what_it_did_not_write(tmp_path: Path) -> None:

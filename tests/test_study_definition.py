@@ -163,7 +163,7 @@ def test_a_byte_order_mark_is_no_harm(tmp_path: Path) -> None:
         ({"name": "digits", "train_limit": 0}, ("train_limit=0",)),
         ({"name": "digits", "normalize": "haf"}, ("use 'half'",)),
         ({"name": 3}, ("name=3",)),
-        (3, ("data=3",)),
+        (3, ("type int", "a function of a module")),
     ],
 )
 def test_data_that_mean_nothing_are_refused(data: Any, words: tuple[str, ...]) -> None:
@@ -203,3 +203,14 @@ def test_options_of_measures_are_tried_before_anything_is_trained(asked: str, to
 
 def test_options_that_only_many_examples_allow_are_no_mistake() -> None:
     assert study(measures=["fisher_logdet(subset=5000)"]).measures == ("fisher_logdet(subset=5000)",)
+
+
+def test_a_file_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    for text in (TEXT.replace("[1e-1, 2E-1]", "&a [0.1, *a]"), TEXT.replace("measure:\n", "measure: &b\n  more: *b\n")):
+        with pytest.raises(SaltflatError, match="holds itself"):
+            Study.from_file(written(tmp_path, text))
+
+
+def test_all_that_is_wrong_with_measures_is_told_at_once() -> None:
+    with pytest.raises(SaltflatError, match=r"2 problems in the measures. \(1\) .*'rho'.* \(2\) .*'column' or 'row'"):
+        study(measures=["roh", "rho(axis='diag')", "squared_norm"])

@@ -252,6 +252,11 @@ def test_all_problems_are_told_at_once() -> None:
         ({"network": "study_cases:broken_network", "settings": {}}, ("no network today",)),
         ({"network": "study_cases:two_outputs", "axes": {"lr": [0.1]}, "settings": {}}, ("(2, 2)", "(2, 10)")),
         ({"measure": {"layers": ["nowhere"]}}, ("nowhere",)),
+        ({"settings": {"augment": "flip"}, "data": "study_cases:pairs"}, ("augment='flip'", "images")),
+        ({"network": "study_cases:normalized", "settings": {"batch": 199}, "axes": {"lr": [0.1]}}, ("single example",)),
+        ({"network": "study_cases:torch"}, ("a module", "a function")),
+        ({"data": "study_cases:unequal_pairs"}, ("(6,)", "(5,)")),
+        ({"data": "study_cases:short_pairs"}, ("bfloat16", "float32")),
     ],
 )
 def test_what_the_data_do_not_allow_is_refused_before_any_work(
@@ -270,6 +275,8 @@ def test_a_train_function_is_asked_what_it_takes() -> None:
     refused(own(settings={"lr": 0.1}), "'lr'")
     refused(own(train="study_cases:needing", stop={}), "'patience'", "needs")
     refused(own(train="study_cases:trane"), "use 'trained'")
+    refused(own(train="study_cases:closed"), "'width' by its name")
+    refused(own(network="study_cases:netwrok"), "use 'network'")
     refused(own(train="study_cases:needing", settings={"patience": 1}), "'epochs'")
 
 

@@ -42,7 +42,7 @@ def told(results: Results) -> dict[str, Any]:
     """Every row but for what is of the clock and the machine."""
     plain = {key: row_to_dict(row) for key, row in results.rows.items()}
     return {
-        key: {name: value for name, value in row.items() if name not in ("seconds", "made_with")}
+        key: {name: value for name, value in row.items() if name not in ("seconds", "made_with", "digest")}
         for key, row in plain.items()
     }
 

@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
     assert_equal(alone.train_alone(BASE, DATA, checkpoint=path), alone.train_alone(BASE, DATA))
 
 
-@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "flipped"])
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "flipped", "a wrong number"])
 def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "c"
     with pytest.raises(KilledError):
@@ -150,6 +150,7 @@ def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, damage: str) -> None:
             "cut": whole[: len(whole) // 2],
             "noise": b"\x13" * 200,
             "empty": b"",
+            "a wrong number": whole[:-5] + bytes([whole[-5] ^ 64]) + whole[-4:],
             "flipped": whole[:40] + bytes([whole[40] ^ 255]) + whole[41:],
         }[damage]
     )

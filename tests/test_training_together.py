@@ -13,6 +13,7 @@ from training_cases import SHRUNK, assert_same, examples
 from saltflat.errors import UnknownNameError
 from saltflat.studies import stack_training, together
 from saltflat.studies.alone import train_alone
+from saltflat.studies.examples import Examples
 from saltflat.studies.grouping import group_key, groups
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.stacked import Stacked
@@ -376,3 +377,47 @@ def test_three_digits_are_of_products_on_a_gpu_alone() -> None:
 def test_a_recipe_travels_between_processes() -> None:
     for recipe in (Recipe(), BASE, Recipe.of({"width": 3, "lr": 0.2})):
         assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "why"),
+    [
+        ("tied", {}, "is not what it is alone"),
+        ("remembering", {}, "is not what it is alone"),
+        ("remembering", {"counts": True}, "counts or remembers"),
+        pytest.param("normed", {}, "deepcopy", marks=pytest.mark.filterwarnings("ignore:.*weight_norm")),
+    ],
+)
+def test_what_would_come_out_otherwise_in_a_stack_is_trained_alone(
+    name: str, architecture: dict[str, bool], why: str
+) -> None:
+    recipes = [
+        replace(BASE, network=f"training_cases:{name}", architecture=architecture, seed=seed, epochs=3)
+        for seed in range(2)
+    ]
+    found = train_together(recipes, DATA)
+    assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
+    assert all(why in each.outcome.notes[0] for each in found)
+
+
+@pytest.mark.parametrize("way", ["auto", "grouped", "each", "banded"])
+def test_images_that_are_convolved_one_by_one_are_as_alone(way: str) -> None:
+    # As many rows of outputs as channels: a batch and a picture could be taken for each other.
+    images = examples((3, 7, 7))
+    recipes = [replace(BASE, network="training_cases:one_by_one", architecture={}, seed=seed) for seed in range(2)]
+    found = train_together(recipes, images, way=way)
+    assert_same(found, [train_alone(recipe, images) for recipe in recipes])
+    assert not any(each.outcome.notes for each in found)
+
+
+def test_inputs_that_are_whole_numbers_stay_whole() -> None:
+    draws = torch.Generator().manual_seed(0)
+    plain = examples((4,))
+    texts = Examples(
+        torch.randint(9, plain.train_inputs.shape, generator=draws), plain.train_labels,
+        torch.randint(9, plain.test_inputs.shape, generator=draws), plain.test_labels,
+    )  # fmt: skip
+    recipes = [replace(BASE, network="training_cases:words", architecture={}, seed=seed) for seed in range(2)]
+    found = train_together(recipes, texts)
+    assert_same(found, [train_alone(recipe, texts) for recipe in recipes])
+    assert not any(each.outcome.notes for each in found)

@@ -105,3 +105,77 @@ def odd_convolutions(shape: tuple[int, ...], classes: int) -> nn.Module:
         nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes),
     )  # fmt: skip
+
+
+class Tied(nn.Module):
+    """One layer under two names, whose weight is also a third layer's: torch.func replaces only some of these."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, 5)
+        self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.again = self.one
+        self.two.weight = self.one.weight
+        self.last = nn.Linear(5, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1)).tanh()
+        for layer in (self.one, self.two, self.again):
+            x = layer(x).tanh()
+        found: Tensor = self.last(x)
+        return found
+
+
+class Remembering(nn.Module):
+    """Takes a running mean away, which it keeps in a buffer that is assigned, or counts its passes."""
+
+    mean: Tensor
+
+    def __init__(self, inputs: int, classes: int, counts: bool) -> None:
+        super().__init__()
+        self.last = nn.Linear(inputs, classes)
+        self.register_buffer("mean", torch.zeros(inputs))
+        self.counts, self.passes = counts, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        if self.training and self.counts:
+            self.passes += 1
+        elif self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        found: Tensor = self.last(x - self.mean) * (1 + self.passes)
+        return found
+
+
+class OneByOne(nn.Module):
+    """Convolves images one after the other."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(shape[0], 3, 5)
+        self.last = nn.Linear(3 * (shape[1] - 4) * (shape[2] - 4), classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.stack([self.convolution(each).relu() for each in x]).flatten(1))
+        return found
+
+
+def tied(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Tied(math.prod(shape), classes)
+
+
+def remembering(shape: tuple[int, ...], classes: int, *, counts: bool = False) -> nn.Module:
+    return Remembering(math.prod(shape), classes, counts)
+
+
+def one_by_one(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return OneByOne(shape, classes)
+
+
+def normed(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The old way of normalizing weights, which cannot be copied."""
+    return nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(math.prod(shape), classes)))
+
+
+def words(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(3 * shape[0], classes))

@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from saltflat.amounts import check_count
 from saltflat.cli import options
 from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import say, show_on_screen, stdout_checked
@@ -137,6 +138,7 @@ def report(
     show_traceback: options.Traceback = False,
 ) -> None:
     """Write the study as one page for a browser, with everything in it."""
+    check_count(0, audits=audits)
     if out.suffix.lower() not in PAGES:
         raise OptionError(f"Got --out {str(out)!r}. Want a name that ends in {' or '.join(PAGES)}. Do: report.html.")
     with users_session(show_traceback):

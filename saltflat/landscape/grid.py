@@ -56,7 +56,7 @@ class Grid:
 
 def grid_from(dimensions: int, points: int, radius: float) -> Grid:
     """The grid, if it can be one."""
-    if isinstance(dimensions, bool) or dimensions not in (1, 2):
+    if isinstance(dimensions, bool) or not isinstance(dimensions, int) or dimensions not in (1, 2):
         raise OptionError(
             f"Got dimensions={dimensions!r}. Want 1 for a curve or 2 for a map. Do: take several slices for more."
         )

@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from saltflat.report.file import replacing
+from saltflat.studies.checksum import checksum
 from saltflat.studies.examples import Examples
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.trained import Outcome, Trained
@@ -56,7 +57,12 @@ def write_checkpoint(path: str | os.PathLike[str], who: str, standing: Standing)
     """Whoever reads sees the checkpoint before or this one, never half of it."""
     tensors = {name: each.detach().cpu().contiguous() for name, each in standing.tensors.items()}
     # The file sorts names; the order of a state_dict is told beside it.
-    facts = {"who": who, "facts": json.dumps(standing.facts), "names": json.dumps(list(tensors))}
+    facts = {
+        "who": who,
+        "facts": json.dumps(standing.facts),
+        "names": json.dumps(list(tensors)),
+        "checksum": checksum(tensors),
+    }
     with replacing(path) as part:
         part.write_bytes(save(tensors, metadata=facts))
 
@@ -68,9 +74,9 @@ def read_checkpoint(path: str | os.PathLike[str], who: str) -> Standing | None:
     with suppress(SafetensorError, OSError, ValueError, KeyError), safe_open(path, framework="pt") as file:
         found = file.metadata() or {}
         if found.get("who") == who:
-            return Standing(
-                json.loads(found["facts"]), {name: file.get_tensor(name) for name in json.loads(found["names"])}
-            )
+            tensors = {name: file.get_tensor(name) for name in json.loads(found["names"])}
+            if checksum(tensors) == found["checksum"]:
+                return Standing(json.loads(found["facts"]), tensors)
     return None
 
 

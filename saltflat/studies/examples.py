@@ -27,10 +27,20 @@ class Examples:
         return tuple(self.train_inputs.shape[1:])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Examples:
-        """The same elsewhere, inputs in this precision."""
+        """The same elsewhere, inputs in this precision; whole numbers, such as those of words, stay whole."""
+
+        def placed(inputs: Tensor) -> Tensor:
+            return inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
+
         return Examples(
-            self.train_inputs.to(device, dtype),
+            placed(self.train_inputs),
             self.train_labels.to(device),
-            self.test_inputs.to(device, dtype),
+            placed(self.test_inputs),
             self.test_labels.to(device),
+        )
+
+    def copy(self) -> Examples:
+        """The same in memory of its own."""
+        return Examples(
+            self.train_inputs.clone(), self.train_labels.clone(), self.test_inputs.clone(), self.test_labels.clone()
         )

@@ -30,8 +30,18 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
     recipes = [recipe_of(config) for config in runs.values()]
     sizes = dict.fromkeys((r.train_size, r.confusion, r.batch, r.nesterov, r.momentum, r.optimizer) for r in recipes)
     problems = [text for each in sizes for text in _size_problems(*each, len(examples.train_inputs))]
+    if len(examples.shape) != 3:
+        problems += [
+            f"Got augment={kind!r} for inputs of shape {examples.shape}. Want images: channels, height, width. "
+            "Do: leave augment out."
+            for kind in dict.fromkeys(recipe.augment for recipe in recipes if recipe.augment != "none")
+        ]
     structures = {text_of([{name: getattr(r, name) for name in BUILDING}, r.architecture]): r for r in recipes}
-    problems += [text for recipe in structures.values() for text in _structure_problems(study, recipe, examples)]
+    # An epoch that ends in a single example: BatchNorm has nothing to take a variance of.
+    lonely = {_last_batch(recipe, examples): recipe for recipe in recipes}.get(1)
+    problems += [
+        text for recipe in structures.values() for text in _structure_problems(study, recipe, examples, lonely)
+    ]
     refuse(problems, study.name)
 
 
@@ -54,7 +64,16 @@ def _size_problems(
         yield "Got nesterov=True with momentum=0. Want momentum to look ahead by. Do: give momentum."
 
 
-def _structure_problems(study: Study, recipe: Recipe, examples: Examples) -> Iterator[str]:
+def _last_batch(recipe: Recipe, examples: Examples) -> int:
+    """How many examples the last step of an epoch has."""
+    there = len(examples.train_inputs)
+    taken = there if recipe.train_size is None else recipe.train_size + recipe.confusion
+    return taken % recipe.batch or recipe.batch
+
+
+def _structure_problems(
+    study: Study, recipe: Recipe, examples: Examples, lonely: Recipe | None = None
+) -> Iterator[str]:
     """Build the network once, run it on two examples, and see that the layers to measure are there."""
     told = ", ".join(f"{name}={value!r}" for name, value in recipe.architecture.items()) or "no arguments"
     network = f"the network {recipe.network!r} with {told}"
@@ -79,6 +98,18 @@ def _structure_problems(study: Study, recipe: Recipe, examples: Examples) -> Ite
             f"Want {(len(inputs), examples.classes)}. Do: make it end in one output per class."
         )
         return
+    if lonely is not None:
+        try:
+            with torch.no_grad():
+                model.train()(inputs[:1])
+        except ValueError as error:
+            yield (
+                f"Got batch={lonely.batch}, with which an epoch ends in a single example, and {network} cannot be "
+                f"trained on one ({first_line(error)}). Want another batch. Do: change batch or train_size."
+            )
+            return
+        finally:
+            model.eval()
     layers = study.measure.get("layers")
     if layers is not None:
         try:

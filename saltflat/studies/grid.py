@@ -25,7 +25,7 @@ USUAL = {each.name: each.default for each in fields(Recipe) if each.name in SETT
 def runs_of(study: Study) -> dict[str, dict[str, Any]]:
     """The configuration of each run by its key, in the order of the grid; all that is wrong is told at once."""
     refuse(_form_problems(study), study.name)
-    count = math.prod(len(values) for values in study.axes.values()) * len(study.seeds)
+    count = count_of(study)
     if count > MOST_RUNS:
         raise StudyError(
             f"Got a grid of {count:,} runs. Want at most {MOST_RUNS:,}. Do: take values or axes away, or make several "
@@ -42,6 +42,11 @@ def runs_of(study: Study) -> dict[str, dict[str, Any]]:
         config, identity = _config(study, given, takers)
         found[digest(identity)] = config
     return found
+
+
+def count_of(study: Study) -> int:
+    """Runs of the grid."""
+    return math.prod(len(values) for values in study.axes.values()) * len(study.seeds)
 
 
 def places_of(study: Study) -> Iterator[dict[str, Any]]:

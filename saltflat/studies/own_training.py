@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import StudyError
+from saltflat.errors import StudyError, first_line
 from saltflat.studies.examples import Examples
 from saltflat.studies.executors.failure import failure_of
 from saltflat.studies.outcome import outcome_of
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.takers import Taker, train_taker
 from saltflat.studies.tasks import Context, TrainedRun, measure_model
+from saltflat.studies.torch_state import torch_state_kept
 from saltflat.studies.trained import Trained
 
 
@@ -30,11 +31,15 @@ def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
     started = time.perf_counter()
     taker = train_taker(context.train)
     # Paths of the study may be relative: whatever the function does, we come back to where it was called.
-    with _seeded(config["seed"]), chdir(Path.cwd()):
+    with _seeded(config["seed"]), torch_state_kept(), chdir(Path.cwd()):
         try:
             found = taker.function(**_handed(taker, config, context))
         except SystemExit as leaving:  # ends this run, not the study
             raise RuntimeError(f"the train function left with sys.exit({leaving.code!r})") from leaving
+        except BaseException as leaving:
+            if isinstance(leaving, Exception | KeyboardInterrupt):
+                raise
+            raise RuntimeError(f"the train function left with {first_line(leaving)}") from leaving
     model, initial = _parts(found, context.train)
     seconds = time.perf_counter() - started
     outcome = outcome_of(
@@ -66,7 +71,8 @@ def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
 def _handed(taker: Taker, config: Mapping[str, Any], context: Context) -> dict[str, Any]:
     """The run's settings that the function takes; seed, data and device if it asks for them."""
     settings = {name: value for name, value in config.items() if taker.takes(name) and name != "seed"}
-    given = {"seed": config["seed"], "data": context.examples, "device": context.device}
+    # A copy: what the function does to its data is not done to those of the other runs, or of the measures.
+    given = {"seed": config["seed"], "data": context.examples.copy(), "device": context.device}
     asked = taker.handed
     return {**settings, **{name: value for name, value in given.items() if name in asked}}
 

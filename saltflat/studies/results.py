@@ -16,7 +16,7 @@ from saltflat.errors import StudyError
 from saltflat.report.change_text import many
 from saltflat.report.frame import frame_of
 from saltflat.report.table import rendered
-from saltflat.studies.grid import places_of, varied
+from saltflat.studies.grid import count_of, places_of, varied
 from saltflat.studies.row import STATUSES, Row
 from saltflat.studies.store import DEFINITION, ROWS, Store
 from saltflat.studies.study import Study
@@ -64,13 +64,16 @@ class Results:
                 "Do: check the path, or begin one with saltflat study run STUDY.yaml --out FOLDER."
             )
         study, keys = Study.from_dict(definition["study"]), definition["keys"]
-        found = list(places_of(study))
-        if len(keys) != len(found):
+        try:
+            count = count_of(study)
+            if len(keys) != count:
+                raise ValueError(f"{len(keys)} keys for {count} runs")
+            places = dict(zip(keys, places_of(study), strict=True))
+        except (TypeError, ValueError) as problem:
             raise StudyError(
-                f"Got {DEFINITION} in {os.fspath(folder)!r} with {len(keys)} keys for {len(found)} runs. Want one for "
-                "each. Do: give saltflat study run again; it makes the file anew."
-            )
-        places = dict(zip(keys, found, strict=True))
+                f"Got {DEFINITION} in {os.fspath(folder)!r}, which does not fit together ({problem}). Want it as "
+                "Study.run wrote it. Do: give saltflat study run again; it makes the file anew."
+            ) from problem
         rows, notes = {}, []
         for key in places:
             try:

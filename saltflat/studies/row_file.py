@@ -10,10 +10,12 @@ from saltflat.errors import StudyError
 from saltflat.report.file import Form
 from saltflat.report.plain import coded, coded_key, decoded
 from saltflat.report.reading import Reading
+from saltflat.studies.canonical import digest
 from saltflat.studies.row import STATUSES, Row
 from saltflat.studies.trained import Outcome
 
 ROW = Form("saltflat.row/1", "a row of a study", "Study.run")
+DIGEST = "digest"
 TUPLES = ("curve", "notes")
 
 
@@ -30,8 +32,8 @@ def outcome_from_dict(given: Mapping[str, Any]) -> Outcome:
 
 
 def row_to_dict(row: Row) -> dict[str, Any]:
-    """As strict JSON has it."""
-    return {
+    """As strict JSON has it, with a digest of all of it: scores believe a row, so nobody should have edited it."""
+    plain = {
         "schema": ROW.schema,
         "key": row.key,
         "status": row.status,
@@ -43,6 +45,7 @@ def row_to_dict(row: Row) -> dict[str, Any]:
         "seconds": coded(row.seconds),
         "made_with": coded(row.made_with),
     }
+    return {**plain, DIGEST: digest(plain)}
 
 
 def row_from_dict(given: Mapping[str, Any]) -> Row:
@@ -54,7 +57,11 @@ def row_from_dict(given: Mapping[str, Any]) -> Row:
         row = Row(**rest, outcome=outcome, readings=readings, made_with=decoded(given["made_with"]))
         # Reading is lenient: what does not come out again as it went in was not written by us.
         tables = (row.config, row.measured, row.seconds, row.made_with, row.failure or {})
-        if row_to_dict(row) != given or row.status not in STATUSES or not all(isinstance(t, dict) for t in tables):
+        # Rows without a digest are of an earlier version.
+        if given.get(DIGEST) is not None and given[DIGEST] != digest({k: v for k, v in given.items() if k != DIGEST}):
+            raise TypeError("it was changed after it was written")
+        again = {key: value for key, value in row_to_dict(row).items() if key != DIGEST or key in given}
+        if again != given or row.status not in STATUSES or not all(isinstance(t, dict) for t in tables):
             raise TypeError("a field has a value of another kind")
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as problem:
         raise StudyError(

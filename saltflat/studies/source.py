@@ -18,6 +18,9 @@ from saltflat.readers.arrays import FORMATS
 from saltflat.readers.factory import made
 from saltflat.studies.examples import Examples
 
+# What inputs and labels may be made of.
+KINDS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -50,8 +53,8 @@ class Source:
             return cls(given).checked()
         if not isinstance(given, Mapping):
             raise StudyError(
-                f"Got a {type(given).__name__} as data. Want a name, a function, or a mapping with a name, so that the "
-                "runs can be made again. Do: for instance data='digits'; for tensors give a function of a module that "
+                f"Got data of type {type(given).__name__}. Want a name, a function, or a mapping with a name, so that "
+                "the runs can be made again. Do: for instance data='digits'; for tensors give a function of a module that "
                 "returns ((inputs, labels), (test inputs, test labels)), or files .npz or .safetensors."
             )
         known = [each.name for each in fields(cls)]
@@ -133,11 +136,11 @@ def fingerprint(examples: Examples) -> str:
 
 def _examples_from(found: Any, name: str) -> Examples:
     if isinstance(found, Examples):
-        return found
+        return Examples(*(getattr(found, each.name).detach() for each in fields(found)))
     if isinstance(found, tuple | list):
         parts = [part for each in found for part in (each if isinstance(each, tuple | list) else [each])]
         if len(parts) == 4 and all(isinstance(part, Tensor) for part in parts):
-            return Examples(*parts)
+            return Examples(*(part.detach() for part in parts))
     raise DataError(
         f"Got a {type(found).__name__} from {name!r}. Want saltflat.studies.Examples, or two pairs of tensors "
         "(inputs, labels), to train on and to test on. Do: return these."
@@ -147,6 +150,13 @@ def _examples_from(found: Any, name: str) -> Examples:
 def _checked(examples: Examples, name: str) -> Examples:
     for side in ("train", "test"):
         inputs, labels = getattr(examples, f"{side}_inputs"), getattr(examples, f"{side}_labels")
+        for each in (inputs, labels):
+            if each.layout is not torch.strided or each.device.type != "cpu" or each.dtype not in KINDS:
+                raise DataError(
+                    f"Got a {side} tensor of {each.dtype}, {each.layout} on {each.device} in {name!r}. Want a plain "
+                    f"tensor on the CPU, of {', '.join(str(kind).removeprefix('torch.') for kind in KINDS)}. "
+                    "Do: make it one."
+                )
         if inputs.dim() < 1 or labels.dim() != 1 or len(inputs) != len(labels) or len(inputs) == 0:
             raise DataError(
                 f"Got {side} inputs of shape {tuple(inputs.shape)} and labels of shape {tuple(labels.shape)} in "
@@ -159,4 +169,9 @@ def _checked(examples: Examples, name: str) -> Examples:
             )
         if inputs.is_floating_point() and not bool(inputs.isfinite().all()):
             raise DataError(f"Got NaN or infinity in the {side} inputs of {name!r}. Want numbers. Do: clean them.")
+    if examples.train_inputs.shape[1:] != examples.test_inputs.shape[1:]:
+        raise DataError(
+            f"Got training inputs of shape {tuple(examples.train_inputs.shape[1:])} and test inputs of shape "
+            f"{tuple(examples.test_inputs.shape[1:])} in {name!r}. Want the same. Do: shape them alike."
+        )
     return examples

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saltflat.errors import ReportError, SaltflatError, StudyError, first_line
 from saltflat.report.file import Form, read, replacing
+from saltflat.studies.checksum import checksum
 from saltflat.studies.row import Row
 from saltflat.studies.row_file import ROW, row_from_dict, row_to_dict
 
@@ -22,6 +23,7 @@ STUDY = Form("saltflat.study/1", "a study", "Study.run")
 DEFINITION, TABLE = "study.json", "table.csv"
 ROWS, WEIGHTS, PARTIAL = "rows", "weights", "partial"
 FOLDERS = (ROWS, WEIGHTS, PARTIAL)
+CHECKSUM = "checksum"
 Found = TypeVar("Found")
 
 
@@ -72,14 +74,13 @@ class Store:
         return None if found is None else found[0]
 
     def has_weights(self, key: str) -> bool:
-        """Whether weights are there and whole; a file that was cut is an error."""
-        path = self.weights_path(key)
-        if not path.exists():
-            return False
-        with _opened(path) as file:
-            if "outcome" not in (file.metadata() or {}):
-                raise StudyError(f"Got {str(path)!r} without an outcome. Want weights that Study.run wrote.")
-        return True
+        """Whether weights are there, whole and as they were written; a file that is not is an error."""
+        found = self._tensors(self.weights_path(key))
+        if found is not None and "outcome" not in found[1]:
+            raise StudyError(
+                f"Got {str(self.weights_path(key))!r} without an outcome. Want weights that Study.run wrote."
+            )
+        return found is not None
 
     def write_weights(
         self,
@@ -90,8 +91,10 @@ class Store:
     ) -> None:
         """Write weights, those before training first: whoever finds the others finds both."""
         if initial is not None:
-            self._write(self.initial_path(key), save(_apart(initial)))
-        self._write(self.weights_path(key), save(_apart(weights), dict(metadata)))
+            before = _apart(initial)
+            self._write(self.initial_path(key), save(before, {CHECKSUM: checksum(before)}))
+        own = _apart(weights)
+        self._write(self.weights_path(key), save(own, {**metadata, CHECKSUM: checksum(own)}))
 
     def write_table(self, text: str) -> Path:
         return self._write(self.folder / TABLE, text.encode())
@@ -132,7 +135,14 @@ class Store:
         if not path.exists():
             return None
         with _opened(path) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            told = dict(file.metadata() or {})
+        if told.get(CHECKSUM, "") not in ("", checksum(tensors)):
+            raise StudyError(
+                f"Got {str(path)!r}, whose numbers are not those that were written. Want what Study.run wrote. "
+                "Do: run the study again, which makes it anew."
+            )
+        return tensors, told
 
     def _write(self, path: Path, content: bytes) -> Path:
         def written() -> None:
@@ -182,7 +192,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
-    except SafetensorError as problem:
+    except (SafetensorError, OSError) as problem:
         raise StudyError(
             f"Got {str(path)!r}, which is no whole file of weights ({problem}). Want what Study.run wrote. "
             "Do: run the study again, which makes it anew."

@@ -113,7 +113,13 @@ class Study:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Study:
         """The study in a YAML file."""
-        return cls.from_dict(read_definition(path))
+        try:
+            return cls.from_dict(read_definition(path))
+        except RecursionError as problem:  # YAML can name a part of the file inside of itself
+            raise StudyError(
+                f"Got the file {os.fspath(path)!r}, of which a part holds itself. Want plain lists and mappings. "
+                "Do: write out what the * stands for."
+            ) from problem
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON and YAML can hold it, and ``from_dict`` takes it."""

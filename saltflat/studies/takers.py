@@ -72,6 +72,12 @@ def train_taker(spec: str) -> Taker:
 def _taker(what: str, function: Callable[..., Any], behind: int = 0, handed: tuple[str, ...] = ()) -> Taker:
     kinds = inspect.Parameter
     parameters = list(inspect.signature(function).parameters.values())[behind:]
+    closed = [each.name for each in parameters if each.kind is kinds.POSITIONAL_ONLY]
+    if closed:
+        raise StudyError(
+            f"Got {what}, which does not take {closed[0]!r} by its name. Want arguments that it does. "
+            "Do: take the / out of its signature."
+        )
     anything = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
     names = {
         each.name: each.default for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)

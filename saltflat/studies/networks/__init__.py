@@ -90,7 +90,13 @@ def network_named(name: str, meaning: str) -> Callable[[Make], Make]:
 def network(name: str) -> Network:
     """The network of this name, or of the user's own function ``package.module:function``."""
     if ":" in name:
-        return Network(name, "the user's own", named(name, "network"))
+        make = named(name, "network")
+        if not callable(make):
+            raise OptionError(
+                f"Got {name!r} as the network, a {type(make).__name__}. Want a function that makes one. "
+                "Do: name the function."
+            )
+        return Network(name, "the user's own", make)
     if name not in NETWORKS:
         raise unknown("network", name, NETWORKS)
     return NETWORKS[name]

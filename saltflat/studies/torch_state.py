@@ -1,0 +1,34 @@
+"""What torch is set to, for all code in the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def torch_state_kept() -> Iterator[None]:
+    """Whatever code inside of it sets, such as the default dtype, is as before afterwards."""
+    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    gradients, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
+    deterministic, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    products, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:  # setting it, even to what it was, slows every call of torch down
+            torch.set_default_device(device)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_grad_enabled(gradients)
+        torch.autograd.set_detect_anomaly(anomaly)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+        torch.set_float32_matmul_precision(products)
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = flags
