@@ -54,8 +54,8 @@ class Source:
         if not isinstance(given, Mapping):
             raise StudyError(
                 f"Got data of type {type(given).__name__}. Want a name, a function, or a mapping with a name, so that "
-                "the runs can be made again. Do: for instance data='digits'; for tensors give a function of a module that "
-                "returns ((inputs, labels), (test inputs, test labels)), or files .npz or .safetensors."
+                "the runs can be made again. Do: for instance data='digits'; for tensors give a function of a module "
+                "that returns ((inputs, labels), (test inputs, test labels)), or files .npz or .safetensors."
             )
         known = [each.name for each in fields(cls)]
         for key in given:
