@@ -207,6 +207,7 @@ def test_every_setting_of_a_recipe_is_checked() -> None:
         ({"network": [3]}, ("'3'",)),
         ({"widht": [3]}, ("'widht'", "use 'width'")),
         ({"momentun": [0.9]}, ("'momentun'", "use 'momentum'")),
+        ({"learning_rate": [0.9]}, ("called 'lr' here",)),
     ],
 )
 def test_a_grid_that_cannot_be_run_is_refused(axes: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from saltflat.studies.study import Study
 
 MOST_RUNS = 100_000
+# Names that other libraries have for settings, and that are not spelt like ours.
+ELSEWHERE = {"learning_rate": "lr", "batch_size": "batch", "num_epochs": "epochs", "max_epochs": "epochs", "wd": "l2"}
 USUAL = {each.name: each.default for each in fields(Recipe) if each.name in SETTINGS}
 
 
@@ -184,7 +186,13 @@ def _name_problems(study: Study, takers: Mapping[str, Taker]) -> list[str]:
             # What ends a run is also for judging how it ended; only the number of epochs must reach a train function.
             judged = study.train is not None and name in STOPS and name != "epochs"
             if name not in own and not taker.takes(name) and not judged:
-                problems.append(str(unknown(f"setting or argument of {taker.what}", name, [*own, *taker.names])))
+                known = [*own, *taker.names]
+                elsewhere = ELSEWHERE.get(name)
+                problems.append(
+                    f"Got {name!r}, which is called {elsewhere!r} here. Want that name. Do: use {elsewhere!r}."
+                    if elsewhere in known
+                    else str(unknown(f"setting or argument of {taker.what}", name, known))
+                )
         for name in taker.required:
             if name not in given:
                 problems.append(
