@@ -421,3 +421,22 @@ def test_inputs_that_are_whole_numbers_stay_whole() -> None:
     found = train_together(recipes, texts)
     assert_same(found, [train_alone(recipe, texts) for recipe in recipes])
     assert not any(each.outcome.notes for each in found)
+
+
+def test_a_network_that_only_works_in_float32_is_tried_in_float32() -> None:
+    recipes = [
+        replace(BASE, network="training_cases:casting", architecture={}, dtype="float32", seed=seed)
+        for seed in range(2)
+    ]
+    found = train_together(recipes, DATA)
+    assert_same(found, [train_alone(recipe, DATA) for recipe in recipes], tolerance=1e-4)
+    assert not any(each.outcome.notes for each in found)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "wrn_28_2", "ibayashi_lenet"])
+@pytest.mark.parametrize("dtype", ["float32", "tf32"])
+def test_rounding_is_not_taken_for_a_mistake(name: str, dtype: str) -> None:
+    recipes = [
+        Recipe(network=name, architecture=SHRUNK[name], dtype=dtype, epochs=1, batch=10, seed=seed) for seed in range(2)
+    ]
+    assert not any(each.outcome.notes for each in train_together(recipes, IMAGES))

@@ -179,3 +179,19 @@ def normed(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def words(shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(3 * shape[0], classes))
+
+
+class Casting(nn.Module):
+    """Works in float32 alone."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(x.flatten(1).float())
+        return found
+
+
+def casting(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Casting(math.prod(shape), classes)

@@ -43,7 +43,7 @@ class StackTraining:
         models = [self._built(recipe) for recipe in (self.recipes if stack.rows is None else [first])]
         if stack.rows is None:
             few = min(EXAMPLES, first.batch)
-            check_stackable(models[:2], self.inputs[:few], self.labels[:2, :few], way, first.dtype)
+            check_stackable(models[:2], self.inputs[:few], self.labels[:2, :few], way)
         self.stacked = Stacked(models[0], self.inputs[0], way)
         if stack.rows is None:
             stack.rows, stack.rest = self.stacked.packed(models)

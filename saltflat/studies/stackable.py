@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 
 import torch
@@ -12,8 +13,9 @@ from saltflat.errors import UnknownNameError, first_line
 from saltflat.studies.stacked import Stacked, losses_of
 
 EXAMPLES = 4
-# How far results may be apart, as a share of their length. Rounding is far below; what goes wrong goes wrong by more.
-TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "tf32": 5e-2}
+# How far results may be apart, as a share of their length, in float64 and in shorter numbers. Rounding stays below:
+# gradients of deep networks with BatchNorm on few examples differ by up to 4e-3 in float32, and by more in tf32.
+TIGHT, LOOSE = 1e-6, 0.3
 SMALL = 1e-3
 
 
@@ -21,7 +23,7 @@ class UnstackableError(Exception):
     """torch.func cannot run many of these networks at once, or not so that each does what it does alone."""
 
 
-def check_stackable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str, dtype: str) -> None:
+def check_stackable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str) -> None:
     """Take a few networks through two passes on a few examples, together and alone, and compare what comes of it.
 
     Args:
@@ -29,8 +31,22 @@ def check_stackable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor,
         inputs: a few, where the networks are to be trained.
         labels: of each network, a row each.
         way: of doing convolutions.
-        dtype: of the recipes.
     """
+    try:
+        finer = [deepcopy(model).double() for model in models]
+        exact = inputs.double() if inputs.is_floating_point() else inputs
+        _alone(finer[0], exact, labels[0])
+    except UnstackableError:
+        raise
+    except Exception:  # they work in their own precision only
+        finer = []
+    if finer:
+        with suppress(torch.OutOfMemoryError):  # twice the memory of the training: it may have no room for that
+            return _compare(finer, exact, labels, way, TIGHT)
+    return _compare(models, inputs, labels, way, LOOSE)
+
+
+def _compare(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str, tolerance: float) -> None:
     try:
         # A stack of its own: what passes leave behind in it is not for the training.
         found = _together(Stacked(models[0], inputs[0], way), models, inputs, labels)
@@ -46,7 +62,7 @@ def check_stackable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor,
         except Exception:  # it fails alone, too, and is told of there
             return
         for name, value in found.items():
-            if not _close(value[place], alone[name], TOLERANCE[dtype]):
+            if not _close(value[place], alone[name], tolerance):
                 raise UnstackableError(f"its {name} in a stack is not what it is alone")
 
 
