@@ -27,7 +27,7 @@ from saltflat.studies.dropout import Dropout
 WAYS = ("auto", "grouped", "each", "banded")
 # Layers that take images with channels last as they are, which spares two copies. Others may not under vmap: BatchNorm
 # on a GPU asks how its input lies in memory, and vmap cannot tell.
-EITHER = (nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear, Dropout)
+EITHER = (nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Linear, Dropout)
 NARROW = 10  # kernels beside each other
 ALIGNED = 4  # numbers of float32 in 16 bytes
 
