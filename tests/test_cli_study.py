@@ -208,3 +208,9 @@ def test_modules_beside_the_study_are_found(tmp_path: Path, monkeypatch: pytest.
     result = run("run", path, "--out", tmp_path / "runs")
     assert result.exit_code == 0, result.output
     assert "4 done" in result.stdout
+
+
+def test_a_page_under_another_ending_and_fewer_audits_than_none_are_refused(finished: Path, tmp_path: Path) -> None:
+    refused(run("report", finished, "--out", tmp_path / "page.txt"), "page.txt", ".html")
+    refused(run("report", finished, "--out", tmp_path / "page.html", "--audits", "-1"), "audits=-1")
+    assert not list(tmp_path.iterdir())

@@ -96,6 +96,7 @@ def test_only_layers_that_are_known_to_take_it_get_channels_last() -> None:
 def test_on_a_cpu_large_kernels_are_taken_one_by_one() -> None:
     images = torch.zeros(NETWORKS, BATCH, 2, 8, 5 * NARROW)
     assert chosen_way(images, torch.zeros(NETWORKS, 3, 2, 5, 5)) == "each"
+    assert chosen_way(images, torch.zeros(NETWORKS, 3, 2, 7, 3)) == "each"
     assert chosen_way(images, torch.zeros(NETWORKS, 3, 2, 3, 3)) == "grouped"
 
 

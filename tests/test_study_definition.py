@@ -197,8 +197,9 @@ def test_the_study_of_the_documents_can_be_run_and_is_the_one_in_python(tmp_path
     ],
 )
 def test_options_of_measures_are_tried_before_anything_is_trained(asked: str, told: str) -> None:
-    with pytest.raises(SaltflatError, match=told):
-        study(measures=[asked])
+    for measures in ([asked], asked):
+        with pytest.raises(SaltflatError, match=told):
+            study(measures=measures)
 
 
 def test_options_that_only_many_examples_allow_are_no_mistake() -> None:

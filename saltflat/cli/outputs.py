@@ -11,6 +11,7 @@ from saltflat.report import Audit, Comparison, Report
 from saltflat.report.file import checked, replacing
 
 PICTURES = ("png", "svg", "pdf")
+PAGES = (".html", ".htm")
 
 
 class Kept(Protocol):
@@ -25,6 +26,7 @@ def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path |
     """Find out before the long work whether its results can be kept."""
     if quiet and out is None and plot is None and html is None:
         raise OptionError("Got --quiet without --out or --plot. Want a place for the results. Do: --out report.json.")
+    check_page(html)
     given = {"--out": out, "--plot": plot, "--html": html}
     places = [checked(path, option) for option, path in given.items() if path is not None]
     if plot is not None and picture_format(plot) not in PICTURES:
@@ -59,10 +61,13 @@ def draw(figure: Any, plot: Path, quiet: bool = False) -> None:
         say(f"{done} {plot}.")
 
 
-def check_page(html: Path | None) -> None:
+def check_page(html: Path | None, option: str = "--html") -> None:
     """Find out before anything is shown whether a page can be written."""
-    if html is not None:
-        checked(html, "--html")
+    if html is None:
+        return
+    if html.suffix.lower() not in PAGES:
+        raise OptionError(f"Got {option} {str(html)!r}. Want a name that ends in {' or '.join(PAGES)}. Do: page.html.")
+    checked(html, option)
 
 
 def keep_page(result: Report | Comparison | Audit, html: Path | None, quiet: bool = False) -> None:

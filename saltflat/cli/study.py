@@ -10,14 +10,13 @@ import typer
 
 from saltflat.amounts import check_count
 from saltflat.cli import options
+from saltflat.cli.outputs import check_page
 from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import say, show_on_screen, stdout_checked
-from saltflat.errors import OptionError, SaltflatError, StudyError, unknown
+from saltflat.errors import SaltflatError, StudyError, unknown
 from saltflat.studies import Results, Study
 from saltflat.studies.executors import EXECUTORS, executor_named
 from saltflat.studies.lock import holder, is_locked
-
-PAGES = (".html", ".htm")
 
 Folder: TypeAlias = Annotated[Path, typer.Argument(help="The folder that run was given as --out.")]
 KeepMissed: TypeAlias = Annotated[
@@ -139,8 +138,7 @@ def report(
 ) -> None:
     """Write the study as one page for a browser, with everything in it."""
     check_count(0, audits=audits)
-    if out.suffix.lower() not in PAGES:
-        raise OptionError(f"Got --out {str(out)!r}. Want a name that ends in {' or '.join(PAGES)}. Do: report.html.")
+    check_page(out, "--out")
     with users_session(show_traceback):
         results = Results.load(folder)
         done = "Replaced" if out.exists() else "Wrote"

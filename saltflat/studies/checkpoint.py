@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -50,7 +49,7 @@ def _fields(recipe: Recipe) -> dict[str, Any]:
 
 def _known_again(tensor: Tensor) -> list[Any]:
     rows = tensor[:: max(1, len(tensor) // SAMPLE)].contiguous().cpu()
-    return [list(tensor.shape), str(tensor.dtype), zlib.crc32(rows.numpy().tobytes())]
+    return [list(tensor.shape), checksum({"rows": rows})]
 
 
 def write_checkpoint(path: str | os.PathLike[str], who: str, standing: Standing) -> None:

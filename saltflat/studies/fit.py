@@ -42,7 +42,7 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
     problems += [
         text for recipe in structures.values() for text in _structure_problems(study, recipe, examples, lonely)
     ]
-    refuse(problems, study.name)
+    refuse(problems, f"the study {study.name!r}")
 
 
 def _size_problems(
@@ -71,9 +71,7 @@ def _last_batch(recipe: Recipe, examples: Examples) -> int:
     return taken % recipe.batch or recipe.batch
 
 
-def _structure_problems(
-    study: Study, recipe: Recipe, examples: Examples, lonely: Recipe | None = None
-) -> Iterator[str]:
+def _structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely: Recipe | None) -> Iterator[str]:
     """Build the network once, run it on two examples, and see that the layers to measure are there."""
     told = ", ".join(f"{name}={value!r}" for name, value in recipe.architecture.items()) or "no arguments"
     network = f"the network {recipe.network!r} with {told}"
@@ -102,7 +100,7 @@ def _structure_problems(
         try:
             with torch.no_grad():
                 model.train()(inputs[:1])
-        except ValueError as error:
+        except Exception as error:
             yield (
                 f"Got batch={lonely.batch}, with which an epoch ends in a single example, and {network} cannot be "
                 f"trained on one ({first_line(error)}). Want another batch. Do: change batch or train_size."

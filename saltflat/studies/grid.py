@@ -26,7 +26,8 @@ USUAL = {each.name: each.default for each in fields(Recipe) if each.name in SETT
 
 def runs_of(study: Study) -> dict[str, dict[str, Any]]:
     """The configuration of each run by its key, in the order of the grid; all that is wrong is told at once."""
-    refuse(_form_problems(study), study.name)
+    where = f"the study {study.name!r}"
+    refuse(_form_problems(study), where)
     count = count_of(study)
     if count > MOST_RUNS:
         raise StudyError(
@@ -37,7 +38,7 @@ def runs_of(study: Study) -> dict[str, dict[str, Any]]:
     problems += _name_problems(study, takers)
     if study.train is None:
         problems += _value_problems(study)
-    refuse(problems, study.name)
+    refuse(problems, where)
     found = {}
     for place in places_of(study):
         given = {**study.settings, **study.stop_settings, **place}
@@ -85,14 +86,14 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe:
     return Recipe.of({name: frozen(value) for name, value in config.items()})
 
 
-def refuse(problems: Iterable[str], name: str) -> None:
+def refuse(problems: Iterable[str], where: str) -> None:
     """Tell all problems in one error, if there are any."""
     told = list(dict.fromkeys(problems))
     if len(told) == 1:
         raise StudyError(told[0])
     if told:
         listed = " ".join(f"({number}) {each}" for number, each in enumerate(told, start=1))
-        raise StudyError(f"Got {len(told)} problems in the study {name!r}. {listed}")
+        raise StudyError(f"Got {len(told)} problems in {where}. {listed}")
 
 
 def _config(study: Study, given: dict[str, Any], takers: Mapping[str, Taker]) -> tuple[dict[str, Any], dict[str, Any]]:

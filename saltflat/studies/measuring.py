@@ -21,6 +21,7 @@ from saltflat.losses import loss_from
 from saltflat.measures.request import requests
 from saltflat.measuring import measure
 from saltflat.report import Reading, Report
+from saltflat.studies.grid import refuse
 from saltflat.sweep import bytes_from, check_seed
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -75,18 +76,14 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def measures_of(given: str | Sequence[str]) -> tuple[str, ...]:
     """The measures by the names that their readings will have; all that is wrong with them is told at once."""
     problems = []
-    for text in given if isinstance(given, list | tuple) else ():
+    for text in [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else ():
         try:
             (asked,) = requests([text])
             if "(" in asked.key:
                 _try_options(asked.key)
         except SaltflatError as problem:
-            problems.append(problem)
-    if len(problems) > 1:
-        listed = " ".join(f"({number}) {each}" for number, each in enumerate(problems, start=1))
-        raise StudyError(f"Got {len(problems)} problems in the measures. {listed}")
-    if problems:
-        raise problems[0]
+            problems.append(str(problem))
+    refuse(problems, "the measures")
     return tuple(each.key for each in requests(given))
 
 

@@ -71,10 +71,12 @@ def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
 def _handed(taker: Taker, config: Mapping[str, Any], context: Context) -> dict[str, Any]:
     """The run's settings that the function takes; seed, data and device if it asks for them."""
     settings = {name: value for name, value in config.items() if taker.takes(name) and name != "seed"}
-    # A copy: what the function does to its data is not done to those of the other runs, or of the measures.
-    given = {"seed": config["seed"], "data": context.examples.copy(), "device": context.device}
-    asked = taker.handed
-    return {**settings, **{name: value for name, value in given.items() if name in asked}}
+    given = {"seed": config["seed"], "data": context.examples, "device": context.device}
+    asked = {name: value for name, value in given.items() if name in taker.handed}
+    if "data" in asked:
+        # A copy: what the function does to its data is not done to those of the other runs, or of the measures.
+        asked["data"] = context.examples.copy()
+    return {**settings, **asked}
 
 
 def _parts(found: Any, spec: str) -> tuple[nn.Module, dict[str, Tensor] | None]:
@@ -93,10 +95,7 @@ def _parts(found: Any, spec: str) -> tuple[nn.Module, dict[str, Tensor] | None]:
 def _beside(model: nn.Module, examples: Examples) -> Examples:
     """The examples where the model is, and in its precision."""
     first = next((each for each in model.parameters() if each.is_floating_point()), None)
-    device = first.device if first is not None else torch.device("cpu")
-    if not examples.train_inputs.is_floating_point():
-        return examples.to(device, examples.train_inputs.dtype)
-    return examples.to(device, first.dtype if first is not None else examples.train_inputs.dtype)
+    return examples if first is None else examples.to(first.device, first.dtype)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def write_page(
     from saltflat.report import html  # needs packages that only pages do
 
     checked(path)
-    warnings = list(results.notes)
+    lacking: list[str] = []
     found: Mapping[str, Audit] = {}
     if isinstance(audits, Mapping):
         found = audits
@@ -55,16 +55,16 @@ def write_page(
         try:
             found = audited(results, audits, data_folder, progress)
         except (SaltflatError, OSError) as problem:
-            warnings.append(f"No run was audited: {first_line(problem)}")
+            lacking.append(f"No run was audited: {first_line(problem)}")
     scores = {}
     for gap in GAPS:
         try:
             scores[gap] = results.scores(gap, **options)
         except SaltflatError as problem:  # too few runs; the others are worth looking at all the same
-            warnings.append(f"No scores for the gap of the {gap}: {problem}")
-    for warning in warnings[len(results.notes) :]:
-        if tell is not None:
-            tell(warning)
+            lacking.append(f"No scores for the gap of the {gap}: {problem}")
+    if tell is not None:
+        for each in lacking:
+            tell(each)
     text = html.study_page(
         results.study.name,
         facts_of(results),
@@ -73,7 +73,7 @@ def write_page(
         scores,
         found,
         landscapes or {},
-        warnings,
+        [*results.notes, *lacking],
         f"saltflat study run STUDY.yaml --out {results.folder}",
     )
     return html.write_page(text, path)
