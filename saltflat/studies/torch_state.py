@@ -23,8 +23,9 @@ def torch_state_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:  # setting it, even to what it was, slows every call of torch down
-            torch.set_default_device(device)
+        if torch.get_default_device() != device:
+            # None where it was the usual one: naming that, too, would slow every call of torch down.
+            torch.set_default_device(None if device.type == "cpu" else device)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         torch.set_grad_enabled(gradients)
