@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from saltflat.studies.scores.arrays import Floats, Ints
+from saltflat.studies.scores.arrays import Counts, Floats, Ints
 
 # Scores of all pairs given all pairs of settings take so much longer that fewer resamples must do.
 COSTLY = 200
+DRAWN_AT_ONCE = 50
 
 
-def drawn(configurations: Ints, resamples: int, seed: int) -> Floats:
-    """``(1 + resamples, runs)``: how often each run is in each resample; the first has every run once.
+def draw_times(configurations: Ints, resamples: int, seed: int) -> Counts:
+    """``(runs, 1 + resamples)``: how often each run is in each resample; the first has every run once.
 
     Configurations are drawn with replacement, and with one all its runs: seeds of one configuration are alike, and
     taken for independent runs they would make the interval too narrow.
     """
     count = int(configurations.max()) + 1
-    draw = np.random.default_rng(seed)
-    times = draw.multinomial(count, np.full(count, 1 / count), size=resamples).astype(np.float64)
-    return np.concatenate([np.ones((1, len(configurations))), times[:, configurations]])
+    draw, share = np.random.default_rng(seed), np.full(count, 1 / count)
+    times = np.ones((len(configurations), 1 + resamples), dtype=np.float32)
+    for start in range(1, 1 + resamples, DRAWN_AT_ONCE):
+        stop = min(start + DRAWN_AT_ONCE, 1 + resamples)
+        times[:, start:stop] = draw.multinomial(count, share, size=stop - start)[:, configurations].T
+    return times
 
 
 def interval(found: Floats) -> tuple[float, float]:

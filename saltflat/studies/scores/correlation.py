@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Floats, once, paired, ratio
+from saltflat.studies.scores.arrays import Counts, Floats, blocks, once, paired, ratio
 
 # A resample of equal values has this much variance left by rounding, of values that span about one.
 ROUNDING = (4 * np.finfo(np.float64).eps) ** 2
+# A variance may be a difference of moments that are so many times larger than itself: two digits are lost.
+CANCELLATION = 100.0
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
@@ -24,24 +26,41 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
         0.982
     """
     values, gaps = paired(x, y)
-    return float(drawn_pearson(values, gaps, once(len(values)))[0])
+    return float(drawn_pearson(values[None], gaps, once(len(values)))[0, 0])
 
 
-def drawn_pearson(x: Floats, y: Floats, draws: Floats) -> Floats:
-    """The same of each resample; ``draws[r, a]`` is how often resample r has run a."""
-    return correlations(_scaled(x)[None, :], _scaled(y)[None, :], draws)
+def drawn_pearson(x: Floats, y: Floats, times: Counts) -> Floats:
+    """``(measures, resamples)``; x is ``(measures, runs)``."""
+    if not len(y):
+        return np.full((len(x), times.shape[1]), np.nan)
+    x, y = np.stack([_scaled(each) for each in x]), _scaled(y)
+    sums = np.concatenate([x, x * x, x * y, y[None], (y * y)[None], np.ones((1, len(y)))])
+    return np.concatenate([_block_pearson(x, y, sums, block.astype(np.float64)) for block in blocks(times)], axis=1)
 
 
-def correlations(x: Floats, y: Floats, draws: Floats) -> Floats:
-    """Of each resample, whose values may be its own: x and y are ``(resamples or 1, runs)`` and span about one."""
-    if not draws.shape[1]:
-        return np.full(len(draws), np.nan)
-    total = draws.sum(1, keepdims=True)
-    dx = x - ratio((draws * x).sum(1, keepdims=True), total)
-    dy = y - ratio((draws * y).sum(1, keepdims=True), total)
-    xx, yy, xy = ((draws * product).sum(1) / total[:, 0] for product in (dx * dx, dy * dy, dx * dy))
+def _block_pearson(x: Floats, y: Floats, sums: Floats, times: Floats) -> Floats:
+    *parts, my, yy, total = np.split(sums @ times, [len(x), 2 * len(x), 3 * len(x), 3 * len(x) + 1, 3 * len(x) + 2])
+    mx, xx, xy, my, yy = (ratio(each, total) for each in (*parts, my, yy))
+    xx, yy, xy = xx - mx * mx, yy - my * my, xy - mx * my
+    found = _correlation(xx, yy, xy)
+    # Where a resample lacks the runs that make up most of the spread, differences of moments are mostly rounding.
+    lossy = ~((CANCELLATION * xx > mx * mx) & (CANCELLATION * yy > my * my))
+    for measure in np.flatnonzero(lossy.any(1)):
+        again = np.flatnonzero(lossy[measure])
+        found[measure, again] = _two_pass_pearson(x[measure, :, None], y[:, None], times[:, again])
+    return found
+
+
+def _two_pass_pearson(x: Floats, y: Floats, times: Floats) -> Floats:
+    total = times.sum(0)
+    dx, dy = x - ratio((times * x).sum(0), total), y - ratio((times * y).sum(0), total)
+    return _correlation(*(ratio((times * each).sum(0), total) for each in (dx * dx, dy * dy, dx * dy)))
+
+
+def _correlation(xx: Floats, yy: Floats, xy: Floats) -> Floats:
     known = (xx > ROUNDING) & (yy > ROUNDING)
-    return np.clip(ratio(np.where(known, xy, 0.0), np.where(known, np.sqrt(xx) * np.sqrt(yy), 0.0)), -1, 1)
+    norms = np.sqrt(np.where(known, xx, 0.0)) * np.sqrt(np.where(known, yy, 0.0))
+    return np.clip(ratio(np.where(known, xy, 0.0), norms), -1, 1)
 
 
 def _scaled(x: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from scipy.stats import norm
@@ -47,10 +47,8 @@ def standard_errors(outcomes: Sequence[Outcome]) -> Floats:
 
 def _unresolved(outcomes: Sequence[Outcome]) -> list[str]:
     """A warning where most pairs of runs cannot be told apart on this test set."""
-    first, second = np.triu_indices(len(outcomes), 1)
     values, errors = np.array([each.test_error - each.train_error for each in outcomes]), standard_errors(outcomes)
-    differ = float(np.median(np.abs(values[first] - values[second])))
-    least = float(np.median(2 * np.hypot(errors[first], errors[second])))
+    differ, least = median_difference(values), 2 * median_hypot(errors)
     if not differ < least:
         return []
     size = int(np.median([each.test_examples for each in outcomes]))
@@ -59,6 +57,38 @@ def _unresolved(outcomes: Sequence[Outcome]) -> list[str]:
         f"{number(differ, 2)} in the median, and two standard errors of such a difference are {number(least, 2)}. "
         "Much of the order of the runs is chance; do: take more test examples, or settings that differ more."
     ]
+
+
+def median_difference(values: Floats) -> float:
+    """The median of ``abs(a - b)`` over all pairs, in n log n steps."""
+    ordered = np.sort(values)
+
+    def count(limit: float) -> int:
+        return int((np.searchsorted(ordered, ordered + limit, "right") - np.arange(1, len(ordered) + 1)).sum())
+
+    return float(np.mean(_middle_of_pairs(count, len(ordered), ordered[-1] - ordered[0])))
+
+
+def median_hypot(values: Floats) -> float:
+    """The median of ``hypot(a, b)`` over all pairs, in n log n steps."""
+    squares = np.sort(values**2)
+
+    def count(limit: float) -> int:
+        return int(np.searchsorted(squares, limit - squares, "right").sum() - (2 * squares <= limit).sum()) // 2
+
+    return float(np.mean(np.sqrt(_middle_of_pairs(count, len(squares), 2 * squares[-1]))))
+
+
+def _middle_of_pairs(count: Callable[[float], int], runs: int, largest: float) -> list[float]:
+    """The one or two in the middle of a number per pair, given how many of these are no larger than a limit."""
+    pairs = runs * (runs - 1) // 2
+    middle = []
+    for place in ((pairs + 1) // 2, pairs // 2 + 1):
+        low, high = 0.0, float(largest)
+        while low < (half := (low + high) / 2) < high:
+            low, high = (low, half) if count(half) >= place else (half, high)
+        middle.append(low if count(low) >= place else high)
+    return middle
 
 
 def _unequally_fitted(outcomes: Sequence[Outcome], gap: str, values: Floats) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.sparse import csr_array
 
 from saltflat.studies.scores.arrays import Floats, Ints, once, paired, ratio
-from saltflat.studies.scores.layout import Layout, joined, pair_draws
+from saltflat.studies.scores.layout import Layout, joined
+from saltflat.studies.scores.pair_means import PairMeans, pairs_within, share_taken
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,6 @@ class Granulated:
 
     mean: float
     by_axis: dict[str, float]
-
-
-@dataclass(frozen=True)
-class AxisPairs:
-    """Pairs of runs that differ in one axis and in nothing else, by the setting of all the others."""
-
-    first: Ints
-    second: Ints
-    group: Ints
 
 
 def granulated_kendall(
@@ -54,27 +45,24 @@ def granulated_kendall(
         ({'lr': 1.0, 'batch': 0.0}, 0.5)
     """
     values, gaps = paired(x, y)
-    found = drawn_granulated(values, gaps, axis_pairs(Layout.of(axes, seeds, len(values))), once(len(values)))
+    count = len(values)
+    along = axis_means(gaps, Layout.of(axes, seeds, count), np.arange(count), 0)
+    found = {name: each.drawn(values[None], once(count))[0] for name, each in along.items()}
     by_axis = {name: float(each[0]) for name, each in found.items()}
     return Granulated(float(over_axes(found, 1)[0]), by_axis)
 
 
-def axis_pairs(layout: Layout) -> dict[str, AxisPairs]:
-    """For each axis the pairs that differ in it alone."""
+def axis_means(y: Floats, layout: Layout, units: Ints, seed: int) -> dict[str, PairMeans]:
+    """For each axis the pairs that differ in it alone, by the setting of all the others."""
     found = {}
     for name, codes in layout.axes.items():
         others = [each for other, each in layout.axes.items() if other != name]
-        group = joined([*others, layout.seeds], len(codes))
-        first, second = (
-            np.concatenate(each) if each else np.zeros(0, dtype=np.int64) for each in _within(group, codes)
-        )
-        found[name] = AxisPairs(first, second, np.unique(group[first], return_inverse=True)[1].astype(np.int64))
+        setting = joined([*others, layout.seeds], len(codes))
+        share = share_taken([(setting, codes)])
+        first, second = pairs_within(setting, codes, share, seed)
+        group = joined([setting[first]], len(first))
+        found[name] = PairMeans(first, second, group, np.ones(len(first)), y, units, share=share, seed=seed)
     return found
-
-
-def drawn_granulated(x: Floats, y: Floats, pairs: Mapping[str, AxisPairs], draws: Floats) -> dict[str, Floats]:
-    """Each axis in each resample; a setting of which fewer than two runs were drawn is left out of that one."""
-    return {name: _along(x, y, each, draws) for name, each in pairs.items()}
 
 
 def over_axes(by_axis: Mapping[str, Floats], resamples: int) -> Floats:
@@ -82,25 +70,3 @@ def over_axes(by_axis: Mapping[str, Floats], resamples: int) -> Floats:
     each = np.stack(list(by_axis.values())) if by_axis else np.full((1, resamples), np.nan)
     known = ~np.isnan(each)
     return ratio(np.where(known, each, 0.0).sum(0), known.sum(0))
-
-
-def _along(x: Floats, y: Floats, pairs: AxisPairs, draws: Floats) -> Floats:
-    kind, count = pair_draws(draws, pairs.first, pairs.second)
-    agree = np.sign(x[pairs.first] - x[pairs.second]) * np.sign(y[pairs.first] - y[pairs.second])
-    shape = (int(pairs.group.max(initial=-1)) + 1, len(count))
-    total = np.asarray(csr_array((np.ones(len(kind)), (pairs.group, kind)), shape=shape) @ count)
-    alike = np.asarray(csr_array((agree, (pairs.group, kind)), shape=shape) @ count)
-    taken = total > 0
-    return ratio((np.where(taken, alike, 0.0) / np.where(taken, total, 1.0)).sum(0), taken.sum(0))
-
-
-def _within(group: Ints, codes: Ints) -> tuple[list[Ints], list[Ints]]:
-    """Pairs of the same group and different codes."""
-    order = np.argsort(group, kind="stable")
-    first, second = [], []
-    for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
-        a, b = np.triu_indices(len(members), 1)
-        differ = codes[members[a]] != codes[members[b]]
-        first.append(members[a][differ].astype(np.int64))
-        second.append(members[b][differ].astype(np.int64))
-    return first, second

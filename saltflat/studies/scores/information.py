@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Floats, once, paired, ratio
+from saltflat.studies.scores.arrays import Counts, Floats, paired, ratio
 from saltflat.studies.scores.layout import Layout
-from saltflat.studies.scores.sign_tables import Cells, all_pairs, cells_of, entropies, mirrored, sets_of, tables
+from saltflat.studies.scores.sign_tables import (
+    Partition,
+    Projection,
+    Signs,
+    Tables,
+    count_tables,
+    draw_tables,
+    entropies,
+    mirrored,
+    partitions_of,
+)
 
 
 @dataclass(frozen=True)
@@ -41,21 +51,74 @@ def conditional_information(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Seque
         1.0
     """
     values, gaps = paired(x, y)
-    layout = Layout.of(axes, None, len(values))
-    pairs = all_pairs(once(len(values)))
-    cells = {name: cells_of(layout, each, pairs) for name, each in sets_of(layout).items()}
-    by_set = {name: float(information_of(tables(values, gaps, pairs, each), each)[0]) for name, each in cells.items()}
+    partitions = partitions_of(Layout.of(axes, None, len(values)))
+    signs = Signs(values, gaps)
+    by_set = {name: float(drawn_information(signs, each)[0][0]) for name, each in partitions.items()}
     return Information(float(least(by_set)), by_set)
 
 
-def information_of(table: Floats, cells: Cells) -> Floats:
-    """Of one set of axes in each resample; a run is not compared with its own copies."""
-    # Where the settings are the same, both orders of a pair fall into one cell. Elsewhere they fall into two, which are
-    # mirrors of each other and tell the same: one of them, counted twice.
-    same = cells.same[:, None, None, None]
-    shared, entropy, _ = entropies(np.where(same, table + mirrored(table), table))
-    twice = np.where(cells.same, 1.0, 2.0)[:, None]
-    return ratio((twice * shared).sum(0), (twice * entropy).sum(0))
+def drawn_information(
+    signs: Signs, partition: Partition, times: Counts | None = None, *, projected: bool = False
+) -> tuple[Floats, Floats]:
+    """Of one set of axes, conditional information and its form in the competition: of all runs, then of each resample.
+
+    Args:
+        signs: of the measure and the gap.
+        partition: the runs by their settings.
+        times: ``(runs, resamples)``, how often each run is in each resample; none if None.
+        projected: whether resamples come from a projection, for many runs.
+    """
+    whole, drawn = Sums(1), Sums(0 if times is None else times.shape[1])
+    projection = Projection(signs, partition, times) if times is not None and projected else None
+    for columns in partition.columns():
+        counts = signs.by_level(partition, columns)
+        whole.add(count_tables(signs, partition, columns, counts))
+        if projection is not None:
+            projection.add(columns, counts)
+    if projection is not None:
+        drawn.extend(projection.tables())
+    elif times is not None:
+        drawn.extend(draw_tables(signs, partition, times))
+    paper, competition = (np.concatenate(each) for each in zip(whole.scores(), drawn.scores(), strict=True))
+    return paper, competition
+
+
+class Sums:
+    """What cells add to the two scores, in each resample."""
+
+    def __init__(self, resamples: int) -> None:
+        self._paper, self._competition = np.zeros((2, resamples)), np.zeros((2, resamples))
+
+    def add(self, tables: Tables) -> None:
+        """Some of the cells."""
+        shared, entropy, _ = entropies(tables.counts)
+        # A cell of two settings stands for two, its mirror tells the same.
+        twice = np.where(tables.same, 1.0, 2.0)
+        self._paper += twice @ shared, twice @ entropy
+        self._competition += _competition_sums(tables)
+
+    def extend(self, tables: Iterable[Tables]) -> None:
+        for each in tables:
+            self.add(each)
+
+    def scores(self) -> tuple[Floats, Floats]:
+        """Conditional information, and its form in the competition."""
+        return ratio(*self._paper), 100 * ratio(*self._competition)
+
+
+def _competition_sums(tables: Tables) -> Floats:
+    """Information and entropy, both by pair, of a larger against no larger measure and gap; a run is paired with
+    itself, which is two ties, but not with its other copies."""
+    counts, apart = tables.counts.copy(), ~tables.same
+    counts[tables.same, 1, 1] += tables.runs[tables.same]
+    counts = np.concatenate([counts, mirrored(counts[apart])])
+    counts = np.stack([counts[:, 0] + counts[:, 1], counts[:, 2]], 1)
+    counts = np.stack([counts[:, :, 0] + counts[:, :, 1], counts[:, :, 2]], 2)
+    shared, entropy, total = entropies(counts)
+    # The number of combinations cancels, so those that do not occur need not be counted.
+    return np.stack(
+        [np.divide(each, total, out=np.zeros_like(each), where=total > 0).sum(0) for each in (shared, entropy)]
+    )
 
 
 def least(by_set: Mapping[str, ArrayLike]) -> Floats:

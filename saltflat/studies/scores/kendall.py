@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Floats, once, paired, ratio, signs
+from saltflat.studies.scores.arrays import Counts, Floats, blocks, once, paired, ratio
+from saltflat.studies.scores.concordance import Concordance
+from saltflat.studies.scores.layout import joined
+from saltflat.studies.scores.ranks import Ranking
 
 
 def kendall_a(x: ArrayLike, y: ArrayLike) -> float:
@@ -19,7 +24,7 @@ def kendall_a(x: ArrayLike, y: ArrayLike) -> float:
         0.6666666666666666
     """
     values, gaps = paired(x, y)
-    return float(drawn_kendall_a(values, gaps, once(len(values)))[0])
+    return float(drawn_kendall(values, gaps, once(len(values)))[0][0])
 
 
 def kendall_b(x: ArrayLike, y: ArrayLike) -> float:
@@ -32,22 +37,24 @@ def kendall_b(x: ArrayLike, y: ArrayLike) -> float:
         0.8165
     """
     values, gaps = paired(x, y)
-    return float(drawn_kendall_b(values, gaps, once(len(values)))[0])
+    return float(drawn_kendall(values, gaps, once(len(values)))[1][0])
 
 
-def drawn_kendall_a(x: Floats, y: Floats, draws: Floats) -> Floats:
-    """Tau-a of each resample; a run is not compared with its own copies."""
-    pairs = draws.sum(1) ** 2 - (draws**2).sum(1)
-    return ratio(_over_pairs(signs(x) * signs(y), draws), pairs)
+def drawn_kendall(x: Floats, y: Floats, times: Counts) -> tuple[Floats, Floats]:
+    """Tau-a and tau-b of each resample; a run is not compared with its own copies."""
+    order = Concordance(x, y)
+    rankings = [Ranking(x), Ranking(y), Ranking(joined([Ranking(x).place, Ranking(y).place], len(x)))]
+    found = [_block_kendall(order, rankings, block) for block in blocks(times)]
+    return np.concatenate([tau_a for tau_a, _ in found]), np.concatenate([tau_b for _, tau_b in found])
 
 
-def drawn_kendall_b(x: Floats, y: Floats, draws: Floats) -> Floats:
-    """Tau-b of each resample; a run is not compared with its own copies."""
-    across, down = signs(x), signs(y)
-    ordered = _over_pairs(across**2, draws) * _over_pairs(down**2, draws)
-    return np.clip(ratio(_over_pairs(across * down, draws), np.sqrt(ordered)), -1, 1)
-
-
-def _over_pairs(each: Floats, draws: Floats) -> Floats:
+def _block_kendall(order: Concordance, rankings: Sequence[Ranking], times: Counts) -> tuple[Floats, Floats]:
     # Whole numbers below 2^53 all the way: sums are exact and do not depend on the order of the runs.
-    return np.asarray(np.einsum("ra,ra->r", draws @ each, draws))
+    counts = times.astype(np.float64)
+    whole, copies = counts.sum(0) ** 2, (counts**2).sum(0)
+    tied_x, tied_y, tied_both = (((ranking.total @ counts) ** 2).sum(0) for ranking in rankings)
+    ordered_in_both = whole - tied_x - tied_y + tied_both
+    # All of these are over ordered pairs, and with pairs ordered alike less those ordered otherwise.
+    difference = 4 * order.pairs(times) - ordered_in_both
+    tau_b = ratio(difference, np.sqrt((whole - tied_x) * (whole - tied_y)))
+    return ratio(difference, whole - copies), np.clip(tau_b, -1, 1)

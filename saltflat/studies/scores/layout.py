@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from saltflat.errors import StudyError
-from saltflat.studies.scores.arrays import Floats, Ints
+from saltflat.studies.scores.arrays import Ints
 
 SEED = "seed"
 
@@ -67,17 +67,6 @@ def joined(codes: Sequence[Ints], runs: int) -> Ints:
         # Numbered anew after every code: the product of two such numbers is no larger than the runs squared.
         _, found = np.unique(found * (each.max(initial=0) + 1) + each, return_inverse=True)
     return found
-
-
-def pair_draws(draws: Floats, first: Ints, second: Ints) -> tuple[Ints, Floats]:
-    """The kind of each pair, and how often the pairs of a kind are in each resample, ``(kinds, resamples)``.
-
-    Pairs whose runs are drawn together are of one kind: seeds of the same two configurations.
-    """
-    alike = np.unique(draws.T, axis=0, return_inverse=True)[1].reshape(-1)
-    kind = joined([np.minimum(alike[first], alike[second]), np.maximum(alike[first], alike[second])], len(first))
-    one = np.unique(kind, return_index=True)[1]
-    return kind, np.ascontiguousarray((draws[:, first[one]] * draws[:, second[one]]).T)
 
 
 def _hashable(value: object) -> Hashable:

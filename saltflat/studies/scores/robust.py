@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.sparse import csr_array
 
-from saltflat.studies.scores.arrays import Floats, Ints, once, paired, ratio
-from saltflat.studies.scores.layout import Layout, joined, pair_draws
+from saltflat.studies.scores.arrays import Counts, Floats, Ints, paired
+from saltflat.studies.scores.layout import Layout, joined
+from saltflat.studies.scores.pair_means import PairMeans, count_within, pairs_within, share_taken
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,6 @@ class SignError:
     p90: float
     max: float
     environments: int
-
-
-@dataclass(frozen=True)
-class Environments:
-    """Pairs of runs whose settings differ in exactly one axis, by the two settings; and what each pair weighs."""
-
-    first: Ints
-    second: Ints
-    environment: Ints
-    weight: Floats
-
-    @property
-    def number(self) -> int:
-        return int(self.environment.max()) + 1 if len(self.environment) else 0
 
 
 def hoeffding_weight(difference: ArrayLike, examples: ArrayLike) -> Floats:
@@ -80,16 +66,15 @@ def sign_error(
     values, gaps = paired(x, y)
     layout = Layout.of(axes, None, len(values))
     sizes = None if test_examples is None else np.broadcast_to(np.asarray(test_examples, dtype=np.float64), gaps.shape)
-    return error_of(environment_errors(values, gaps, environments_of(gaps, layout, sizes), once(len(values)))[:, 0])
+    return error_of(environment_means(gaps, layout, sizes, np.arange(len(gaps)), 0).by_group(values))
 
 
-def environments_of(y: Floats, layout: Layout, test_examples: Floats | None) -> Environments:
-    """All pairs that weigh something; the smaller of the two test sets counts."""
-    count = len(y)
-    apart = np.zeros((count, count), dtype=np.int64)
-    for codes in layout.axes.values():
-        apart += codes[:, None] != codes[None, :]
-    first, second = (each.astype(np.int64) for each in np.nonzero(np.triu(apart == 1, 1)))
+def environment_means(y: Floats, layout: Layout, test_examples: Floats | None, units: Ints, seed: int) -> PairMeans:
+    """All pairs that weigh something, by their two settings; of two test sets the smaller counts."""
+    by_axis = _by_axis(layout)
+    share, none = share_taken(by_axis), np.zeros(0, dtype=np.int64)
+    pairs = [(none, none), *(pairs_within(groups, codes, share, seed) for groups, codes in by_axis)]
+    first, second = (np.concatenate(each) for each in zip(*pairs, strict=True))
     difference = np.abs(y[first] - y[second])
     if test_examples is None:
         weight = (difference > 0).astype(np.float64)
@@ -99,29 +84,31 @@ def environments_of(y: Floats, layout: Layout, test_examples: Floats | None) -> 
     first, second, weight = first[taken], second[taken], weight[taken]
     setting = layout.level(layout.axes)
     a, b = setting[first], setting[second]
-    return Environments(first, second, joined([np.minimum(a, b), np.maximum(a, b)], len(a)), weight)
+    environment = joined([np.minimum(a, b), np.maximum(a, b)], len(a))
+    return PairMeans(first, second, environment, weight, y, units, share=share, seed=seed)
 
 
-def environment_errors(x: Floats, y: Floats, environments: Environments, draws: Floats) -> Floats:
-    """``(environments, resamples)``; nan where none of an environment's pairs was drawn."""
-    first, second = environments.first, environments.second
-    kind, count = pair_draws(draws, first, second)
-    wrong = (1 - np.sign(x[first] - x[second]) * np.sign(y[first] - y[second])) / 2
-    where, shape = (environments.environment, kind), (environments.number, len(count))
-    return ratio(
-        csr_array((environments.weight * wrong, where), shape=shape) @ count,
-        csr_array((environments.weight, where), shape=shape) @ count,
-    )
+def count_environments(layout: Layout) -> int:
+    """How many pairs of settings differ in one axis, whether or not their gaps can be told apart."""
+    one_each = layout.at(np.unique(layout.level(layout.axes), return_index=True)[1].astype(np.int64))
+    return sum(count_within(*each) for each in _by_axis(one_each))
 
 
-def drawn_sign_error(errors: Floats) -> Floats:
-    """The mean over the environments in each resample."""
-    known = ~np.isnan(errors)
-    return ratio(np.where(known, errors, 0.0).sum(0), known.sum(0))
+def drawn_sign_error(environments: PairMeans, x: Floats, times: Counts) -> Floats:
+    """``(measures, resamples)``: the mean over the environments in each resample; x is ``(measures, runs)``."""
+    return (1 - environments.drawn(x, times)) / 2
 
 
-def error_of(errors: Floats) -> SignError:
-    """Of environments that all have weight."""
-    if not len(errors):
+def error_of(agreement: Floats) -> SignError:
+    """Of the mean agreement in each environment, from -1 to 1."""
+    if not len(agreement):
         return SignError(np.nan, np.nan, np.nan, 0)
+    errors = (1 - agreement) / 2
     return SignError(float(errors.mean()), float(np.percentile(errors, 90)), float(errors.max()), len(errors))
+
+
+def _by_axis(layout: Layout) -> list[tuple[Ints, Ints]]:
+    """For each axis the settings of all others, and its own."""
+    return [
+        (layout.level(other for other in layout.axes if other != name), codes) for name, codes in layout.axes.items()
+    ]

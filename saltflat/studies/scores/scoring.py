@@ -11,23 +11,24 @@ from saltflat.errors import OptionError, unknown
 from saltflat.measures import MEASURES
 from saltflat.report.text import listed
 from saltflat.studies.row import Row
-from saltflat.studies.scores.arrays import Floats
-from saltflat.studies.scores.bootstrap import COSTLY, drawn, information_interval, interval
-from saltflat.studies.scores.competition import competition_of
+from saltflat.studies.scores.arrays import Floats, Ints
+from saltflat.studies.scores.bootstrap import COSTLY, draw_times, information_interval, interval
 from saltflat.studies.scores.correlation import drawn_pearson
 from saltflat.studies.scores.doubts import by_chance, doubts
-from saltflat.studies.scores.granulated import drawn_granulated, over_axes
-from saltflat.studies.scores.information import information_of, least
-from saltflat.studies.scores.kendall import drawn_kendall_a, drawn_kendall_b
+from saltflat.studies.scores.granulated import over_axes
+from saltflat.studies.scores.information import drawn_information, least
+from saltflat.studies.scores.kendall import drawn_kendall
 from saltflat.studies.scores.layout import Layout
 from saltflat.studies.scores.ranks import drawn_spearman
 from saltflat.studies.scores.result import Score
 from saltflat.studies.scores.results import Scores
-from saltflat.studies.scores.robust import drawn_sign_error, environment_errors, environments_of, error_of
+from saltflat.studies.scores.robust import count_environments, drawn_sign_error, error_of
 from saltflat.studies.scores.runs import configurations_of, gaps_of, layout_of, scored, values_of
 from saltflat.studies.scores.sample import Sample
-from saltflat.studies.scores.sign_tables import tables
+from saltflat.studies.scores.sign_tables import MOST_CELLS, Signs
 
+# Runs up to which information is resampled pair by pair.
+MOST_EXACT = 1000
 GAPS = ("error", "loss")
 MISSED = ("leave out", "keep")
 MOST_INFORMATION = {"cmi": 1.0, "pgdl": 100.0}
@@ -57,8 +58,9 @@ def score(
         gap: of the ``"error"`` or of the ``"loss"``, test minus training.
         measures: names of the readings to score; all if None. Controls are always scored.
         missed: ``"leave out"`` or ``"keep"`` the runs that missed their stopping rule.
-        resamples: behind each interval; 0 for no intervals. The costly scores take at most 200 of them.
-        seed: of the resamples.
+        resamples: behind each interval; 0 for no intervals. The costly scores take at most 200 of them, and with more
+            than 1,000 runs approximate each to first order; the notes of the scores say so.
+        seed: of the resamples, and of random choices where a study has too many pairs to use all.
     """
     if gap not in GAPS:
         raise unknown("gap", gap, GAPS)
@@ -78,9 +80,11 @@ def score(
     groups = configurations_of(chosen)
     configurations = int(groups.max()) + 1
     # Of a single configuration the seeds are all there is to draw from.
-    draws = drawn(groups if configurations > 1 else np.arange(len(chosen)), resamples, seed)
+    units = groups if configurations > 1 else np.arange(len(chosen))
+    times = draw_times(units, resamples, seed)
     sizes = np.array([each.test_examples for each in outcomes], dtype=np.float64) if gap == "error" else None
-    sample = Sample(gaps_of(chosen, gap), layout_of(chosen, axes), sizes, draws)
+    projected = len(chosen) > MOST_EXACT
+    sample = Sample(gaps_of(chosen, gap), layout_of(chosen, axes), sizes, units, times, seed, projected)
     found = _all_scores(values_of(chosen, measures), sample)
     counted = sum(each.kind == "measure" for each in found.values())
     notes = [by_chance(counted, configurations), *_notes(sample, gap, resamples, configurations)]
@@ -100,44 +104,73 @@ def score(
 def _all_scores(values: dict[tuple[str, str], Floats], sample: Sample) -> dict[str, Score]:
     """By name; a control that is called as a measure is gets a name of its own. Measures that have readings of the
     same runs share all that depends on the runs alone."""
-    samples: dict[bytes, Sample] = {}
-    found: dict[str, Score] = {}
+    named: dict[str, tuple[str, Floats]] = {}
+    by_runs: dict[bytes, list[str]] = {}
     for (kind, name), each in values.items():
-        known = ~np.isnan(each)
-        which = np.flatnonzero(known).astype(np.int64)
-        if known.tobytes() not in samples:
-            samples[known.tobytes()] = sample.at(which)
-        shown = f"{name} (control)" if name in found else name
-        found[shown] = _one_score(shown, kind, each[which], samples[known.tobytes()], len(each) - len(which))
+        shown = f"{name} (control)" if name in named else name
+        named[shown] = kind, each
+        by_runs.setdefault(np.isnan(each).tobytes(), []).append(shown)
+    found: dict[str, Score] = {}
+    for names in by_runs.values():
+        which = np.flatnonzero(~np.isnan(named[names[0]][1])).astype(np.int64)
+        found |= _scores_on({name: (named[name][0], named[name][1][which]) for name in names}, sample, which)
+    return {name: found[name] for name in named}
+
+
+def _scores_on(values: dict[str, tuple[str, Floats]], sample: Sample, which: Ints) -> dict[str, Score]:
+    """Of measures that are known of the same runs, these."""
+    missing = len(sample.gap) - len(which)
+    part = sample.at(which)
+    found: dict[str, Score] = {}
+    usable: dict[str, Floats] = {}
+    for name, (kind, x) in values.items():
+        if len(x) < 2 or np.ptp(x) == 0 or part.constant:
+            notes = (*_measure_notes(name, kind, missing), _why_undefined(x))
+            found[name] = Score(name, kind, len(x), notes=notes)
+        else:
+            usable[name] = x
+    if usable:
+        columns = np.stack(list(usable.values()))
+        pearson = drawn_pearson(columns, part.gap, part.times)
+        along = {axis: each.drawn(columns, part.times) for axis, each in part.axis_means.items()}
+        wrong = drawn_sign_error(part.environments, columns, part.times)
+        for place, (name, each) in enumerate(usable.items()):
+            by_axis = {axis: of[place] for axis, of in along.items()}
+            kind = values[name][0]
+            found[name] = _one_score(name, kind, each, part, pearson[place], by_axis, wrong[place], missing)
     return found
 
 
-def _one_score(name: str, kind: str, x: Floats, sample: Sample, unknown_runs: int) -> Score:
-    notes = list(_measure_notes(name, kind, unknown_runs))
-    if len(x) < 2 or np.ptp(x) == 0 or sample.constant:
-        notes.append(_why_undefined(x))
-        return Score(name, kind, len(x), notes=tuple(notes))
-    y, draws = sample.gap, sample.draws
-    by_axis = drawn_granulated(x, y, sample.axis_pairs, draws)
-    errors = environment_errors(x, y, sample.environments, draws)
+def _one_score(
+    name: str,
+    kind: str,
+    x: Floats,
+    sample: Sample,
+    pearson: Floats,
+    by_axis: dict[str, Floats],
+    wrong: Floats,
+    missing: int,
+) -> Score:
+    kendall_a, kendall_b = drawn_kendall(x, sample.gap, sample.times)
     by_set, competition = _of_information(x, sample)
     found = {
-        "pearson": drawn_pearson(x, y, draws),
-        "spearman": drawn_spearman(x, y, draws),
-        "kendall_a": drawn_kendall_a(x, y, draws),
-        "kendall_b": drawn_kendall_b(x, y, draws),
-        "granulated": over_axes(by_axis, len(draws)),
+        "pearson": pearson,
+        "spearman": drawn_spearman(x, sample.gap, sample.times),
+        "kendall_a": kendall_a,
+        "kendall_b": kendall_b,
+        "granulated": over_axes(by_axis, len(pearson)),
         "cmi": least(by_set),
         "pgdl": competition,
-        "sign_error_mean": drawn_sign_error(errors),
+        "sign_error_mean": wrong,
     }
-    worst = error_of(errors[:, 0])
+    worst = error_of(sample.environments.by_group(x))
     rest: dict[str, Any] = {each: float(of[0]) for each, of in found.items()}
     rest |= {"sign_error_p90": worst.p90, "sign_error_max": worst.max}
     rest["granulated_by_axis"] = {axis: float(each[0]) for axis, each in by_axis.items()}
     rest["cmi_by_set"] = {each: float(of_set[0]) for each, of_set in by_set.items()}
-    if len(draws) > 1:
+    if len(pearson) > 1:
         rest["intervals"] = {each: _interval(each, of) for each, of in found.items() if not np.isnan(of[0])}
+    notes = list(_measure_notes(name, kind, missing))
     notes += [WHY_NOT[each] for each, of in found.items() if each in WHY_NOT and np.isnan(of[0])]
     return Score(name, kind, len(x), **rest, notes=tuple(notes))
 
@@ -150,16 +183,14 @@ def _interval(name: str, found: Floats) -> tuple[float, float]:
 
 def _of_information(x: Floats, sample: Sample) -> tuple[dict[str, Floats], Floats]:
     """Conditional information by set, and in the competition's form."""
-    by_set: dict[str, list[Floats]] = {name: [] for name in sample.cells}
-    competition: dict[str, list[Floats]] = {name: [] for name in sample.competition_sets}
-    for pairs in sample.pairs:
-        for name, cells in sample.cells.items():
-            table = tables(x, sample.gap, pairs, cells)
-            by_set[name].append(information_of(table, cells))
-            if name in competition:
-                competition[name].append(competition_of(table, cells, pairs))
-    whole = {name: np.concatenate(each) for name, each in by_set.items()}
-    return whole, least({name: np.concatenate(each) for name, each in competition.items()})
+    signs, times = Signs(x, sample.gap), sample.few_times if sample.times.shape[1] > 1 else None
+    known = {
+        partition: drawn_information(signs, partition, times, projected=sample.projected)
+        for partition in dict.fromkeys(sample.partitions.values())
+    }
+    found = {name: known[partition] for name, partition in sample.partitions.items()}
+    competition = least({name: found[name][1] for name in sample.competition_sets})
+    return {name: paper for name, (paper, _) in found.items()}, competition
 
 
 def _measure_notes(name: str, kind: str, unknown_runs: int) -> Iterator[str]:
@@ -183,13 +214,33 @@ def _notes(sample: Sample, gap: str, resamples: int, configurations: int) -> Ite
         drawn_from = "configurations, each with all its seeds" if configurations > 1 else "runs, which differ by seed"
         few = f"; {COSTLY} for CMI and PGDL" if resamples > COSTLY else ""
         yield f"Intervals: 95 % of {resamples} resamples of {drawn_from}{few}."
+        yield from _approximations(sample)
     fixed = [name for name in layout.axes if name not in layout.varying()]
     if fixed:
         yield f"The same in all scored runs, so no axis: {listed(fixed)}."
-    alone = [name for name in layout.varying() if not len(sample.axis_pairs[name].first)]
+    for name, each in sample.axis_means.items():
+        if each.share < 1:
+            yield f"Granulated score of {name}: from a random {each.share:.2%} of the pairs of runs."
+    alone = [name for name in layout.varying() if not sample.axis_means[name].whole]
     if alone:
         yield f"No two runs differ in this axis alone, so it has no granulated score: {listed(alone)}."
     yield from _environments_told(sample, layout, gap)
+
+
+def _approximations(sample: Sample) -> Iterator[str]:
+    """Where intervals come from less than all pairs."""
+    if sample.projected:
+        yield (
+            f"Intervals of CMI and PGDL: with more than {MOST_EXACT:,} runs, counts of pairs in a resample are "
+            "approximated to first order."
+        )
+        large = [name for name, each in sample.partitions.items() if each.cells > MOST_CELLS]
+        if large:
+            yield f"They come from {MOST_CELLS:,} random pairs of settings for CMI beyond: {listed(large)}."
+    pairs = {f"the granulated score of {name}": each for name, each in sample.axis_means.items()}
+    for what, each in {**pairs, "the sign error": sample.environments}.items():
+        if each.resampled < each.whole:
+            yield (f"Interval of {what}: {each.resampled:,} random pairs of configurations stand for {each.whole:,}.")
 
 
 def _environments_told(sample: Sample, layout: Layout, gap: str) -> Iterator[str]:
@@ -197,9 +248,17 @@ def _environments_told(sample: Sample, layout: Layout, gap: str) -> Iterator[str
         return
     if gap == "loss":
         yield "Sign error: all pairs of runs weigh the same, since a loss has no bound to tell chance by."
+        if sample.environments.share < 1:
+            yield f"Sign error: from a random {sample.environments.share:.2%} of the pairs that differ in one axis."
         return
-    every = environments_of(np.arange(len(sample.gap), dtype=np.float64), layout, None)
+    found = sample.environments
+    if found.share < 1:
+        yield (
+            f"Sign error: from a random {found.share:.2%} of the pairs of runs that differ in one axis; {found.groups} "
+            "pairs of settings among them have gaps that the test set can tell apart."
+        )
+        return
     yield (
-        f"Sign error: {sample.environments.number} of {every.number} pairs of settings that differ in one axis have "
+        f"Sign error: {found.groups} of {count_environments(layout)} pairs of settings that differ in one axis have "
         "gaps that the test set can tell apart; the others are left out."
     )

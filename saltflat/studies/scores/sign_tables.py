@@ -2,62 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import csr_array
-from scipy.special import xlogy
 
-from saltflat.studies.scores.arrays import Floats, Ints
-from saltflat.studies.scores.layout import Layout, joined, pair_draws
+from saltflat.studies.scores.arrays import Counts, Floats, Ints
+from saltflat.studies.scores.concordance import Concordance
+from saltflat.studies.scores.layout import Layout
+from saltflat.studies.scores.ranks import Ranking, running_sum
 
 MOST = 2
 JOIN = " + "
+# Combinations of two settings that are resampled from a projection; 199 settings have fewer.
+MOST_CELLS = 20_000
+# Settings that runs are counted by at once; and combinations times resamples whose tables are held at once.
+COLUMNS = 512
+BLOCK = 100_000
+# Below any count: 0 log 0 is 0.
+TINY = 1e-300
+# Whole numbers below this are exact in float32.
+EXACT_SINGLE = 2.0**24
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """All pairs of runs, each once.
+class Tables:
+    """Pairs of runs by their two settings and by the signs of the two differences, -1, 0 and 1 in this order.
 
     Attributes:
-        first, second: the runs.
-        kind: of each pair; pairs of one kind are drawn equally often, as seeds of the same two configurations are.
-        count: ``(kinds, resamples)``, how often each pair of a kind was drawn.
-        alone: ``(runs, resamples)``, how often each run was.
+        counts: ``[cell, measure, gap, resample]``, of ordered pairs whose first run has the cell's first setting.
+        same: by cell, whether the two settings are the same.
+        runs: ``[cell, resample]``, how many runs have the cell's second setting.
     """
 
-    first: Ints
-    second: Ints
-    kind: Ints
-    count: Floats
-    alone: Floats
+    counts: Floats
+    same: NDArray[np.bool_]
+    runs: Floats
 
 
 @dataclass(frozen=True)
-class Cells:
-    """Pairs by the settings of their two runs, the smaller setting first.
+class Drawn:
+    """How often runs are in resamples.
 
     Attributes:
-        cell: of each pair.
-        swap: whether the pair's second run is that with the smaller setting.
-        same: by cell, whether both runs have the same setting.
-        level: by cell, the setting of its first run.
-        levels: of each run.
+        times: ``[run, resample]``.
+        ordered: the same, of runs sorted by setting.
+        runs: ``[setting, resample]``, how many runs have the setting.
+        copies: the sum of the squares of how often each is there: a run with itself and its copies.
     """
 
-    cell: Ints
-    swap: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    same: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    level: Ints
-    levels: Ints
+    times: Counts
+    ordered: Counts
+    runs: Floats
+    copies: Floats
 
 
-def all_pairs(draws: Floats) -> Pairs:
-    """Every run with every other."""
-    first, second = (each.astype(np.int64) for each in np.triu_indices(draws.shape[1], 1))
-    return Pairs(first, second, *pair_draws(draws, first, second), np.ascontiguousarray(draws.T))
+class Partition:
+    """Runs by their settings in some of the axes. A cell is a pair of settings, numbered such that the first is no
+    larger than the second.
+
+    Two settings with one run each make up a cell whose pairs all have the same signs, which holds no information in
+    any resample. Settings with one run have the smallest numbers, so that no cell is needed whose second is among them.
+
+    Attributes:
+        level: of each run, the number of its setting.
+        number: how many settings there are.
+        singles: how many of them have a single run.
+        order: the runs, sorted by setting.
+        start: where in this order each setting begins; the last is the number of runs.
+    """
+
+    def __init__(self, levels: Ints, seed: int) -> None:
+        _, level, sizes = np.unique(levels, return_inverse=True, return_counts=True)
+        rank = np.argsort(np.argsort(sizes > 1, kind="stable"), kind="stable")
+        self.level: Ints = rank[level.reshape(-1)].astype(np.int64)
+        self.sizes = np.bincount(self.level)
+        self.number, self.singles = len(self.sizes), int((self.sizes == 1).sum())
+        self.order: Ints = np.argsort(self.level, kind="stable").astype(np.int64)
+        self.start: Ints = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        self._seed = seed
+        self._drawn: Drawn | None = None
+
+    def drawn(self, times: Counts) -> Drawn:
+        """The runs of resamples; kept, as all measures have the same."""
+        if self._drawn is None or self._drawn.times is not times:
+            ordered, summing = times[self.order], self.summing(self.number)
+            self._drawn = Drawn(times, ordered, summing @ ordered, summing @ (ordered * ordered))
+        return self._drawn
+
+    def summing(self, levels: int) -> csr_array:
+        """A matrix that sums over each of the first so many settings, of runs sorted by setting."""
+        start = self.start[: levels + 1]
+        runs = int(start[-1])
+        return csr_array((np.ones(runs), np.arange(runs), start), shape=(levels, runs))
+
+    def columns(self) -> Iterator[Ints]:
+        """Settings with several runs, some at a time."""
+        for first in range(self.singles, self.number, COLUMNS):
+            yield np.arange(first, min(first + COLUMNS, self.number))
+
+    @property
+    def cells(self) -> int:
+        """How many cells there are of settings with several runs."""
+        several = self.number - self.singles
+        return several * (several + 1) // 2
+
+    @cached_property
+    def resampled(self) -> tuple[Ints, Ints]:
+        """First and second setting of the cells that stand for all in a projection."""
+        if self.cells <= MOST_CELLS:
+            place = np.arange(self.cells)
+        else:
+            place = np.sort(np.random.default_rng([self._seed, 3]).choice(self.cells, MOST_CELLS, replace=False))
+        # Cells one setting after the other: the second setting v has those from v (v + 1) / 2 on.
+        second = ((np.sqrt(8 * place + 1) - 1) // 2).astype(np.int64)
+        return self.singles + place - second * (second + 1) // 2, self.singles + second
 
 
 def sets_of(layout: Layout, least: int = 0) -> dict[str, tuple[str, ...]]:
@@ -67,44 +131,178 @@ def sets_of(layout: Layout, least: int = 0) -> dict[str, tuple[str, ...]]:
     return {JOIN.join(each): each for size in sizes for each in combinations(names, size)}
 
 
-def cells_of(layout: Layout, names: Sequence[str], pairs: Pairs) -> Cells:
-    """Where each pair falls when the settings of these axes are known for both of its runs."""
-    levels = layout.level(names)
-    a, b = levels[pairs.first], levels[pairs.second]
-    low, high = np.minimum(a, b), np.maximum(a, b)
-    cell = joined([low, high], len(a))
-    number = int(cell.max()) + 1 if len(cell) else 0
-    level, other = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
-    level[cell], other[cell] = low, high
-    return Cells(cell, a > b, level == other, level, levels)
+def partitions_of(layout: Layout, least: int = 0, seed: int = 0) -> dict[str, Partition]:
+    """The runs by the settings of each set of axes; sets that part the runs alike have the same partition."""
+    known: dict[bytes, Partition] = {}
+    found = {}
+    for name, axes in sets_of(layout, least).items():
+        levels = layout.level(axes)
+        found[name] = known.setdefault(levels.tobytes(), Partition(levels, seed))
+    return found
 
 
-def tables(x: Floats, y: Floats, pairs: Pairs, cells: Cells) -> Floats:
-    """``[cell, measure, gap, resample]``: pairs by the signs of the two differences, -1, 0 and 1 in this order."""
-    turn = np.where(cells.swap, -1, 1)
-    across = np.sign(x[pairs.first] - x[pairs.second]) * turn
-    down = np.sign(y[pairs.first] - y[pairs.second]) * turn
-    row = (cells.cell * 9 + (across + 1) * 3 + down + 1).astype(np.int64)
-    shape = (9 * len(cells.same), len(pairs.count))
-    found = csr_array((np.ones(len(row)), (row, pairs.kind)), shape=shape) @ pairs.count
-    return np.asarray(found).reshape(len(cells.same), 3, 3, pairs.count.shape[1])
+class Signs:
+    """Signs of the differences of a measure and of the gap.
+
+    Attributes:
+        kinds: the signs that occur, of the measure and of the gap, 0 for negative to 2 for positive; without ties in
+            both, which are the rest.
+        mirrored: for each of them the place of that of the pair turned round.
+    """
+
+    def __init__(self, x: Floats, y: Floats) -> None:
+        self.x, self.y = Ranking(x), Ranking(y)
+        across, down = ((0, 1, 2) if each.tied else (0, 2) for each in (self.x, self.y))
+        self.kinds = [kind for kind in product(across, down) if kind != (1, 1)]
+        self.mirrored = [self.kinds.index((2 - across, 2 - down)) for across, down in self.kinds]
+
+    @cached_property
+    def _alike(self) -> Concordance:
+        return Concordance(self.x.place, self.y.place)
+
+    @cached_property
+    def _otherwise(self) -> Concordance:
+        return Concordance(self.x.place, -self.y.place)
+
+    def by_level(self, partition: Partition, columns: Ints) -> Counts:
+        """``[run, kind, column]``: the runs with these settings by the signs of what the run has more than they; runs
+        are sorted by setting."""
+        runs = (partition.level[:, None] == columns).astype(np.float32)
+        found: dict[tuple[int, int], Counts] = {}
+        found[2, 2] = self._alike.below(runs)
+        found[0, 0] = self._alike.above(runs, found[2, 2])
+        less_x, more_x = _less_and_more(self.x, runs)
+        if self.x.tied or self.y.tied:
+            found[2, 0] = self._otherwise.below(runs)
+            found[0, 2] = self._otherwise.above(runs, found[2, 0])
+            less_y, more_y = _less_and_more(self.y, runs)
+            found[2, 1], found[0, 1] = less_x - found[2, 2] - found[2, 0], more_x - found[0, 0] - found[0, 2]
+            found[1, 2], found[1, 0] = less_y - found[2, 2] - found[0, 2], more_y - found[0, 0] - found[2, 0]
+        else:
+            found[2, 0], found[0, 2] = less_x - found[2, 2], more_x - found[0, 0]
+        return np.stack([found[kind] for kind in self.kinds], axis=1)[partition.order]
+
+    def tables(self, sums: Floats, total: Floats) -> Floats:
+        """``[cell, measure, gap, resample]`` of ``[cell, kind, resample]``; the rest of the pairs is tied in both."""
+        found = np.zeros((len(sums), 3, 3, sums.shape[2]))
+        for k, (across, down) in enumerate(self.kinds):
+            found[:, across, down] = sums[:, k]
+        if self.x.tied and self.y.tied:
+            found[:, 1, 1] = np.maximum(total - sums.sum(1), 0.0)
+        return found
 
 
-def mirrored(table: Floats) -> Floats:
+def count_tables(signs: Signs, partition: Partition, columns: Ints, counts: Counts) -> Tables:
+    """Of all runs, the cells whose second setting is among the columns."""
+    flat = partition.summing(partition.number) @ counts.reshape(len(counts), -1)
+    sums = flat.reshape(partition.number, len(signs.kinds), len(columns)).transpose(0, 2, 1)
+    first, column = np.nonzero(np.arange(partition.number)[:, None] <= columns)
+    same = first == columns[column]
+    runs = partition.sizes[columns[column]]
+    total = partition.sizes[first] * (runs - same)
+    whole = total.astype(np.float64)[:, None]
+    return Tables(signs.tables(sums[first, column][:, :, None], whole), same, runs.astype(np.float64)[:, None])
+
+
+def draw_tables(signs: Signs, partition: Partition, times: Counts) -> Iterator[Tables]:
+    """Of each resample, every cell; a run is not compared with its own copies."""
+    x, y = signs.x.place[partition.order], signs.y.place[partition.order]
+    known = partition.drawn(times)
+    exact: Any = np.float32 if float(known.runs.sum(0).max(initial=0)) ** 2 < EXACT_SINGLE else np.float64
+    drawn, runs, copies = known.ordered.astype(exact), known.runs, known.copies
+    held: list[tuple[Floats, Floats, NDArray[np.bool_], Floats]] = []
+    size = 0
+    for second in range(partition.singles, partition.number):
+        begin, end = partition.start[second : second + 2]
+        signs_x, signs_y = (_by_sign(each[:end, None], each[None, begin:end]) for each in (x, y))
+        summing = partition.summing(second + 1).astype(exact)
+        sums = np.empty((second + 1, len(signs.kinds), times.shape[1]))
+        for k, (across, down) in enumerate(signs.kinds):
+            alike = (signs_x[across] & signs_y[down]).astype(exact)
+            sums[:, k] = summing @ ((alike @ drawn[begin:end]) * drawn[:end])
+        total = runs[: second + 1] * runs[second]
+        total[second] -= copies[second]
+        same = np.arange(second + 1) == second
+        held.append((sums, total, same, np.broadcast_to(runs[second], total.shape)))
+        size += sums[:, 0].size
+        if size > BLOCK or second == partition.number - 1:
+            sums, total, same, second_runs = (np.concatenate(each) for each in zip(*held, strict=True))
+            yield Tables(signs.tables(sums, total), same, second_runs)
+            held, size = [], 0
+
+
+class Projection:
+    r"""Tables of resamples, without looking at every pair in each.
+
+    The share of a kind of pair in a cell is a mean over the runs of two settings, :math:`p = \sum_{ab} t_{ab} / m n`.
+    In a resample with weights :math:`d_a` and :math:`d_b`, which add up to M and N, it is taken to be
+
+    .. math::
+        \sum_a \frac{d_a}{M} \bar t_{a} + \sum_b \frac{d_b}{N} \bar t_{b} - p,
+
+    with :math:`\bar t` the shares among the pairs of one run (Hájek's projection). What is neglected,
+    :math:`\sum_{ab} (d_a / M - 1 / m) (d_b / N - 1 / n) t_{ab}`, is smaller than what is kept by the square root of the
+    number of configurations of a setting. The number of pairs in each cell is that of the resample itself.
+    """
+
+    def __init__(self, signs: Signs, partition: Partition, times: Counts) -> None:
+        self._signs, self._partition, self._drawn = signs, partition, partition.drawn(times)
+        first, second = partition.resampled
+        # Every cell from both of its sides.
+        self._own, self._other = np.concatenate([first, second]), np.concatenate([second, first])
+        self._sums = np.zeros((len(self._own), len(signs.kinds), times.shape[1]), dtype=np.float32)
+        self._whole = np.zeros((len(self._own), len(signs.kinds), 1))
+
+    def add(self, columns: Ints, counts: Counts) -> None:
+        """Take what is known of runs with these settings."""
+        here = np.flatnonzero((self._other >= columns[0]) & (self._other <= columns[-1]))
+        here = here[np.argsort(self._own[here], kind="stable")]
+        levels, starts = np.unique(self._own[here], return_index=True)
+        for level, cells in zip(levels, np.split(here, starts[1:]), strict=True):
+            members = slice(*self._partition.start[level : level + 2])
+            some = counts[members][:, :, self._other[cells] - columns[0]]
+            some = some.reshape(len(some), -1)
+            shape = (len(self._signs.kinds), len(cells), -1)
+            self._sums[cells] = (some.T @ self._drawn.ordered[members]).reshape(shape).transpose(1, 0, 2)
+            self._whole[cells] = some.sum(0, dtype=np.float64).reshape(shape).transpose(1, 0, 2)
+
+    def tables(self) -> Iterator[Tables]:
+        """Of each resample, the cells that stand for all."""
+        cells, runs = len(self._own) // 2, self._drawn.runs
+        step = max(1, BLOCK // max(1, runs.shape[1]))
+        for start in range(0, cells, step):
+            some = np.arange(start, min(start + step, cells))
+            first, second = self._own[some], self._other[some]
+            same = first == second
+            share, whole = self._shares(some, same)
+            share += self._shares(cells + some, same)[0][:, self._signs.mirrored]
+            total = runs[first] * runs[second] - np.where(same[:, None], self._drawn.copies[first], 0.0)
+            sums = np.maximum(share - whole, 0.0) * total[:, None]
+            yield Tables(self._signs.tables(sums, total), same, runs[second])
+
+    def _shares(self, cells: Ints, same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """Of each kind among the pairs of a run, averaged over the runs of a resample, and over all runs."""
+        own, others = self._own[cells], (self._partition.sizes[self._other[cells]] - same)[:, None]
+        weight = self._drawn.runs[own] * others
+        share = self._sums[cells] / np.where(weight > 0, weight, np.inf)[:, None]
+        return share, self._whole[cells] / (self._partition.sizes[own, None] * others)[:, None]
+
+
+def mirrored(counts: Floats) -> Floats:
     """The pairs taken in the other order: all signs turn."""
-    return table[:, ::-1, ::-1]
+    return counts[:, ::-1, ::-1]
 
 
-def entropies(table: Floats) -> tuple[Floats, Floats, Floats]:
+def entropies(counts: Floats) -> tuple[Floats, Floats, Floats]:
     """By cell and resample: mutual information and entropy of the gap's sign, both in nats times pairs; and the pairs.
 
     A count of n among N adds -n log(n / N) to N times the entropy, which is 0 for n = 0.
     """
-    total = table.sum((1, 2))
-    whole = xlogy(total, total)
-    measure = whole - _each(table.sum(2)).sum(1)
-    gap = whole - _each(table.sum(1)).sum(1)
-    both = whole - _each(table).sum((1, 2))
+    total = counts.sum((1, 2))
+    whole = _each(total)
+    measure = whole - _each(counts.sum(2)).sum(1)
+    gap = whole - _each(counts.sum(1)).sum(1)
+    both = whole - _each(counts).sum((1, 2))
     # What is left of zero by rounding must not look like information.
     rounding = 1e-13 * np.maximum(whole, 1.0)
     shared, gap = measure + gap - both, np.where(gap > rounding, gap, 0.0)
@@ -112,4 +310,16 @@ def entropies(table: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _each(counts: Floats) -> Floats:
-    return np.asarray(xlogy(counts, counts), dtype=np.float64)
+    return counts * np.log(np.maximum(counts, TINY))
+
+
+def _by_sign(first: Ints, second: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Where the first is smaller, equal and larger."""
+    return first < second, first == second, first > second
+
+
+def _less_and_more(ranking: Ranking, weights: Counts) -> tuple[Counts, Counts]:
+    """Of each run, the weight of the runs with smaller and with larger values."""
+    equal = ranking.total @ weights
+    up_to = running_sum(equal)
+    return (up_to - equal)[ranking.place], (up_to[-1] - up_to)[ranking.place]
