@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -120,6 +121,37 @@ def killing(task: Task) -> str:
         with (task.folder / "tries").open("a", encoding="utf-8") as tries:
             tries.write("x")
         os.kill(os.getpid(), signal.SIGKILL)
+    return task.key
+
+
+def killing_in_company(task: Task) -> str:
+    """One that ends its worker twice, and then says who else was at work in a while; the others work for a while."""
+    if task.key != "bad":
+        mark = task.folder / f"running-{task.key}"
+        mark.touch()
+        time.sleep(0.3)
+        mark.unlink()
+        return task.key
+    with (task.folder / "tries").open("a", encoding="utf-8") as tries:
+        tries.write("x")
+    if marks(task.folder / "tries") < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    beside: set[str] = set()
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        beside |= {each.name for each in task.folder.glob("running-*")}
+    return " ".join(sorted(beside))
+
+
+def stuck(task: Task) -> str:
+    """Says who it is, and keeps Python's lock for long: no other thread of its process does anything."""
+    (task.folder / f"pid-{os.getpid()}").touch()
+    ctypes.PyDLL(None).sleep(int(10 * PATIENCE))
+    return task.key
+
+
+def short(task: Task) -> str:
+    time.sleep(0.7)
     return task.key
 
 

@@ -7,19 +7,32 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import executor_cases as cases
 import pytest
 import torch
 from executor_cases import Task, tasks, wait_until
 
-from saltflat.studies.executors import Executor, ExecutorError, Failure, Here
+from saltflat.studies.executors import Executor, ExecutorError, Failure, Here, Session
 
 Law: TypeAlias = Callable[[Executor, Path], None]
+
+
+class Kept(Executor):
+    """A session that one law after another uses: it takes seconds to start workers."""
+
+    name = "kept"
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def open(self) -> Session:
+        return cast(Session, nullcontext(self._session))
 
 
 def results(executor: Executor, given: list[Task], work: Callable[[Task], Any]) -> dict[str, Any]:
@@ -45,7 +58,7 @@ def errors_are_the_same_failures_everywhere_and_stop_nothing(executor: Executor,
     assert found["x"].error == "ValueError: invalid literal for int() with base 10: 'x'"
     for key in ("0", "x"):
         assert "return 10 // int(task.key)" in found[key].traceback
-        assert "executors" not in found[key].traceback, "no frames of ours"
+        assert "studies/executors" not in found[key].traceback, "no frames of ours"
 
 
 def an_error_that_has_no_text_and_cannot_be_sent_is_told_by_its_name(executor: Executor, folder: Path) -> None:
@@ -140,9 +153,31 @@ def a_task_that_always_ends_its_worker_fails_alone_after_three_tries(executor: E
     failure = found.pop("bad")
     assert found == {"a": "a", "b": "b", "c": "c"}
     assert isinstance(failure, Failure)
-    assert failure.error.startswith("WorkerDied: Got a worker process that ")
+    assert failure.error.startswith("WorkerDied: Expected a worker process that lives")
     assert "\n" not in failure.error
     assert cases.marks(folder / "tries") == 3
+
+
+def a_task_whose_workers_died_twice_is_tried_alone_and_may_be_done_then(executor: Executor, folder: Path) -> None:
+    found = results(executor, tasks("a", "bad", *"bcdefgh", folder=folder), cases.killing_in_company)
+    assert found.pop("bad") == "", "nothing ran beside it"
+    assert found == {key: key for key in "abcdefgh"}
+    assert cases.marks(folder / "tries") == 3
+
+
+def a_task_that_takes_too_long_is_stopped_and_the_others_go_on(executor: Executor, folder: Path) -> None:
+    given = [Task(key, folder) for key in ("slow", "quick")]
+    found: dict[str, Any] = {task.key: result for task, result in executor.run(given, cases.endless, timeout=1.0)}
+    assert found["quick"] == "quick"
+    assert found["slow"].error.startswith("TimedOut: Expected a result within 1 s, but got none")
+    assert len(cases.pids(folder)) == 1, "tried once"
+    wait_until(lambda: not any(map(cases.alive, cases.pids(folder))), "its worker ended")
+
+
+def a_task_that_waits_for_a_worker_loses_no_time(executor: Executor, folder: Path) -> None:
+    given = tasks(*"abcdef")
+    found = {task.key: result for task, result in executor.run(given, cases.short, timeout=1.4)}
+    assert found == {key: key for key in "abcdef"}
 
 
 def a_consumer_that_stops_ends_the_workers(executor: Executor, folder: Path) -> None:
@@ -224,6 +259,9 @@ LAWS_OF_SESSIONS: list[Law] = [
 LAWS_OF_RESULTS_ELSEWHERE: list[Law] = [
     a_worker_that_is_killed_changes_no_result,
     a_task_that_always_ends_its_worker_fails_alone_after_three_tries,
+    a_task_whose_workers_died_twice_is_tried_alone_and_may_be_done_then,
+    a_task_that_takes_too_long_is_stopped_and_the_others_go_on,
+    a_task_that_waits_for_a_worker_loses_no_time,
     leaving_python_fails_one_task_and_ends_no_worker,
     what_cannot_be_sent_is_a_failure_that_says_what_to_do,
     one_work_is_packed_once_and_unpacked_once_per_worker,

@@ -2,6 +2,7 @@
 
     python killing.py FOLDER moments SEED KILLS   at random moments
     python killing.py FOLDER changes              just before, within and just after every change of a file
+    python killing.py FOLDER pairs                between two weights of a group, then again in the next life
 
 Torch is imported once; every life of the study is a fork of this process, ended by SIGKILL.
 """
@@ -15,26 +16,31 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saltflat.studies import Study, tasks
-from saltflat.studies.store import PARTIAL, ROWS, WEIGHTS, Store
+from saltflat.studies import Results, Study, tasks, verify
+from saltflat.studies.store import PARTIAL, ROWS, WEIGHTS
 from saltflat.studies.tasks import MeasureTask, TrainTask
 
 EVERY = 0.05  # seconds between checkpoints, so that many moments are within one
 
 
 def study(
-    seeds: int = 5, epochs: int = 12, lrs: tuple[float, ...] = (0.05, 0.2), widths: tuple[int, ...] = (4, 8)
+    seeds: int = 5,
+    epochs: int = 12,
+    lrs: tuple[float, ...] = (0.05, 0.2),
+    widths: tuple[int, ...] = (4, 8),
+    batches: tuple[int, ...] = (20, 40),
 ) -> Study:
     """Of 40 runs in 8 groups, if not asked for fewer."""
     return Study(
         "killed",
         {"name": "digits", "train_limit": 400, "test_limit": 200},
-        {"lr": lrs, "width": widths, "batch": [20, 40]},
+        {"lr": lrs, "width": widths, "batch": batches},
         seeds=seeds,
         settings={"depth": 1},
         stop={"epochs": epochs, "loss": 0.5},
@@ -92,21 +98,14 @@ def ended(number: int) -> int:
 
 
 def torn(folder: Path) -> Iterator[str]:
-    """Files that do not read back, but for those that are marked as begun."""
-    store = Store(folder)
-    for path in sorted(each for each in folder.rglob("*") if each.is_file() and not each.name.endswith(".part")):
-        try:
-            if path.parent.name == ROWS:
-                assert store.row(path.stem) is not None
-            elif path.parent.name in (WEIGHTS, PARTIAL):
-                found = store._tensors(path)
-                assert found is not None
-            elif path.name == "study.json":
-                assert store.definition() is not None
-            elif path.name == "table.csv":
-                assert path.read_text().count("\n") == 1 + len(store.definition()["keys"])  # type: ignore[index]
-        except Exception as problem:
-            yield f"{path.name}: {problem!r}"
+    """Files that are not what was written, but for those that are marked as begun."""
+    if not (folder / "study.json").exists():  # written before anything else
+        yield from (str(path) for kind in (ROWS, WEIGHTS, PARTIAL) for path in (folder / kind).glob("[!.]*"))
+        return
+    yield from (f"{each.file}: {each.why}" for each in verify(folder).problems)
+    table = folder / "table.csv"
+    if table.exists() and table.read_text().count("\n") != 1 + len(Results.load(folder).places):
+        yield "table.csv has not a line for every run"
 
 
 def rows(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -115,9 +114,14 @@ def rows(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def repeated(log: Path, before: set[str], known: int) -> list[str]:
-    """What was trained or measured though its row was there when this life began."""
+    """Return the runs that were trained or measured for nothing: their rows were there when this life began.
+
+    A group with a checkpoint is trained whole, so that the runs it still lacks end as they would have without
+    interruption. Only a group whose rows are all there is trained for nothing.
+    """
     lines = log.read_text().splitlines()[known:] if log.exists() else []
-    return [key for line in lines for key in line.split()[1:] if key in before]
+    groups = [line.split()[1:] for line in lines]
+    return [key for group in groups if before.issuperset(group) for key in group]
 
 
 class Cut:
@@ -196,13 +200,44 @@ def at_changes(root: Path) -> dict[str, Any]:
     return found
 
 
+def at_pairs(root: Path) -> dict[str, Any]:
+    """Kill one group of two runs between its two files of weights, then after every change of the next life."""
+    chosen = study(seeds=2, epochs=1, lrs=(0.1,), widths=(4,), batches=(20,))
+    calm = root / "calm"
+    assert ended(begin(calm, root / "calm.log", chosen)) == 0
+    found: dict[str, Any] = {"kills": 0, "partly done": 0, "lost": [], "twice": [], "torn": [], "differ": []}
+    for first in range(1, 1000):
+        for second in range(1, 1000):
+            folder, log = root / f"{first}-{second}", root / f"{first}-{second}.log"
+
+            def life(at: int, folder: Path = folder) -> None:
+                dying(at, "after")
+                chosen.run(folder, progress=False, every=0.0)
+
+            if ended(child(partial(life, first))) == 0:  # it has fewer changes than that
+                return found
+            if len(list((folder / WEIGHTS).glob("*.safetensors"))) != 1 or ended(child(partial(life, second))) == 0:
+                break
+            found["kills"] += 2
+            before = rows(folder)
+            found["partly done"] += len(before) == 1 and any((folder / PARTIAL).iterdir())
+            assert ended(begin(folder, log, chosen)) == 0
+            found["lost"] += [key for key, kept in before.items() if rows(folder).get(key) != kept]
+            found["twice"] += repeated(log, set(before), 0)
+            found["torn"] += list(torn(folder))
+            if (folder / "table.csv").read_bytes() != (calm / "table.csv").read_bytes():
+                found["differ"].append([first, second])
+    return found
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
     study(seeds=1, epochs=1, lrs=(0.1,)).run(
         root / "warm", progress=False
     )  # what torch loads when first used, once for all lives
-    found = at_changes(root) if sys.argv[2] == "changes" else at_moments(root, int(sys.argv[3]), int(sys.argv[4]))
+    kinds: dict[str, Callable[..., dict[str, Any]]] = {"changes": at_changes, "pairs": at_pairs, "moments": at_moments}
+    found = kinds[sys.argv[2]](root, *map(int, sys.argv[3:]))
     print(json.dumps(found))
 
 

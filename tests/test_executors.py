@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import executor_cases as cases
 import pytest
@@ -21,12 +20,13 @@ from executor_laws import (
     LAWS_OF_RESULTS_ELSEWHERE,
     LAWS_OF_SESSIONS,
     LAWS_OF_SESSIONS_ELSEWHERE,
+    Kept,
     Law,
     results,
 )
 
 from saltflat.errors import OptionError, UnknownNameError
-from saltflat.studies.executors import Executor, Here, Processes, Ray, Session, executor_named
+from saltflat.studies.executors import Executor, ExecutorError, Here, Processes, Ray, executor_named
 from saltflat.studies.executors.processes import cores
 
 SCRIPT = """
@@ -40,6 +40,30 @@ if __name__ == "__main__":
     for task, result in Processes(workers=2).run(tasks("a", "b", folder=folder), endless):
         print(result)
 """
+
+# Its workers never get beyond importing the script.
+STARTING = SCRIPT.replace("import sys\n", "import os, sys, time\n").replace(
+    'if __name__ == "__main__":',
+    '(folder / f"pid-{os.getpid()}").touch()\nif __name__ != "__main__":\n    time.sleep(60)\nelse:',
+)
+# Its workers keep Python's lock, and it forks a process, which holds open what the parent had open.
+FORKING = (
+    SCRIPT.replace("import sys\n", "import os, sys, threading, time\n")
+    .replace("endless", "stuck")
+    .replace(
+        'if __name__ == "__main__":',
+        """def fork():
+    while len(list(folder.glob("pid-*"))) < 2:
+        time.sleep(0.02)
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    (folder / f"fork-{child}").touch()
+
+if __name__ == "__main__":
+    threading.Thread(target=fork).start()""",
+    )
+)
 
 
 @contextmanager
@@ -58,18 +82,6 @@ def started(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
             yield running
         finally:
             running.kill()
-
-
-class Kept(Executor):
-    """Two processes that one law after another uses: it takes seconds to start them."""
-
-    name = "processes"
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def open(self) -> Session:
-        return cast(Session, nullcontext(self._session))
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +135,24 @@ def test_ctrl_c_and_leaving_python_end_what_runs_here(error: type[BaseException]
         list(Here().run(tasks("a"), work))
 
 
+def test_what_runs_here_cannot_be_stopped_and_refuses_a_time_limit() -> None:
+    with pytest.raises(OptionError, match=r"got timeout=3\.0 with executor='here'.*Try executor='processes'"):
+        list(Here().run(tasks("a"), cases.upper, timeout=3.0))
+
+
+def test_a_machine_that_starts_no_more_processes_ends_the_session_and_fails_no_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("saltflat.studies.executors.processes.SpawnProcess.start", refuse)
+    with pytest.raises(
+        ExecutorError, match=r"a new one cannot be started .*temporarily unavailable.*No task is marked"
+    ):
+        list(Processes(workers=1).run(tasks("a"), cases.upper))
+
+
 def test_work_that_cannot_be_imported_elsewhere_fails_with_what_to_do() -> None:
     found = results(Processes(workers=1), tasks("a"), lambda task: task.key)
     assert "cannot be sent to another process" in found["a"].error
@@ -135,11 +165,19 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results(Processes(cores()), tasks("a"), cases.threads) == {"a": 1}
 
 
-def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    with started(SCRIPT, tmp_path) as script:
-        wait_until(lambda: len(cases.pids(tmp_path)) == 2, "both workers ran")
-        script.kill()
-        wait_until(lambda: not any(cases.alive(pid) for pid in cases.pids(tmp_path)), "the workers ended")
+@pytest.mark.parametrize("script", [STARTING, FORKING], ids=["starting", "stuck"])
+def test_workers_end_within_a_second_of_a_parent_that_is_killed(script: str, tmp_path: Path) -> None:
+    with started(script, tmp_path) as parent:
+        wait_until(lambda: len(cases.pids(tmp_path) - {parent.pid}) == 2, "both workers ran")
+        wait_until(lambda: script != FORKING or any(tmp_path.glob("fork-*")), "the parent forked")
+        workers, forks = cases.pids(tmp_path) - {parent.pid}, [int(each.name[5:]) for each in tmp_path.glob("fork-*")]
+        assert all(map(cases.alive, workers))
+        parent.kill()
+        time.sleep(1.0)
+        left = [pid for pid in workers if cases.alive(pid)]
+        for pid in [*left, *forks]:
+            os.kill(pid, signal.SIGKILL)
+        assert left == []
 
 
 def test_ctrl_c_ends_the_workers_at_once_and_only_the_parent_speaks(tmp_path: Path) -> None:
@@ -154,11 +192,7 @@ def test_ctrl_c_ends_the_workers_at_once_and_only_the_parent_speaks(tmp_path: Pa
 
 
 def test_ctrl_c_while_workers_start_ends_them_too(tmp_path: Path) -> None:
-    script_of_slow_start = SCRIPT.replace("import sys\n", "import os, sys, time\n").replace(
-        'if __name__ == "__main__":',
-        '(folder / f"pid-{os.getpid()}").touch()\nif __name__ != "__main__":\n    time.sleep(60)\nelse:',
-    )
-    with started(script_of_slow_start, tmp_path) as script:
+    with started(STARTING, tmp_path) as script:
         wait_until(lambda: len(cases.pids(tmp_path)) == 3, "the workers began to start")
         for pid in cases.pids(tmp_path) - {script.pid}:
             os.kill(pid, signal.SIGINT)

@@ -15,6 +15,7 @@ from executor_cases import alive, descendants, pids, wait_until
 from study_cases import study
 from waiting_cases import FOLDER, STEPS
 
+from saltflat.errors import StudyError
 from saltflat.studies import Results, Study
 from saltflat.studies.executors import Executor, executor_named
 from saltflat.studies.row_file import row_to_dict
@@ -71,7 +72,7 @@ def run_and_killed(own: bool, executor: Executor, folder: Path, monkeypatch: pyt
 
 
 def assert_as_in_one_process(found: Results, own: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER)
+    monkeypatch.delenv(FOLDER, raising=False)
     wanted = chosen(own).run(folder / "calm", progress=False)
     assert wanted.counts["done"] == 4
     assert told(found) == told(wanted)
@@ -88,9 +89,50 @@ def test_processes_of_which_one_is_killed_in_the_users_training_give_the_rows_of
 def test_a_ray_cluster_of_which_a_worker_is_killed_in_our_training_gives_the_rows_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'saltflat[ray]'")
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install ray")
     before = descendants(os.getpid())
     found = run_and_killed(False, executor_named("ray", workers=2), tmp_path, monkeypatch)
     assert not ray.is_initialized()
     assert_as_in_one_process(found, False, tmp_path, monkeypatch)
     wait_until(lambda: not any(map(alive, descendants(os.getpid()) - before)), "Ray's processes were gone")
+
+
+def test_a_raylet_killed_twice_fails_no_run_and_the_same_command_ends_with_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install ray")
+    # Ray notices within seconds that a node is dead, not within a quarter of a minute.
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "2")
+    before = descendants(os.getpid())
+    for life in ("first", "second"):
+        marks = tmp_path / life
+        marks.mkdir()
+        monkeypatch.setenv(FOLDER, str(marks))
+        killer = threading.Thread(target=kill_raylet, args=(marks, before))
+        killer.start()
+        # One core: while a training waits, all else waits behind it.
+        with pytest.raises(
+            StudyError, match=r"a local Ray cluster .*lost it: .*finished is kept: give the same command"
+        ):
+            chosen(False).run(tmp_path / "runs", executor_named("ray", workers=1), progress=False, every=0.0)
+        killer.join()
+        assert not any(map(alive, descendants(os.getpid()) - before)), "the training that waited among them"
+        assert Results.load(tmp_path / "runs").counts["failed"] == 0
+    monkeypatch.delenv(FOLDER)
+    found = chosen(False).run(tmp_path / "runs", executor_named("ray", workers=1), progress=False)
+    assert_as_in_one_process(found, False, tmp_path, monkeypatch)
+
+
+def kill_raylet(marks: Path, before: set[int]) -> None:
+    wait_until(lambda: bool(pids(marks)), "a worker waits")
+    raylets = [pid for pid in descendants(os.getpid()) - before if b"raylet/raylet" in arguments(pid)]
+    assert len(raylets) == 1
+    os.kill(raylets[0], signal.SIGKILL)
+
+
+def arguments(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    except OSError:  # gone meanwhile
+        return b""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from saltflat.studies import Examples
 
 FOLDER = "STUDY_WAITS_IN"  # the environment says where to leave the number of the process; without it nobody waits
-STEPS = 10  # that a process takes before it waits
+STEPS = 18  # that a process takes before it waits: 8 to see whether networks can be stacked, then two epochs and a half
 PATIENCE = 60.0
 
 _taken = count(1)

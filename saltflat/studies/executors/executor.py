@@ -52,19 +52,24 @@ class Session(AbstractContextManager["Session"], Protocol):
     def at_once(self) -> int:
         """So many tasks handed in keep it busy."""
 
-    def submit(self, task: Task, work: Callable[[Any], Any], *, soon: bool = False) -> None:
+    def submit(
+        self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
+    ) -> None:
         """Hand in a task. Hand in one and the same object as ``work`` each time: then it travels once per worker.
 
         Args:
             task: what to do.
             work: what does it, a function at the top of a module (or a ``functools.partial`` of one).
             soon: before all that wait already, as when a network just trained is to be measured.
+            timeout: seconds that the work may take from its beginning, each time it is tried; then it is stopped, and
+                the result is a Failure. None for no limit. ``here`` cannot stop its work, and refuses a limit.
         """
 
     def finished(self) -> Iterator[tuple[Any, Any]]:
         """Each task with its result or Failure, as they finish, until nothing that was handed in is left.
 
-        Tasks may be handed in between two results. Called again, it goes on with what was handed in since.
+        Tasks may be handed in between two results. Called again, it goes on with what was handed in since. What no
+        task is to blame for, such as a cluster that is lost, is an ExecutorError and ends the session.
         """
 
 
@@ -76,7 +81,9 @@ class Executor(Protocol):
     def open(self) -> Session:
         """A session, to be used as a context: at its end, by an error or Ctrl-C too, whatever still runs is stopped."""
 
-    def run(self, tasks: Iterable[K], work: Callable[[K], T]) -> Iterator[tuple[K, T | Failure]]:
+    def run(
+        self, tasks: Iterable[K], work: Callable[[K], T], *, timeout: float | None = None
+    ) -> Iterator[tuple[K, T | Failure]]:
         """Each task with its result, as they finish; an error in ``work`` is a Failure and stops nothing.
 
         Tasks are taken as they are needed, at most ``session.at_once`` of them ahead of the results; ``here`` takes the
@@ -85,8 +92,8 @@ class Executor(Protocol):
         with self.open() as session:
             coming = iter(tasks)
             for task in islice(coming, session.at_once):
-                session.submit(task, work)
+                session.submit(task, work, timeout=timeout)
             for finished in session.finished():
                 yield finished
                 for task in islice(coming, 1):
-                    session.submit(task, work)
+                    session.submit(task, work, timeout=timeout)

@@ -11,11 +11,11 @@ from saltflat.errors import SaltflatError, first_line
 
 K = TypeVar("K")
 T = TypeVar("T")
-RETRIES = 2  # of a task whose worker process died
+TRIES = 3  # of a task whose worker dies, or whose machine is lost
 
 
 class ExecutorError(SaltflatError, RuntimeError):
-    """Nothing can be run: workers do not start, a cluster does not answer, a session is over."""
+    """Nothing can be run, or run on: workers do not start, a cluster does not answer or is lost, a session is over."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,26 @@ def attempted(work: Callable[[K], T], task: K, catch: tuple[type[BaseException],
 
 
 def died(how: str) -> Failure:
-    """Of a task whose worker processes all died."""
+    """Return the failure of a task whose workers all died, the last one while nothing else ran."""
     return Failure(
-        f"WorkerDied: Got a worker process that {how}, {RETRIES + 1} times, each time with this task. "
-        "Want one that lives until the task is done. Do: give it more memory (fewer workers, smaller groups), "
-        "or use executor='here' to see what ends it."
+        f"WorkerDied: Expected a worker process that lives until the task is done, but got one that {how}, {TRIES} "
+        "times with this task, the last time with no other task beside it. Try smaller groups (together) or a machine "
+        "with more memory, or executor='here' to see what ends it."
+    )
+
+
+def timed_out(seconds: float) -> Failure:
+    """Return the failure of a task that was stopped at its time limit."""
+    return Failure(
+        f"TimedOut: Expected a result within {seconds:g} s, but got none, and the work was stopped. "
+        "Try a larger timeout, with retry_failed (--timeout, --retry-failed)."
+    )
+
+
+def lost(what: str, why: str) -> ExecutorError:
+    """Return the error that ends a session in which no task is to blame."""
+    return ExecutorError(
+        f"Expected {what} until all tasks are done, but lost it: {why}. No task is marked as failed for it."
     )
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from saltflat.errors import OptionError
 from saltflat.studies.executors.executor import Executor, Session, Task
 from saltflat.studies.executors.failure import attempted, closed
 
@@ -30,12 +31,24 @@ class _Session(Session):
         self._open = False
         self._waiting.clear()
 
-    def submit(self, task: Task, work: Callable[[Any], Any], *, soon: bool = False) -> None:
+    def submit(
+        self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
+    ) -> None:
         if not self._open:
             raise closed(task.key)
+        if timeout is not None:
+            raise no_time_limit(timeout)
         (self._waiting.appendleft if soon else self._waiting.append)((task, work))
 
     def finished(self) -> Iterator[tuple[Any, Any]]:
         while self._waiting:
             task, work = self._waiting.popleft()
             yield task, attempted(work, task)
+
+
+def no_time_limit(timeout: float) -> OptionError:
+    """Return the error for a limit that could not be kept: nothing can stop a call that this process itself makes."""
+    return OptionError(
+        f"Expected an executor that can stop a task, but got timeout={timeout!r} with executor='here', which works in "
+        "this process. Try executor='processes' (--executor processes), with workers=1 for one task at a time."
+    )

@@ -55,7 +55,7 @@ class Inbox:
         try:
             work, unpacked = self._work(number, content), pickle.loads(task)
         except Exception as error:
-            return self._dumps(not_found(error))
+            return self._dumps(not_found(first_line(error), failure_of(error).traceback))
         # A worker is not the study: sys.exit in a train function ends its run, not the worker.
         result = attempted(work, unpacked, catch=(Exception, SystemExit))
         try:
@@ -89,12 +89,12 @@ def not_sent(error: Exception) -> Failure:
     )
 
 
-def not_found(error: Exception) -> Failure:
+def not_found(error: str, traceback: str) -> Failure:
     """Of a task or work that cannot be unpacked where it arrives."""
     return Failure(
-        f"Got work or a task that a worker process cannot import: {first_line(error)}. Want an importable function. "
+        f"Got work or a task that a worker process cannot import: {error}. Want an importable function. "
         "Do: put it into a module that can be imported there, \"package.module:function\", or use executor='here'.",
-        failure_of(error).traceback,
+        traceback,
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import pickle
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,20 +17,24 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from saltflat.errors import OptionError
+from saltflat.errors import OptionError, first_line
 from saltflat.studies.executors.executor import Executor, Session, Task
-from saltflat.studies.executors.failure import RETRIES, ExecutorError, closed, died
-from saltflat.studies.executors.parcels import KEPT, Outbox, Parcel, not_sent, unpacked_result
+from saltflat.studies.executors.failure import ExecutorError, closed, lost, timed_out
+from saltflat.studies.executors.guard import Guard
+from saltflat.studies.executors.jobs import Job, Jobs
+from saltflat.studies.executors.parcels import KEPT, Outbox, not_sent, unpacked_result
 from saltflat.studies.executors.worker import serve
 
 STARTS = 3  # so many workers in a row may die before they are ready
+LONGEST_WAIT = 3600.0  # seconds; the system refuses to wait for weeks at once
 
 
 class Processes(Executor):
     """In local worker processes, as many at a time as there are cores, or ``workers``; each has its share of threads.
 
-    A worker that dies (killed, out of memory) takes only its task with it, which is tried again, three times in all.
-    When this process ends, in whatever way, its workers do too. What a task says of its resources is not looked at.
+    A worker that dies (killed, out of memory) takes only its task with it, which is tried three times in all, the last
+    time with no other task beside it. When this process ends, in whatever way, its workers do too, within a second.
+    What a task says of its resources is not looked at.
     A script that uses it needs ``if __name__ == "__main__":`` around what it does, since workers import it.
     """
 
@@ -50,11 +56,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Job:
-    def __init__(self, task: Task, parcel: Parcel, content: bytes) -> None:
-        self.task, self.parcel, self.content, self.tries = task, parcel, content, 0
-
-
 class _Worker:
     def __init__(self, threads: int) -> None:
         self.connection, theirs = multiprocessing.Pipe()
@@ -62,13 +63,17 @@ class _Worker:
         self.process = SpawnProcess(target=serve, args=(theirs, threads))
         with _interrupts_later():
             self.process.start()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
         theirs.close()  # else we would not see the end of the pipe when the worker dies
         self.ready = False
-        self.job: _Job | None = None
+        self.job: Job | None = None
+        self.deadline = math.inf  # on the clock of time.monotonic
         self.knows: deque[str] = deque(maxlen=KEPT)  # the same works that its Inbox keeps
 
-    def give(self, job: _Job) -> None:
+    def give(self, job: Job) -> None:
         self.job, number = job, job.parcel.number
+        self.deadline = math.inf if job.timeout is None else time.monotonic() + job.timeout
         content = None if number in self.knows else job.parcel.content
         if content is not None:
             self.knows.append(number)
@@ -84,12 +89,11 @@ class _Worker:
 class _Session(Session):
     def __init__(self, workers: int) -> None:
         self._most, self._threads = workers, max(1, cores() // workers)
-        self._outbox = Outbox()
-        self._waiting: deque[_Job] = deque()
-        self._done: deque[tuple[Task, Any]] = deque()
+        self._outbox, self._jobs = Outbox(), Jobs()
         self._workers: list[_Worker] = []
         self._died_starting = 0
         self._open = True
+        self._guard = Guard()
         atexit.register(self._close)  # of a session that nobody closed: Python would wait for the workers for ever
 
     @property
@@ -99,41 +103,57 @@ class _Session(Session):
     def __exit__(self, *error: object) -> None:
         self._close()
 
-    def submit(self, task: Task, work: Callable[[Any], Any], *, soon: bool = False) -> None:
+    def submit(
+        self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
+    ) -> None:
         if not self._open:
             raise closed(task.key)
         try:
-            job = _Job(task, self._outbox.parcel(work), pickle.dumps(task))
+            job = Job(task, self._outbox.parcel(work), pickle.dumps(task), timeout)
         except Exception as error:
-            self._done.append((task, not_sent(error)))
+            self._jobs.done.append((task, not_sent(error)))
             return
-        (self._waiting.appendleft if soon else self._waiting.append)(job)
+        self._jobs.add(job, soon)
         self._hand_out()
 
     def finished(self) -> Iterator[tuple[Any, Any]]:
         while True:
             self._hand_out()
-            if self._done:
-                yield self._done.popleft()
-            elif any(worker.job for worker in self._workers) or self._waiting:
+            if self._jobs.done:
+                yield self._jobs.done.popleft()
+            elif self._running or self._jobs.ready(0):
                 self._listen()
             else:
                 return
 
+    @property
+    def _running(self) -> int:
+        return sum(worker.job is not None for worker in self._workers)
+
     def _hand_out(self) -> None:
         for worker in [each for each in self._workers if each.ready and not each.job]:
-            if self._waiting:
+            if self._jobs.ready(self._running):
                 try:
-                    worker.give(self._waiting.popleft())
+                    worker.give(self._jobs.next())
                 except OSError:
                     self._bury(worker)
         starting = sum(not worker.ready for worker in self._workers)
-        for _ in range(min(len(self._waiting) - starting, self._most - len(self._workers))):
-            self._workers.append(_Worker(self._threads))
+        for _ in range(min(self._jobs.ready(self._running) - starting, self._most - len(self._workers))):
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            worker = _Worker(self._threads)
+        except OSError as error:
+            raise lost("worker processes", f"a new one cannot be started ({first_line(error)})") from error
+        self._guard.watch(worker.pid)
+        self._workers.append(worker)
 
     def _listen(self) -> None:
-        """Wait until a worker says something or dies."""
-        said = set(wait([each for worker in self._workers for each in (worker.connection, worker.process.sentinel)]))
+        """Wait until a worker says something or dies, or its time is over."""
+        heard_from = [each for worker in self._workers for each in (worker.connection, worker.process.sentinel)]
+        patience = min(worker.deadline for worker in self._workers) - time.monotonic()
+        said = set(wait(heard_from, min(max(0.0, patience), LONGEST_WAIT)))
         for worker in [each for each in self._workers if said & {each.connection, each.process.sentinel}]:
             try:
                 message = worker.heard()
@@ -141,22 +161,27 @@ class _Session(Session):
                 self._bury(worker)
                 continue
             if worker.job:
-                self._done.append((worker.job.task, unpacked_result(message)))
-                worker.job = None
+                self._jobs.finish(worker.job, unpacked_result(message))
+                worker.job, worker.deadline = None, math.inf
             worker.ready, self._died_starting = True, 0
+        for worker in [each for each in self._workers if each.deadline <= time.monotonic()]:
+            assert worker.job is not None
+            assert worker.job.timeout is not None
+            self._jobs.finish(worker.job, timed_out(worker.job.timeout))
+            self._end(worker)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
+        self._guard.forget(worker.pid)
         worker.process.kill()
         worker.process.join()
-        how = _how(worker.process.exitcode)
         worker.connection.close()
+
+    def _bury(self, worker: _Worker) -> None:
+        self._end(worker)
+        how = _how(worker.process.exitcode)
         if worker.job:
-            worker.job.tries += 1
-            if worker.job.tries > RETRIES:
-                self._done.append((worker.job.task, died(how)))
-            else:
-                self._waiting.appendleft(worker.job)
+            self._jobs.bury(worker.job, how)
         elif not worker.ready:
             self._died_starting += 1
             if self._died_starting >= STARTS:
@@ -173,13 +198,11 @@ class _Session(Session):
             if worker.job or not worker.ready:
                 worker.process.kill()
             worker.connection.close()  # which tells those without a task to go
-        for worker in self._workers:
+        for worker in list(self._workers):
             worker.process.join(5.0)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-        self._workers.clear()
-        self._waiting.clear()
+            self._end(worker)
+        self._jobs.clear()
+        self._guard.close()
 
 
 def _how(exitcode: int | None) -> str:

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from saltflat.errors import OptionError, first_line
-from saltflat.studies.executors.cluster import Cluster, connected
+from saltflat.studies.executors import ray_driver
 from saltflat.studies.executors.executor import Executor, Session, Task
-from saltflat.studies.executors.failure import RETRIES, Failure, closed, died
-from saltflat.studies.executors.parcels import Outbox, Parcel, not_found, not_sent, unpacked_result
+from saltflat.studies.executors.failure import TRIES, ExecutorError, Failure, closed, lost, timed_out
+from saltflat.studies.executors.guard import Guard
+from saltflat.studies.executors.jobs import Job, Jobs
+from saltflat.studies.executors.parcels import KEPT, Outbox, not_found, not_sent, unpacked_result
 from saltflat.studies.executors.processes import cores
+
+START = 180.0  # seconds that Ray may take to start or to connect; its own limits are shorter, but do not cover all
+STOP = 10.0  # and that it may take to stop
+ENDED = "Ray ended the process that was connected to it, as it does when the node of that process dies"
+DISCONNECTED = (EOFError, OSError, pickle.UnpicklingError)  # of a pipe whose other end is gone
 
 
 class Ray(Executor):
     """On a Ray cluster: each task is a Ray task with its own resources, results come back as they finish.
 
-    Ray runs a task again whose worker process or machine died, three times in all. An error of the task itself is a
-    Failure at once. The modules of this process are found by workers on the same machine. On others, saltflat and what
-    you wrote must be installed, or be sent with ``runtime_env={"working_dir": "folder/of/your/code"}``.
+    A task whose worker process dies is tried three times in all, the last time with no other task of the session beside
+    it. A task whose machine dies, or whose result is lost with one, is tried on the machines that are left; that is no
+    failure of the task, and where it happens three times with one task, or no machine is left, the session ends in an
+    ExecutorError. An error of the task itself is a Failure at once.
+
+    Another process is connected to Ray in place of this one, which is so not ended by Ray when its node dies. The
+    modules of this process are found by workers on the same machine. On others, saltflat and what you wrote must be
+    installed, or be sent with ``runtime_env={"working_dir": "folder/of/your/code"}``.
 
     Args:
-        address: of a running cluster, ``"10.0.0.1:6379"`` or ``"auto"``. Without it: what ``RAY_ADDRESS`` says; else a
-            cluster is started on this machine and stopped at the end. A Ray that is initialised in this process already
-            is used as it is, and left running.
+        address: of a running cluster, ``"10.0.0.1:6379"`` or ``"auto"``. Without it: the cluster that this process is
+            connected to, if it is; else what ``RAY_ADDRESS`` says; else a cluster is started on this machine and
+            stopped at the end, or when this process is killed.
         workers: cores of the cluster that is started here; all if None.
         grows: the cluster adds machines on demand. Then a task that needs more than there is waits; else it fails.
         runtime_env: what Ray sets up for the workers, as ``ray.init`` takes it.
@@ -49,89 +70,224 @@ class Ray(Executor):
         self.address, self.workers, self.grows, self.runtime_env = address, workers, grows, runtime_env
 
     def open(self) -> Session:
-        return _Session(connected(self.address, self.workers or cores(), self.runtime_env), self.grows)
+        ray = _imported()
+        address, runtime_env = self.address, self.runtime_env
+        if address is None and ray.is_initialized():
+            address = _address_of(ray)
+            runtime_env = runtime_env or ray.get_runtime_context().runtime_env
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        if address is not None:
+            _check_reachable(address)
+        setup = {
+            "address": address,
+            "cpus": self.workers or cores(),
+            "runtime_env": dict(runtime_env or {}),
+            "grows": self.grows,
+            "paths": list(dict.fromkeys(os.path.abspath(path) for path in sys.path)),
+            "keep": KEPT,
+        }
+        return _Session(ray.cloudpickle.dumps, setup)
+
+
+class _Driver:
+    """The process that is connected to Ray; see :mod:`saltflat.studies.executors.ray_driver`."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self.address: str | None = setup["address"]
+        self._guard = Guard()
+        # -P: our own folder is not searched for modules, or `import ray` would find this file. In a session of its own
+        # with all that Ray starts: Ctrl-C in a terminal does not reach them, and a guard finds them all.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(ray_driver.__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._guard.watch(self._process.pid)
+        late, began = threading.Timer(START, self._process.kill), time.monotonic()
+        late.daemon = True
+        late.start()
+        try:
+            self.tell(setup)
+            word, said = self.hear()
+            if word == "refused":
+                raise _no_answer(self.address, said)
+            self.cpus: int = said
+        except DISCONNECTED as error:
+            self.close(0.0)
+            took = time.monotonic() - began
+            said = f"none within {START:g} seconds" if took >= START else "no answer: Ray ended the process that asked"
+            raise _no_answer(self.address, said) from error
+        except BaseException:
+            self.close(0.0)
+            raise
+        finally:
+            late.cancel()
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(command, self._process.stdin)
+        self._process.stdin.flush()
+
+    def hear(self) -> tuple[Any, ...]:
+        """Wait for the next answer."""
+        assert self._process.stdout is not None
+        answer: tuple[Any, ...] = pickle.load(self._process.stdout)
+        return answer
+
+    def close(self, patience: float = STOP) -> None:
+        """Disconnect. A cluster that was started for this session ends, also where Ray cannot end it any more."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        self._guard.close()  # kills what is left
+        self._process.wait()
+        self._process.stdout.close()
 
 
 class _Session(Session):
-    def __init__(self, cluster: Cluster, grows: bool) -> None:
-        self._cluster, self._grows = cluster, grows
-        self._outbox = Outbox(cluster.ray.cloudpickle.dumps)
-        self._sent: deque[tuple[Parcel, Any]] = deque(maxlen=4)  # works that lie in the cluster
-        self._waiting: deque[tuple[Task, Parcel, bytes]] = deque()
-        self._running: dict[Any, Task] = {}
-        self._done: deque[tuple[Task, Any]] = deque()
+    def __init__(self, dumps: Callable[[Any], bytes], setup: Mapping[str, Any]) -> None:
+        self._dumps, self._outbox, self._jobs = dumps, Outbox(dumps), Jobs()
+        self._running: dict[int, Job] = {}
+        self._numbers = count()
+        self._knows: deque[str] = deque(maxlen=KEPT)  # the same works that the driver keeps
+        self._driver = _Driver(setup)
         self._open = True
 
     @property
     def at_once(self) -> int:
         # The next tasks are there when a core is free, and a cluster that grows sees that there is more to do.
-        return 8 + 2 * self._cluster.cpus()
+        return 8 + 2 * self._driver.cpus
 
     def __exit__(self, *error: object) -> None:
         if self._open:
             self._open = False
-            self._waiting.clear()
-            self._cluster.leave(list(self._running))
+            self._jobs.clear()
             self._running.clear()
+            self._driver.close()
 
-    def submit(self, task: Task, work: Callable[[Any], Any], *, soon: bool = False) -> None:
+    def submit(
+        self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
+    ) -> None:
         if not self._open:
             raise closed(task.key)
         try:
-            packed = task, self._outbox.parcel(work), self._cluster.ray.cloudpickle.dumps(task)
+            job = Job(task, self._outbox.parcel(work), self._dumps(task), timeout)
         except Exception as error:
-            self._done.append((task, not_sent(error)))
+            self._jobs.done.append((task, not_sent(error)))
             return
-        (self._waiting.appendleft if soon else self._waiting.append)(packed)
+        self._jobs.add(job, soon)
         self._hand_out()
 
     def finished(self) -> Iterator[tuple[Any, Any]]:
         while True:
             self._hand_out()
-            if self._done:
-                yield self._done.popleft()
+            if self._jobs.done:
+                yield self._jobs.done.popleft()
             elif self._running:
                 self._listen()
             else:
                 return
 
     def _hand_out(self) -> None:
-        while self._waiting and len(self._running) < self.at_once:
-            task, parcel, content = self._waiting.popleft()
-            lacking = "" if self._grows else self._cluster.lacking(task.resources)
-            if lacking:
-                self._done.append((task, Failure(lacking)))
-                continue
+        while len(self._running) < self.at_once and self._jobs.ready(len(self._running)):
+            job, number = self._jobs.next(), next(self._numbers)
+            self._running[number] = job
+            content = None if job.parcel.number in self._knows else job.parcel.content
+            if content is not None:
+                self._knows.append(job.parcel.number)
+            command = {
+                "job": number,
+                "number": job.parcel.number,
+                "work": content,
+                "task": job.content,
+                "resources": dict(job.task.resources),
+                "timeout": job.timeout,
+            }
             try:
-                running = self._cluster.start(parcel.number, self._lying(parcel), content, task.resources, RETRIES)
-            except (TypeError, ValueError) as error:  # resources that Ray does not understand
-                self._done.append((task, _not_taken(task, error)))
-                continue
-            self._running[running] = task
-
-    def _lying(self, parcel: Parcel) -> Any:
-        for known, place in self._sent:
-            if known is parcel:
-                return place
-        self._sent.append((parcel, self._cluster.ray.put(parcel.content)))
-        return self._sent[-1][1]
+                self._driver.tell(command)
+            except DISCONNECTED as error:
+                raise self._lost(ENDED) from error
 
     def _listen(self) -> None:
         """Wait until a task is done or given up."""
-        ray = self._cluster.ray
-        for one in ray.wait(list(self._running), num_returns=1)[0]:
-            task = self._running.pop(one)
-            try:
-                result = unpacked_result(ray.get(one))
-            except ray.exceptions.RayTaskError as error:  # before the work began: saltflat itself is not there
-                result = not_found(error)
-            except ray.exceptions.RayError as error:
-                result = died(f"ended ({first_line(error)})")
-            self._done.append((task, result))
+        try:
+            word, *said = self._driver.hear()
+        except DISCONNECTED as error:
+            raise self._lost(ENDED) from error
+        if word == "gone":
+            raise self._lost(*said)
+        if word == "cpus":
+            (self._driver.cpus,) = said
+            return
+        job = self._running.pop(said[0])
+        match word, *said[1:]:
+            case "result", content:
+                self._jobs.finish(job, unpacked_result(content))
+            case "failed", error:
+                self._jobs.finish(job, Failure(error))
+            case "not found", error, traceback:
+                self._jobs.finish(job, not_found(error, traceback))
+            case ("timed out",):
+                assert job.timeout is not None
+                self._jobs.finish(job, timed_out(job.timeout))
+            case "died", error:
+                self._jobs.bury(job, f"ended ({error})")
+            case "lost", error:
+                job.losses += 1
+                if job.losses >= TRIES:
+                    raise self._lost(error)
+                self._knows.clear()  # the work may have been lost with it
+                self._jobs.again(job)
+
+    def _lost(self, why: str) -> ExecutorError:
+        address = self._driver.address
+        return lost("a local Ray cluster" if address is None else f"the Ray cluster at {address!r}", why)
 
 
-def _not_taken(task: Task, error: Exception) -> Failure:
-    return Failure(
-        f"Got the resources {dict(task.resources)} of the task {task.key!r}: {first_line(error)}. "
-        "Want numbers that Ray takes. Do: cpus and gpus from 0, whole numbers above 1."
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ExecutorError(
+            f"Got the executor 'ray', and Ray cannot be imported: {first_line(error)}. Want it installed. "
+            "Do: pip install ray, or use executor='processes'."
+        ) from error
+    return ray
+
+
+def _address_of(ray: Any) -> str:
+    """The address of the cluster that this process is connected to."""
+    if ray.util.client.ray.is_connected():
+        raise ExecutorError(
+            "Expected the address of a Ray cluster, but got a process connected to one through ray:// that cannot "
+            "say where it is. Try Ray(address='ray://...') or RAY_ADDRESS, with the same address."
+        )
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=10.0).close()
+        except OSError as error:
+            raise _no_answer(address, first_line(error)) from error
+
+
+def _no_answer(address: str | None, said: str) -> ExecutorError:
+    if address is None:
+        return ExecutorError(
+            f"Expected a local Ray cluster to start, but got {said}. Try again when the machine is less busy, with "
+            "fewer workers, or with executor='processes', which needs no cluster."
+        )
+    return ExecutorError(
+        f"Expected an answer from the Ray cluster at {address!r}, but got {said}. Try `ray status` there, or leave the "
+        "address out (and RAY_ADDRESS unset) for a cluster on this machine."
     )

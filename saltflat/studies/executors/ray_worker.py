@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from functools import cache
 
 import torch
@@ -9,10 +11,30 @@ import torch
 from saltflat.studies.executors.parcels import Inbox
 
 
-def answered(threads: int, number: str, work: bytes, task: bytes) -> bytes:
-    """The packed result of a task, with as many threads as the cores it asked for."""
+def answered(threads: int, number: str, work: bytes, task: bytes, timeout: float | None, mark: str) -> bytes:
+    """The packed result of a task, with as many threads as the cores it asked for.
+
+    Only this process knows when the work began. At the time limit it leaves a mark for the driver and ends itself.
+    """
     torch.set_num_threads(threads)
-    return _inbox().answer(number, work, task)
+    if timeout is None:
+        return _inbox().answer(number, work, task)
+    clock = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _end, (mark,))
+    clock.daemon = True
+    clock.start()
+    try:
+        return _inbox().answer(number, work, task)
+    finally:
+        clock.cancel()
+
+
+def _end(mark: str) -> None:
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    try:
+        _internal_kv_put(mark, b"")
+    finally:
+        os._exit(1)
 
 
 @cache
