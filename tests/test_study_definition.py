@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +207,35 @@ def test_options_that_only_many_examples_allow_are_no_mistake() -> None:
     assert study(measures=["fisher_logdet(subset=5000)"]).measures == ("fisher_logdet(subset=5000)",)
 
 
-def test_a_file_that_holds_itself_is_refused(tmp_path: Path) -> None:
-    for text in (TEXT.replace("[1e-1, 2E-1]", "&a [0.1, *a]"), TEXT.replace("measure:\n", "measure: &b\n  more: *b\n")):
-        with pytest.raises(SaltflatError, match="holds itself"):
-            Study.from_file(written(tmp_path, text))
+def test_aliases_are_refused_before_they_grow(tmp_path: Path) -> None:
+    """A few hundred bytes that took 2 GB and a minute: lists of nine lists of nine lists ..."""
+    levels = [f"  a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 7)]
+    bomb = "\n".join(["settings:", "  a0: &a0 [x, x, x, x, x, x, x, x, x]", *levels])
+    bomb = TEXT.replace("settings: {depth: 1, batch: 50}", bomb)
+    started = time.process_time()
+    refused(tmp_path, bomb, "anchor &a0", "line 8")
+    assert time.process_time() - started < 5
+    refused(tmp_path, TEXT.replace("[3, 4]", "*lr"), "alias *lr", "line 6", "write out")
+    refused(tmp_path, TEXT.replace("[3, 4]", "&width [3, 4]"), "anchor &width", "line 6")
+    refused(tmp_path, TEXT.replace("[1e-1, 2E-1]", "&a [0.1, *a]"), "anchor &a")
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        pytest.param("!!int ''", "tag", id="tag"),
+        pytest.param("!!bool x", "tag", id="bool"),
+        pytest.param("!!timestamp x", "tag", id="timestamp"),
+        pytest.param("0x" + 9000 * "f", "9,002 characters", id="hexadecimal"),
+        pytest.param("1" + 9000 * ":59", "27,001 characters", id="base 60"),
+        pytest.param("1" + 9000 * ":59" + ".5", "27,003 characters", id="base 60 with a fraction"),
+        pytest.param(9000 * "9", "9,000 characters", id="decimal"),
+        pytest.param(25 * "[" + 25 * "]", "20 levels", id="nested"),
+        pytest.param("\n" + "\n".join(" " * level + "a:" for level in range(1, 300)), "20 levels", id="indented"),
+    ],
+)
+def test_values_that_no_study_has_are_refused_where_they_stand(value: str, word: str, tmp_path: Path) -> None:
+    refused(tmp_path, TEXT.replace("depth: 1, batch: 50", "").replace("{}", value), word, "line ")
 
 
 def test_all_that_is_wrong_with_measures_is_told_at_once() -> None:

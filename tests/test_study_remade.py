@@ -71,7 +71,7 @@ def test_a_network_of_a_users_training_is_made_again_too(tmp_path: Path) -> None
     results = own().run(tmp_path / "runs", progress=False)
     examples = results.study.data.examples()
     for key, row in results.rows.items():
-        again = remade(results, key, examples)
+        again = remade(results, key, examples, allow_code=True)
         assert again.initial is not None
         moved = [(value - again.initial[name].double()).norm() for name, value in again.model.state_dict().items()]
         assert row.outcome is not None
@@ -98,9 +98,9 @@ class Watched(Here):
         session = super().open()
         submit: Callable[..., None] = session.submit
 
-        def watched(task: Task, work: Callable[[Any], Any], *, soon: bool = False) -> None:
+        def watched(task: Task, work: Callable[[Any], Any], **options: Any) -> None:
             self.asked.append(dict(task.resources))
-            submit(task, work, soon=soon)
+            submit(task, work, **options)
 
         session.submit = watched  # type: ignore[method-assign]
         return session

@@ -16,6 +16,7 @@ import saltflat
 from saltflat.cli.screen import say
 from saltflat.cli.wording import as_options
 from saltflat.errors import SaltflatError
+from saltflat.report.text import printable_lines
 
 
 class Commands(TyperGroup):
@@ -57,15 +58,23 @@ def start(
 
 
 @contextmanager
-def users_session(show_traceback: bool) -> Iterator[None]:
-    """Modules in this folder can be imported, as with ``python -m``; errors are told in full first, where wanted."""
+def users_session(show_traceback: bool, modules_here: bool = True) -> Iterator[None]:
+    """Modules in this folder can be imported, as with ``python -m``; errors are told in full first, where wanted.
+
+    Args:
+        show_traceback: whether they are.
+        modules_here: False where no code of the user's runs: what our own packages import late must not come from
+            this folder, which may be somebody else's.
+    """
     folder = str(Path.cwd())
-    sys.path.insert(0, folder)
+    if modules_here:
+        sys.path.insert(0, folder)
     try:
         yield
     except SaltflatError:
         if show_traceback:
-            traceback.print_exc()
+            typer.echo(printable_lines(traceback.format_exc()), err=True, nl=False)
         raise
     finally:
-        sys.path.remove(folder)
+        if modules_here:
+            sys.path.remove(folder)

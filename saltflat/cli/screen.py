@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
 from saltflat.errors import OptionError
+from saltflat.report.text import printable, printable_lines
 
 
 def say(text: str, style: str = "dim") -> None:
     """A line to the person, beside the results."""
-    Console(stderr=True).print(Text(text, style=style), soft_wrap=True)
+    Console(stderr=True).print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def show_on_screen(thing: Any) -> None:
     """A result as a table: in colours and of the screen's width, or as it prints itself into files and pipes."""
     with stdout_checked():
         if sys.stdout.isatty():
-            Console().print(thing)
+            Console().print(_Escaped(thing))
         else:
-            typer.echo(str(thing))
+            typer.echo(printable_lines(str(thing)))
+
+
+class _Escaped:
+    """A result whose own text cannot steer the terminal; colours and layout come from rich."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self.thing, options):
+            yield Segment(printable_lines(text), style, control)
+
+
+def open_missing_streams() -> None:
+    """Send to nowhere what goes to a standard stream that was closed (``>&-``); Python has None for such streams."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def drop_output() -> None:
+    """Send what is still to be printed to nowhere, or Python tries again at its end, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager

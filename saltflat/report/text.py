@@ -43,6 +43,16 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def printable_lines(text: str) -> str:
+    """The same for a text of several lines, which stay.
+
+    Example:
+        >>> printable_lines("one\\x1b[2J\\ntwo")
+        'one\\\\x1b[2J\\ntwo'
+    """
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def folded(name: str, width: int) -> str:
     """A name over several lines, broken after dots, underscores and brackets where that fits.
 

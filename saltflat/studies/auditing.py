@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from saltflat.errors import StudyError
 from saltflat.report.audit import Audit
+from saltflat.report.text import listed
 from saltflat.studies.canonical import digest
-from saltflat.studies.remaking import remade
+from saltflat.studies.remaking import code_of, remade
 from saltflat.studies.row import Row
-from saltflat.studies.source import fingerprint
+from saltflat.studies.source import check_allowed, fingerprint
 from saltflat.studies.store import Store
 from saltflat.symmetry.audit import audit
 
@@ -22,7 +23,13 @@ EXAMPLES, DRAWS = 100, 3
 
 
 def audited(
-    results: Results, count: int, data_folder: str | os.PathLike[str] | None = None, progress: bool | None = None
+    results: Results,
+    count: int,
+    data_folder: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    *,
+    allow_code: bool = False,
+    tell: Callable[[str], object] | None = None,
 ) -> dict[str, Audit]:
     """Audits of so many runs by key, on their first 100 training examples, 3 random rescalings of each kind.
 
@@ -32,6 +39,9 @@ def audited(
             smallest and the largest; one: in between.
         data_folder: where named data sets are, if not where the study says.
         progress: a bar, on a terminal if None.
+        allow_code: import and call the functions that the study's files name for its data and networks. Without it, a
+            study that needs them is refused.
+        tell: is called with the names of these functions before any of them is imported.
     """
     study, store = results.study, Store(results.folder)
     ended = [row for row in results.rows.values() if row.status in ("done", "missed") and _has_weights(store, row.key)]
@@ -39,7 +49,12 @@ def audited(
     rows = [row for row in ended if row.status == "done"] or ended
     if not rows:
         raise StudyError("Got no run with weights in the folder. Want one to rescale. Do: run the study here first.")
-    examples = study.data.examples(None if data_folder is None else os.fspath(data_folder))
+    chosen = _apart(rows, count)
+    code = [*([study.data.name] if study.data.is_function else []), *code_of(results, chosen)]
+    check_allowed(code, allow_code)
+    if code and tell is not None:
+        tell(f"Importing and calling {listed(code)}, named by {results.folder}.")
+    examples = study.data.examples(None if data_folder is None else os.fspath(data_folder), allow_code=allow_code)
     definition = store.definition() or {}
     if definition.get("data", {}).get(digest(study.data.identity)) != fingerprint(examples):
         raise StudyError(
@@ -47,8 +62,8 @@ def audited(
             "Do: name the folder that they are in."
         )
     found = {}
-    for row in _apart(rows, count):
-        network = remade(results, row.key, examples)
+    for row in chosen:
+        network = remade(results, row.key, examples, allow_code=allow_code)
         found[row.key] = audit(
             network.model,
             (network.inputs[:EXAMPLES].double(), network.labels[:EXAMPLES]),
@@ -62,7 +77,7 @@ def audited(
 
 def _has_weights(store: Store, key: str) -> bool:
     try:
-        return store.has_weights(key)
+        return store.trained(key) is not None
     except StudyError:  # damaged: others will do
         return False
 

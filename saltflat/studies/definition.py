@@ -10,11 +10,13 @@ from typing import Any
 
 from saltflat.errors import StudyError
 from saltflat.report.optional import package
+from saltflat.studies.canonical import DEEPEST
 
 # YAML 1.1 asks for a dot and a sign in the exponent; people write 1e-3, and mean a number.
 NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 # A study is a page of text. What is longer is another file by mistake.
 LONGEST = 1_000_000
+LONGEST_NUMBER = 100  # characters: YAML reads 0xffff... and 1:59:59... at any length
 
 
 def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -43,35 +45,62 @@ def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parsed(text: str, source: str) -> Any:
-    """The plain values of a YAML text.
+    """The plain values of a YAML text. Anchors, aliases and tags are refused: a few lines of them expand to gigabytes.
 
     Example:
         >>> parsed("axes: {lr: [1e-3, 0.1]}", "here")
         {'axes': {'lr': [0.001, 0.1]}}
     """
     yaml: Any = package("yaml", "a study in YAML")
-    loader: Any = type("Loader", (yaml.SafeLoader,), {"construct_mapping": _construct_mapping})
-    loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
     try:
-        return yaml.load(text, Loader=loader)
+        return yaml.load(text, Loader=_loader(yaml))
     except yaml.YAMLError as problem:
         raise _wrong(source, _told(problem)) from problem
-    except (ValueError, RecursionError) as problem:  # a date such as 2024-13-45, or brackets without end
-        raise _wrong(source, str(problem).splitlines()[0] if str(problem) else type(problem).__name__) from problem
+    except ValueError as problem:  # a date such as 2024-13-45
+        raise _wrong(source, str(problem).splitlines()[0]) from problem
 
 
-def _construct_mapping(self: Any, node: Any, deep: bool = False) -> Any:
-    """A mapping in which every name is there once; YAML would silently take the last."""
-    yaml: Any = package("yaml", "a study in YAML")
-    seen: set[Any] = set()
-    for name, _ in node.value:
-        key = self.construct_object(name, deep=True)
-        if not isinstance(key, Hashable):
-            raise yaml.constructor.ConstructorError(None, None, "a list or mapping as a name", name.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", name.start_mark)
-        seen.add(key)
-    return super(type(self), self).construct_mapping(node, deep)
+def _loader(yaml: Any) -> Any:
+    """Return a loader of plain values only, in which every name of a mapping is there once."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.peek_event()
+            if isinstance(event, yaml.AliasEvent):
+                raise self.refusal(f"the alias *{event.anchor}; write out what it stands for", event)
+            if event.anchor is not None:
+                raise self.refusal(f"the anchor &{event.anchor}; write out each part where it is needed", event)
+            if event.tag is not None:
+                raise self.refusal(f"the tag {event.tag}; plain numbers, texts, lists and mappings need none", event)
+            if self.depth == DEEPEST:
+                raise self.refusal(f"lists and mappings more than {DEEPEST} levels deep", event)
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            numeric = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+            if numeric and len(node.value) > LONGEST_NUMBER:
+                raise self.refusal(f"a number of {len(node.value):,} characters", event)
+            return node
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[Any] = set()
+            for name, _ in node.value:
+                key = self.construct_object(name, deep=True)
+                if not isinstance(key, Hashable):
+                    raise self.refusal("a list or mapping as a name", name)
+                if key in seen:
+                    raise self.refusal(f"{key!r} is there twice", name)
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+        def refusal(self, what: str, place: Any) -> Exception:
+            refused: Exception = yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
+            return refused
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+    return Loader
 
 
 def _told(problem: Any) -> str:

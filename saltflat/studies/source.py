@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.errors import DataError, StudyError, unknown
+from saltflat.errors import CodeNotAllowedError, DataError, StudyError, unknown
 from saltflat.readers import READERS, SCALES, read
 from saltflat.readers.arrays import FORMATS
 from saltflat.readers.factory import made
+from saltflat.report.text import listed
 from saltflat.studies.examples import Examples
 
 # What inputs and labels may be made of.
@@ -106,10 +107,17 @@ class Source:
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {key: value for key, value in own.items() if key == "name" or value != _USUAL[key]}
 
-    def examples(self, folder: str | Path | None = None) -> Examples:
-        """The examples, on the CPU; from another folder if one is given."""
+    def examples(self, folder: str | Path | None = None, *, allow_code: bool = False) -> Examples:
+        """The examples, on the CPU; from another folder if one is given.
+
+        Args:
+            folder: where named data sets are, if not where the source says.
+            allow_code: import and call the function that the source names, where it names one. Only for a study you
+                trust: the source of somebody else's can name any function.
+        """
         where = Path(self.folder if folder is None else folder)
         if self.is_function:
+            check_allowed([self.name], allow_code)
             found = _examples_from(made(self.name, "data"), self.name)
             train: Any = (found.train_inputs[: self.train_limit], found.train_labels[: self.train_limit])
             test: Any = (found.test_inputs[: self.test_limit], found.test_labels[: self.test_limit])
@@ -123,6 +131,15 @@ class Source:
 
 
 _USUAL = {each.name: each.default for each in fields(Source)}
+
+
+def check_allowed(code: Sequence[str], allow_code: bool) -> None:
+    """Refuse to go on where functions that a study's files name would be imported and nobody has allowed it."""
+    if code and not allow_code:
+        raise CodeNotAllowedError(
+            f"Expected permission to import and call {listed(list(code))}, which the study's files name, but got none. "
+            "If you trust them, try --allow-code, or allow_code=True in Python."
+        )
 
 
 def fingerprint(examples: Examples) -> str:

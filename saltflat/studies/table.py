@@ -13,6 +13,8 @@ from saltflat.studies.row import Row
 
 OUTCOME = ("epochs", "train_loss", "train_error", "test_loss", "test_error")
 GAPS = ("error", "loss")
+# What a spreadsheet takes for the beginning of a formula.
+EXECUTED = ("=", "+", "-", "@", "\t", "\r", "\n")
 SIZES = ("parameters", "norm", "distance")
 
 
@@ -50,15 +52,22 @@ def table_of(
 def csv_of(lines: Sequence[Mapping[str, Any]]) -> str:
     """The table as comma-separated values; every float with the digits that give it back.
 
+    A text that a spreadsheet would execute as a formula gets an apostrophe in front.
+
     Example:
         >>> csv_of([{"key": "a", "lr": 0.1, "widths": [64, 32], "gap": None}])
         'key,lr,widths,gap\\na,0.1,"[64, 32]",\\n'
+        >>> print(csv_of([{"lr": -0.1, "note": "-0.1", "network": "=1+1"}]), end="")
+        lr,note,network
+        -0.1,-0.1,'=1+1
     """
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    if lines:
-        writer.writerow(lines[0])
-        writer.writerows([_cell(value) for value in line.values()] for line in lines)
+    writer = csv.writer(text, lineterminator="\r\n")  # else it would not quote a cell with "\r", a new line for others
+    for cells in [list(lines[0]), *(line.values() for line in lines)] if lines else []:
+        writer.writerow([_cell(value) for value in cells])
+        text.seek(text.tell() - len("\r\n"))
+        text.truncate()
+        text.write("\n")
     return text.getvalue()
 
 
@@ -67,4 +76,13 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return "nan" if math.isnan(value) else repr(value)
-    return value if isinstance(value, str) else json.dumps(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return f"'{value}" if value.startswith(EXECUTED) and not _is_number(value) else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text)) and text.isascii() and text == text.strip()
+    except ValueError:
+        return False

@@ -71,7 +71,13 @@ def train_taker(spec: str) -> Taker:
 
 def _taker(what: str, function: Callable[..., Any], behind: int = 0, handed: tuple[str, ...] = ()) -> Taker:
     kinds = inspect.Parameter
-    parameters = list(inspect.signature(function).parameters.values())[behind:]
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[behind:]
+    except ValueError as problem:
+        raise StudyError(
+            f"Expected {what} to say which arguments it takes, but got {function!r}, which does not ({problem}). "
+            "Try a function of your own that calls it."
+        ) from problem
     closed = [each.name for each in parameters if each.kind is kinds.POSITIONAL_ONLY]
     if closed:
         raise StudyError(
