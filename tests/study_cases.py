@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from saltflat.studies import Examples, Study
+from saltflat.studies.integrity import checksum
 
 
 def study(**changes: Any) -> Study:
@@ -162,3 +167,67 @@ def unequal_pairs() -> Any:
 def short_pairs() -> Any:
     (inputs, labels), (others, answers) = pairs()
     return (inputs.bfloat16(), labels), (others.bfloat16(), answers)
+
+
+def generous(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """For inputs of any shape."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 4), nn.ReLU(), nn.Linear(4, classes))
+
+
+class Told:
+    """Keeps what a study says while it runs."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.counts: dict[str, Any] = {"begun": None, "epochs": [], "trained": 0, "finished": []}
+
+    def begin(self, to_train: int, to_measure: int) -> None:
+        self.counts["begun"] = (to_train, to_measure)
+
+    def epochs(self, done: int, most: int) -> None:
+        self.counts["epochs"].append((done, most))
+
+    def trained(self, runs: int) -> None:
+        self.counts["trained"] += runs
+
+    def finished(self, status: str) -> None:
+        self.counts["finished"].append(status)
+
+    def tell(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def put(path: Path, what: str) -> None:
+    """Put a folder with something in it, a pipe, a link to nothing or a foreign file at a place, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    if what == "folder":
+        path.mkdir()
+        (path / "inside").touch()
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "link":
+        path.symlink_to("nothing")
+    elif what == "file":
+        path.write_bytes(b"\x00")
+
+
+def facts_of(path: Path) -> dict[str, str]:
+    """What is written beside the tensors of a file."""
+    content = path.read_bytes()
+    found: dict[str, str] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    return found
+
+
+def as_written_before(folder: Path) -> None:
+    """Make the files those of an earlier version: without digests, or with one over the tensors alone."""
+    for path in [folder / "study.json", *folder.glob("rows/*.json")]:
+        content = json.loads(path.read_text())
+        del content["digest"]
+        path.write_text(json.dumps(content))
+    for path in [*folder.glob("weights/*.safetensors"), *folder.glob("partial/*.safetensors")]:
+        tensors, facts = load(path.read_bytes()), facts_of(path)
+        later = ("digest", "initial", *(["key"] if ".initial." in path.name or path.parent.name == "partial" else []))
+        kept = {name: value for name, value in facts.items() if name not in later}
+        path.write_bytes(save(tensors, {**kept, "checksum": checksum(tensors)}))

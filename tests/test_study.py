@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from study_cases import own, study
+from safetensors.torch import load, load_file, save_file
+from study_cases import Told, own, study
 from torch.testing import assert_close
 
 import saltflat
@@ -29,29 +30,8 @@ from saltflat.studies.grid import recipe_of
 from saltflat.studies.labels import training_set
 from saltflat.studies.row_file import row_from_dict, row_to_dict
 from saltflat.studies.store import Store
-
-
-class Told:
-    """Keeps what a study says while it runs."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.counts: dict[str, Any] = {"begun": None, "epochs": [], "trained": 0, "finished": []}
-
-    def begin(self, to_train: int, to_measure: int) -> None:
-        self.counts["begun"] = (to_train, to_measure)
-
-    def epochs(self, done: int, most: int) -> None:
-        self.counts["epochs"].append((done, most))
-
-    def trained(self, runs: int) -> None:
-        self.counts["trained"] += runs
-
-    def finished(self, status: str) -> None:
-        self.counts["finished"].append(status)
-
-    def tell(self, text: str) -> None:
-        self.texts.append(text)
+from saltflat.studies.table import csv_of
+from saltflat.studies.trained import Outcome, Trained
 
 
 @pytest.fixture(scope="module")
@@ -312,14 +292,20 @@ def test_damaged_weights_are_told_set_aside_and_trained_again(tmp_path: Path, wo
     before = study().run(tmp_path / "runs", progress=False)
     key = list(before.rows)[2]
     path = tmp_path / "runs" / "weights" / f"{key}.safetensors"
+    weights = load(path.read_bytes())
+    others = {name: text for name, text in contents(path.parent).items() if name != path.name}
     path.write_bytes(path.read_bytes()[:-10])
     work["train"].clear()
     told = Told()
     after = study().run(tmp_path / "runs", progress=told)
-    assert work["train"] == [key]
+    # With its group, so that it comes out bit for bit as it was; the file of the other run is left alone.
+    assert set(work["train"]) == {
+        each for each, row in before.rows.items() if row.config["width"] == before.rows[key].config["width"]
+    }
+    assert {name: text for name, text in contents(path.parent).items() if name != path.name}.items() >= others.items()
     assert path.with_name(f"{key}.safetensors.damaged").exists()
-    load_file(path)
-    assert after.rows[key].outcome is not None
+    assert_close(load(path.read_bytes()), weights, rtol=0, atol=0)
+    assert after.csv() == before.csv()
     assert any("set aside" in text for text in told.texts)
 
 
@@ -582,6 +568,30 @@ def test_data_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
         study(data=f"study_cases:{name}").run(tmp_path / "runs", progress=False)
 
 
+FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "\r=1", "\n=1", "-inf", "=", "- 1"]
+PLAIN = [
+    "-1",
+    "a\r=1",
+    "b\n=1",
+    "+1.5e-3",
+    "relu",
+    "1-1",
+    "a=b",
+    "",
+    "'quoted",
+    'with "quotes", and commas',
+    "[64, 32]",
+]
+
+
+def test_no_cell_of_a_table_is_a_formula_for_a_spreadsheet(finished: Results) -> None:
+    lines = [{text or "name": text for text in [*FORMULAS, *PLAIN]} | {"lr": -0.1, "gap": -math.inf, "steps": [-1]}]
+    header, cells = csv.reader(io.StringIO(csv_of(lines), newline=""))
+    assert cells[: len(FORMULAS)] == header[: len(FORMULAS)] == [f"'{text}" for text in FORMULAS]
+    assert cells[len(FORMULAS) :] == [*PLAIN, "-0.1", "-inf", "[-1]"]
+    assert "'" not in finished.csv()
+
+
 def test_the_fields_of_a_row_are_all_written() -> None:
     row = Row("k", {"lr": 1.0}, "failed")
     assert {each.name for each in fields(Row)} | {"schema", "digest"} == set(row_to_dict(row))
@@ -591,13 +601,15 @@ def test_a_store_refuses_what_it_did_not_write(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for each in ("rows", "weights"):
         (tmp_path / each).mkdir()
-    store.write_weights("k", {"a": torch.ones(2)}, {"no": "outcome"})
-    with pytest.raises(StudyError, match="without an outcome"):
-        store.has_weights("k")
+    save_file({"a": torch.ones(2)}, store.weights_path("k"), {"key": "k", "seconds": "1.0"})
+    with pytest.raises(StudyError, match="it lacks 'outcome'"):
+        store.trained("k")
     shared = torch.ones(3)
-    store.write_weights("s", {"a": shared, "b": shared}, {"outcome": "{}"}, {"a": shared})
-    found = store.weights("s")
+    outcome = Outcome("done", 1, 0.5, 0.5, 0.5, 0.5, 4, 4, 6, 1.0, None)
+    store.write_trained("s", {}, Trained({"a": shared, "b": shared}, outcome, 1.0), {"a": shared})
+    found = store.trained("s")
     assert found is not None
-    assert_close(found[0]["b"], shared)
-    assert store.initial("s") is not None
-    assert store.weights("none") is None
+    assert_close(found[0].weights["b"], shared)
+    assert found[0].outcome == outcome
+    assert found[1] is not None
+    assert store.trained("none") is None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,8 @@ import pytest
 from study_cases import study
 
 from saltflat.errors import SaltflatError, StudyError
-from saltflat.studies import Results
+from saltflat.studies import Results, verify
+from saltflat.studies.checkpoint import Standing, read_checkpoint, write_checkpoint
 from saltflat.studies.lock import is_locked, locked
 
 ROOT = Path(__file__).parent.parent
@@ -206,12 +209,186 @@ def test_a_disk_that_is_really_full_is_a_clear_error_and_the_study_goes_on_with_
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def linked(path: Path, target: Path) -> None:
+    """Put a link to a file of somebody else at a place."""
+    target.write_text("precious")
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("name", ["rows", "weights", "study.json", "table.csv"])
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    before = study().run(folder, progress=False).csv()
+    path = folder / name
+    if path.is_dir():
+        path = sorted(path.iterdir())[0]
+    linked(path, tmp_path / "precious")
+    assert study().run(folder, progress=False).csv() == before
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert path.is_file()
+    assert not path.is_symlink()
+    path.unlink()
+    path.symlink_to(tmp_path / "nothing")
+    assert study().run(folder, progress=False).csv() == before
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_link_to_a_whole_row_is_read_and_replaced_when_the_row_is_added_to(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    before = study().run(folder, progress=False)
+    path = sorted((folder / "rows").iterdir())[0]
+    kept = path.rename(tmp_path / "row.json").read_bytes()
+    path.symlink_to(tmp_path / "row.json")
+    assert study().run(folder, progress=False).csv() == before.csv()
+    assert path.is_symlink()
+    more = study(measures=["squared_norm", "distance_from_init", "hessian_trace", "fisher_trace"])
+    assert more.run(folder, progress=False).counts["done"] == 4
+    assert not path.is_symlink()
+    assert (tmp_path / "row.json").read_bytes() == kept
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_not_written_through(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    linked(path, tmp_path / "precious")
+    write_checkpoint(path, "who", Standing({"epoch": 0, "curve": [], "seconds": 0.0}, {}))
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert read_checkpoint(path, "who") is not None
+
+
+@pytest.mark.parametrize("name", ["rows", "weights", "partial"])
+def test_a_link_in_the_place_of_a_folder_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    folder, other = tmp_path / "runs", tmp_path / "other"
+    study().run(folder, progress=False)
+    (folder / name).rename(other)
+    (other / f"{'0' * 16}.safetensors").write_text("precious")
+    (other / ".mine.part").write_text("precious")
+    (folder / name).symlink_to(other)
+    kept = {path.name: path.read_bytes() for path in other.iterdir()}
+    with pytest.raises(StudyError, match=f"Expected '.*{name}' to be a folder, but it is a link"):
+        study().run(folder, progress=False)
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == kept
+    assert name in {each.file for each in verify(folder).problems}
+
+
+def test_a_study_may_be_reached_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "large")
+    results = study().run(tmp_path / "runs", progress=False)
+    assert results.counts["done"] == 4
+    assert (tmp_path / "large" / "table.csv").read_text() == results.csv()
+    assert verify(tmp_path / "runs").problems == ()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("precious"), Path.mkdir, os.mkfifo])
+def test_a_lock_that_is_no_file_is_refused_and_not_written_through(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (folder / "precious").write_text("precious")
+    make(folder / ".lock")
+    assert not is_locked(folder)
+    with pytest.raises(StudyError, match=r"Expected .*\.lock' to be a regular file.*Try removing it"), locked(folder):
+        pass
+    assert (folder / "precious").read_text() == "precious"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
+    script = f"""
+        import os, signal, sys, time
+        from pathlib import Path
+        from saltflat.studies.lock import locked
+        try:
+            with locked(Path({str(tmp_path)!r})):
+                if os.fork() == 0:
+                    raise ZeroDivisionError  # leaves the lock of its parent alone
+                assert os.wait()[1] == 0
+                if os.fork():
+                    signal.pause()
+                os.write(1, b"%d\\n" % os.getpid())
+                time.sleep(60)
+        except ZeroDivisionError:
+            os._exit(0)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            assert is_locked(tmp_path)
+        finally:
+            parent.kill()
+    try:
+        os.kill(child, 0)  # it still lives
+        assert not is_locked(tmp_path)
+        with locked(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_those_who_only_look_never_make_a_study_refuse(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        pass
+    looking = [threading.Event() for _ in range(4)]
+    over = threading.Event()
+    seen = []
+
+    def look(begun: threading.Event) -> None:
+        while not over.is_set():
+            seen.append(is_locked(tmp_path))
+            begun.set()
+
+    threads = [threading.Thread(target=look, args=[each]) for each in looking]
+    for each in threads:
+        each.start()
+    try:
+        assert all(each.wait(10) for each in looking)
+        for _ in range(300):
+            with locked(tmp_path):
+                pass
+    finally:
+        over.set()
+        for each in threads:
+            each.join()
+    # They met each other: else this shows little.
+    assert any(seen)
+    assert not all(seen)
+
+
+def test_a_study_waits_for_one_who_looks_and_refuses_at_once_where_another_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    with locked(tmp_path):
+        began = time.perf_counter()
+        with pytest.raises(StudyError, match="is working in"), locked(tmp_path):
+            pass
+        assert time.perf_counter() - began < 1
+    with (tmp_path / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.3, lambda: fcntl.flock(file, fcntl.LOCK_UN)).start()
+        with locked(tmp_path):
+            pass
+        fcntl.flock(file, fcntl.LOCK_SH)
+        monkeypatch.setattr("saltflat.studies.lock.PATIENCE", 0.1)  # it was stopped while it looked
+        with pytest.raises(StudyError, match="is working in"), locked(tmp_path):
+            pass
+
+
 @pytest.mark.parametrize("change", [{"study": None}, {"study": {}}, {"data": "abc"}, {"keys": None}, {"keys": []}])
 def test_a_definition_of_another_kind_is_one_clear_error_and_made_again(change: dict[str, Any], tmp_path: Path) -> None:
     before = study().run(tmp_path / "runs", progress=False).csv()
     path = tmp_path / "runs" / "study.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(StudyError, match="Do: give saltflat study run again"):
+    with pytest.raises(StudyError, match="Try saltflat study run again"):
+        Results.load(tmp_path / "runs")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in content.items() if name != "digest"}))
+    with pytest.raises(StudyError, match=r"is missing or of another kind|does not fit together"):
         Results.load(tmp_path / "runs")
     assert study().run(tmp_path / "runs", progress=False).csv() == before
     assert Results.load(tmp_path / "runs").csv() == before

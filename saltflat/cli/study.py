@@ -1,4 +1,4 @@
-"""saltflat study: run, status, score and report"""
+"""saltflat study: run, status, verify, score and report"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from saltflat.cli.program import app, users_session
 from saltflat.cli.screen import say, show_on_screen, stdout_checked
 from saltflat.errors import SaltflatError, StudyError, unknown
 from saltflat.studies import Results, Study
+from saltflat.studies import verify as verify_folder
 from saltflat.studies.executors import EXECUTORS, executor_named
 from saltflat.studies.lock import holder, is_locked
 
@@ -25,7 +26,9 @@ KeepMissed: TypeAlias = Annotated[
 GAPS = ("error", "loss")
 
 study = typer.Typer(
-    help="Train many networks over a grid, measure them, and see which measures go with the generalization gap.",
+    help="Train many networks over a grid, measure them, and see which measures go with the generalization gap.\n\n"
+    "run imports and calls the functions that the study names. The other commands do not, and are safe on anybody's "
+    "folder; report does with --allow-code.",
     no_args_is_help=True,
 )
 app.add_typer(study, name="study")
@@ -33,8 +36,10 @@ app.add_typer(study, name="study")
 
 @study.command(
     help="Train and measure what is not yet done. Give the same command again to go on: nothing that is finished is "
-    "lost or repeated, whatever was killed.\n\nThe exit code is 2 for bad input or a folder that cannot be written, "
-    "130 after Ctrl-C, else 0, also where runs failed: they are counted at the end."
+    "lost or repeated, whatever was killed.\n\nThis imports and calls the functions that STUDY.yaml names as network, "
+    "train or data: like a script, run it only if you trust it. Modules in the current folder are found.\n\nThe "
+    "exit code is 2 for bad input, a folder that cannot be written or a cluster that is lost, 130 after Ctrl-C, else "
+    "0, also where runs failed: they are counted at the end."
 )
 def run(
     definition: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study: name, data, axes, stop ...")],
@@ -55,6 +60,13 @@ def run(
         typer.Option(envvar="SALTFLAT_DATA", help="Where named data sets are, if not where the study says."),
     ] = None,
     every: Annotated[float, typer.Option(help="Seconds between checkpoints of a training.")] = 30.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that training a run may take, and measuring it; one that takes longer is stopped and has "
+            "failed. Not with --executor here. No limit if left out."
+        ),
+    ] = None,
     quiet: options.Quiet = False,
     show_traceback: options.Traceback = False,
 ) -> None:
@@ -76,6 +88,7 @@ def run(
                 data_folder=data_dir,
                 resources=resources,
                 every=every,
+                timeout=timeout,
             )
         except KeyboardInterrupt as stop:
             say(f"Stopped. What is finished is kept. Go on with: {again}", "red")
@@ -101,6 +114,18 @@ def status(folder: Folder) -> None:
         say(f"Nobody is working on it. Go on with: saltflat study run STUDY.yaml --out {folder}")
 
 
+@study.command(
+    help="Check every file against its digest, and say what the next run would make again. Nothing is changed, and "
+    "no function that the study names is run.\n\nThe exit code is 1 if anything is wrong, else 0."
+)
+def verify(folder: Folder) -> None:
+    """Check every file, and say what the next run would make again."""
+    found = verify_folder(folder)
+    show_on_screen(found)
+    if found.problems:
+        raise typer.Exit(1)
+
+
 @study.command()
 def score(
     folder: Folder,
@@ -123,7 +148,10 @@ def score(
         show_on_screen(scores)
 
 
-@study.command()
+@study.command(
+    help="Write the study as one page for a browser, with everything in it.\n\nNo code that the folder's files name is "
+    "run, unless --allow-code is given; without it the page says which audits were left out."
+)
 def report(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="The page to write, .html.")],
@@ -133,13 +161,21 @@ def report(
         Path | None,
         typer.Option(envvar="SALTFLAT_DATA", help="Where named data sets are, if not where the study says."),
     ] = None,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code",
+            help="Import and call the functions that the study names, which audits of own networks and data need. "
+            "Only for a folder you trust. Their names are printed first; modules in the current folder are found.",
+        ),
+    ] = False,
     quiet: options.Quiet = False,
     show_traceback: options.Traceback = False,
 ) -> None:
     """Write the study as one page for a browser, with everything in it."""
     check_count(0, audits=audits)
     check_page(out, "--out")
-    with users_session(show_traceback):
+    with users_session(show_traceback, modules_here=allow_code):
         results = Results.load(folder)
         done = "Replaced" if out.exists() else "Wrote"
         results.write_html(
@@ -148,6 +184,7 @@ def report(
             data_folder=data_dir,
             progress=False if quiet else None,
             tell=None if quiet else say,
+            allow_code=allow_code,
             missed="keep" if keep_missed else "leave out",
         )
     if not quiet:

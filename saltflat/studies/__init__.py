@@ -5,5 +5,6 @@ from saltflat.studies.recipe import Recipe
 from saltflat.studies.results import Results
 from saltflat.studies.row import Row
 from saltflat.studies.study import Study
+from saltflat.studies.verification import Verification, verify
 
-__all__ = ["Examples", "Recipe", "Results", "Row", "Study"]
+__all__ = ["Examples", "Recipe", "Results", "Row", "Study", "Verification", "verify"]

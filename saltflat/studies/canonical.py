@@ -6,7 +6,11 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from saltflat.errors import StudyError
 
@@ -14,9 +18,11 @@ from saltflat.errors import StudyError
 FORMAT = 1
 # Beyond this not every whole number is a float, and 1e300 is not meant as a whole number.
 WHOLE = 2.0**53
+# Levels of lists and mappings: what is deeper holds itself, or is made to exhaust the reader.
+DEEPEST = 20
 
 
-def json_value(value: Any, where: str) -> Any:
+def json_value(value: Any, where: str, depth: int = 0) -> Any:
     """The value in JSON's own types, tuples as lists; numbers of numpy and torch become Python's.
 
     Example:
@@ -31,15 +37,20 @@ def json_value(value: Any, where: str) -> Any:
         if not math.isfinite(value):
             raise StudyError(f"Got {value} in {where}. Want a finite number. Do: give one.")
         return float(value)
+    if depth > DEEPEST:
+        raise StudyError(f"Expected at most {DEEPEST} levels of lists and mappings in {where}, but got more.")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise StudyError(f"Got the name {key!r} in {where}. Want a text. Do: put it in quotes.")
-        return {key: json_value(each, f"{where}, {key!r}") for key, each in value.items()}
+        return {key: json_value(each, f"{where}, {key!r}", depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple | range):
-        return [json_value(each, where) for each in value]
+        return [json_value(each, where, depth + 1) for each in value]
     if hasattr(value, "tolist"):
-        return json_value(value.tolist(), where)
+        try:
+            return json_value(value.tolist(), where, depth)
+        except (TypeError, RuntimeError):  # a class, or a sparse tensor
+            pass
     raise StudyError(
         f"Got {value!r}, a {type(value).__name__}, in {where}. Want numbers, texts, lists and mappings. "
         "Do: write it as one of these."
@@ -72,9 +83,20 @@ def text_of(value: Any) -> str:
     return json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def digest(value: Any) -> str:
-    """Sixteen hexadecimal digits that stand for a value."""
-    return hashlib.sha256(text_of(value).encode()).hexdigest()[:16]
+def digest(value: Any, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> str:
+    """Return sixteen hexadecimal digits that stand for a value, and for the tensors on the CPU that belong to it.
+
+    Example:
+        >>> digest({"lr": 1.0}) == digest({"lr": 1}) != digest({"lr": 1}, {"weight": torch.zeros(2)})
+        True
+    """
+    found = hashlib.sha256(text_of(value).encode())
+    for name in sorted(tensors):
+        each = tensors[name].detach().contiguous()
+        found.update(f"{name!r} {tuple(each.shape)} {each.dtype}".encode())
+        # As bytes: numpy does not know every type of torch's.
+        found.update(each.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
 
 
 def frozen(value: Any) -> Any:

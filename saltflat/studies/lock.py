@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
+import random
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -13,55 +17,115 @@ from pathlib import Path
 from saltflat.errors import StudyError
 
 LOCK = ".lock"
+PATIENCE = 30.0  # seconds that somebody who only looks may keep a study from beginning
+# Open files whose locks this process holds. The system gives a lock back when the last copy of the file is closed.
+_held: set[int] = set()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Inside of it the folder is ours. A process that dies, however, gives it back: the system sees to that."""
-    import fcntl  # here, so that a study can be read where there is no such thing
-
     # Not cut when it is opened: the words of whoever holds the lock must stay until the lock is ours.
-    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    file = _open(folder, os.O_RDWR | os.O_CREAT)
+    _held.add(file)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as problem:
+        if not _take(file):
             raise StudyError(
                 f"Got the folder {str(folder)!r}, which {holder(folder)} is working in. Want it to be free. "
                 "Do: wait for it, stop it, or give another folder."
-            ) from problem
+            )
         os.ftruncate(file, 0)
         os.write(file, json.dumps(_self()).encode())
         yield
     finally:
-        os.close(file)
+        if file in _held:  # else this is a child of the process that took the lock
+            _held.discard(file)
+            os.close(file)
 
 
 def holder(folder: Path) -> str:
     """Who has the lock, or had it last, in words."""
     try:
-        found = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        with os.fdopen(_open(folder, os.O_RDONLY), encoding="utf-8") as file:
+            found = json.load(file)
         return f"process {found['process']} on {found['machine']} (since {found['since']})"
-    except (OSError, ValueError, KeyError, TypeError):  # just begun, and not yet written
+    except (OSError, StudyError, ValueError, KeyError, TypeError):  # just begun, and not yet written
         return "another process"
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process is working in the folder now."""
-    import fcntl
-
     try:
-        file = os.open(folder / LOCK, os.O_RDONLY)
-    except OSError:
+        file = _open(folder, os.O_RDONLY)
+    except (OSError, StudyError):
         return False
     try:
-        # Shared, so that two who ask at once do not see each other.
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _flock(file, exclusive=False)
     finally:
         os.close(file)
-    return False
+
+
+def _open(folder: Path, flags: int) -> int:
+    """Open the file of the lock; a link, a folder or a pipe in its place is refused, not followed or waited for."""
+    path = folder / LOCK
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as problem:
+        if problem.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _no_file(path) from problem
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _no_file(path)
+    return file
+
+
+def _no_file(path: Path) -> StudyError:
+    return StudyError(
+        f"Expected {str(path)!r} to be a regular file, but it is not. Try removing it: the next run makes it again."
+    )
+
+
+def _take(file: int) -> bool:
+    """Take the lock, unless a study has it.
+
+    Those who only look, see :func:`is_locked`, share it for a moment. They do not count, and are waited for.
+    """
+    until = time.monotonic() + PATIENCE
+    while not _flock(file, exclusive=True):
+        if not _flock(file, exclusive=False) or time.monotonic() > until:
+            return False
+        _release(file)
+        time.sleep(random.uniform(0.001, 0.01))  # not in step with another study that wants to begin
+    return True
+
+
+def _flock(file: int, *, exclusive: bool) -> bool:
+    """Return whether the lock could be had at once."""
+    import fcntl  # here, so that a study can be read where there is no such thing
+
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _release(file: int) -> None:
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _forget_locks() -> None:
+    """Close the copies of a child, which would keep the lock when its parent is dead."""
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _self() -> dict[str, object]:

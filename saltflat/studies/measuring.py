@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from saltflat.amounts import is_choice
 from saltflat.columns import plan_from
 from saltflat.errors import DataError, ModelError, NonFiniteError, SaltflatError, StudyError, first_line, unknown
 from saltflat.gathering import DIAGONALS
@@ -39,7 +40,7 @@ USUAL_MEASURES = (
     "relative_flatness",
 )
 # What of saltflat.measure a study decides itself.
-DECIDED = ("model", "data", "loss", "measures", "progress", "mode", "initial")
+DECIDED = ("model", "data", "loss", "measures", "progress", "mode", "initial", "limit", "sampling")
 # A certificate would double the time of every run; a study that wants it says so.
 USUAL_OPTIONS: dict[str, Any] = {"examples": 1000, "dtype": "float64", "certificate": False}
 
@@ -58,13 +59,13 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     examples = options["examples"]
     if examples is not None and (not isinstance(examples, int) or isinstance(examples, bool) or examples < 1):
         raise StudyError(f"Got examples={examples!r} of measure. Want a whole number from 1. Do: null takes all.")
-    if options["dtype"] not in DTYPES:
+    if not is_choice(options["dtype"], DTYPES):
         raise unknown("dtype", options["dtype"], DTYPES)
     plan_from(options["columns"])
     bytes_from(options["memory"])
     check_seed(options["seed"])
     normalized(loss_from("cross_entropy"), options["logits"])
-    if options["diagonal"] not in DIAGONALS:
+    if not is_choice(options["diagonal"], DIAGONALS):
         raise unknown("diagonal", options["diagonal"], DIAGONALS)
     if not isinstance(options["certificate"], bool):
         raise StudyError(
@@ -78,9 +79,9 @@ def measures_of(given: str | Sequence[str]) -> tuple[str, ...]:
     problems = []
     for text in [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else ():
         try:
-            (asked,) = requests([text])
-            if "(" in asked.key:
-                _try_options(asked.key)
+            for asked in requests([text]):
+                if "(" in asked.key:
+                    _try_options(asked.key)
         except SaltflatError as problem:
             problems.append(str(problem))
     refuse(problems, "the measures")
@@ -98,7 +99,9 @@ def _try_options(key: str) -> None:
     data = torch.eye(2, dtype=torch.float64), torch.arange(2)
     # Whatever else goes wrong is said of the study's own networks, in their rows.
     with suppress(ModelError, DataError):
-        measure(model, data, measures=[key], certificate=False, initial=model.state_dict(), progress=False)
+        measure(
+            model, data, measures=[key], certificate=False, sampling=False, initial=model.state_dict(), progress=False
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ def measured(
     rest = {name: value for name, value in options.items() if name not in ("examples", "dtype")}
 
     def taken(names: Sequence[str]) -> Report:
-        return measure(model, data, measures=list(names), dtype=dtype, initial=before, progress=False, **rest)
+        options: dict[str, Any] = {"dtype": dtype, "initial": before, "progress": False, "sampling": False}
+        return measure(model, data, measures=list(names), **options, **rest)
 
     readings: dict[str, Reading] = {}
     seconds, made_with = 0.0, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import StudyError
 from saltflat.studies.canonical import digest
+from saltflat.studies.integrity import DamageError, coverage
 from saltflat.studies.lock import LOCK, locked
-from saltflat.studies.store import DEFINITION, FOLDERS, ROWS, TABLE, Store, unwritable
+from saltflat.studies.store import ASIDE, DEFINITION, FOLDERS, ROWS, TABLE, Store, unwritable
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
@@ -35,7 +37,7 @@ def opened(
             _check_ours(store.folder)
             stack.enter_context(locked(store.folder))
             for each in FOLDERS:
-                _make(store.folder / each)
+                _make_own(store, store.folder / each)
             _remove_parts(store.folder)
         except OSError as problem:
             raise unwritable(store.folder, problem) from problem
@@ -50,10 +52,24 @@ def _make(folder: Path) -> None:
         raise StudyError(f"Got {str(folder)!r}, which is a file. Want a folder. Do: give another place.") from problem
 
 
+def _make_own(store: Store, folder: Path) -> None:
+    """Make a folder inside of the study's; a file in its place is set aside."""
+    if folder.is_symlink():  # not followed: files would be written and removed in a folder of something else
+        raise StudyError(
+            f"Expected {str(folder)!r} to be a folder, but it is a link to {os.readlink(folder)!r}. Try moving the "
+            "folder itself here, or put the whole study where there is room and name that place as its folder."
+        )
+    if folder.exists() and not folder.is_dir():
+        store.set_aside(DamageError(folder, "it is not a folder"))
+    folder.mkdir(exist_ok=True)
+
+
 def _check_ours(folder: Path) -> None:
     if (folder / DEFINITION).exists():
         return
-    foreign = sorted(each.name for each in folder.iterdir() if each.name not in OURS and not _is_part(each))
+    others = [each.name for each in folder.iterdir() if not _is_part(each)]
+    # What was damaged and set aside is ours, too.
+    foreign = sorted(name for name in others if name.partition(ASIDE)[0] not in OURS)
     if foreign:
         raise StudyError(
             f"Got the folder {str(folder)!r}, which holds {', '.join(foreign[:3])}{' ...' if foreign[3:] else ''} and "
@@ -69,7 +85,7 @@ def _remove_parts(folder: Path) -> None:
     """What processes that were killed had begun to write."""
     for place in (folder, *(folder / each for each in FOLDERS)):
         for path in place.iterdir():
-            if _is_part(path):
+            if _is_part(path) and (path.is_symlink() or not path.is_dir()):
                 path.unlink(missing_ok=True)
 
 
@@ -77,13 +93,14 @@ def _define(store: Store, study: Study, keys: list[str], fingerprint: str) -> No
     """Compare what the folder is about with the study, and write the study down if it is new there."""
     # Of all data that runs here were trained on: a definition may go back to what it was before.
     data = {digest(study.data.identity): fingerprint}
-    path = store.folder / DEFINITION
-    there: Mapping[str, Any] | None = store.kept(lambda _: store.definition(), "", path)
+    there = store.intact(store.definition)
     content: dict[str, Any] = {"study": study.to_dict(), "data": data, "keys": keys}
     if there is not None:
         _check_same(there, study, data, store.folder)
         content["data"] = {**there["data"], **data}
-        if all(there.get(key) == value for key, value in content.items()):
+        # As texts, in which the order of the axes counts.
+        known = all(json.dumps(there[key]) == json.dumps(value) for key, value in content.items())
+        if known and coverage(store.folder / DEFINITION) == "everything":
             return
         _tell_left_out(store, keys)
     store.write_definition(content)

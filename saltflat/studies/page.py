@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saltflat.errors import SaltflatError, first_line
+from saltflat.errors import CodeNotAllowedError, SaltflatError, first_line
 from saltflat.report.file import checked
 from saltflat.studies.auditing import audited
 
@@ -29,6 +29,7 @@ def write_page(
     data_folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     tell: Callable[[str], object] | None = None,
+    allow_code: bool = False,
     **options: Any,
 ) -> Path:
     """Write the page, whole or not at all.
@@ -42,6 +43,8 @@ def write_page(
         data_folder: where named data sets are, if not where the study says; for audits.
         progress: of the audits, on a terminal if None.
         tell: is called with what could not be done for the page; the page says so, too.
+        allow_code: import and call the functions that the study's files name, where audits need them. Without it the
+            page says which audits were left out. ``tell`` gets the names before anything is imported.
         options: of the scores, such as ``resamples``.
     """
     from saltflat.report import html  # needs packages that only pages do
@@ -53,8 +56,10 @@ def write_page(
         found = audits
     elif audits:
         try:
-            found = audited(results, audits, data_folder, progress)
-        except (SaltflatError, OSError) as problem:
+            found = audited(results, audits, data_folder, progress, allow_code=allow_code, tell=tell)
+        except CodeNotAllowedError as problem:
+            lacking.append(f"Audits were left out. {problem}")
+        except Exception as problem:  # networks, weights and data of a folder that is not ours can fail in any way
             lacking.append(f"No run was audited: {first_line(problem)}")
     scores = {}
     for gap in GAPS:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from saltflat.studies.canonical import digest
 from saltflat.studies.examples import Examples
 from saltflat.studies.grid import recipe_of, same
 from saltflat.studies.grouping import groups
+from saltflat.studies.integrity import DamageError
 from saltflat.studies.row import Row
-from saltflat.studies.store import PARTIAL, Store
+from saltflat.studies.store import PARTIAL, Store, was_set_aside
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
@@ -22,8 +25,8 @@ class Plan:
     """What is to be done.
 
     Attributes:
-        train: groups of runs to train, by the name of the group. A group that is begun anew, or has a checkpoint, is
-            trained whole, as it would have been without interruption.
+        train: groups of runs to train, by the name of the group. A group that is begun anew, has a checkpoint, or lacks
+            a run that was damaged, is trained whole, as it would have been without interruption.
         wanted: those of them whose weights are kept; the others of a group have theirs already.
         measure: for each run with weights the measures that are wanted of it.
         rows: that are there and stay, or are added to.
@@ -47,16 +50,25 @@ def plan_of(
     rows: dict[str, Row] = {}
     measure: dict[str, tuple[str, ...]] = {}
     train: set[str] = set()
+    damaged: set[str] = set()
     short = 0
     for key in runs:
-        row = store.kept(store.row, key, store.row_path(key))
-        weights = store.kept(store.has_weights, key, store.weights_path(key))
-        if weights is None:  # set aside: row and weights belong together, so both are made again
-            row = None
+        row, weights = store.intact(partial(store.row, key)), False
+        if row is not None and row.status == "failed" and not retry_failed:
+            rows[key] = row
+            continue
+        try:
+            weights = store.trained(key) is not None
+        except DamageError as damage:
+            store.set_aside(damage)
+            damaged.add(key)
+            row = None  # row and weights belong together, so both are made again
         if row is not None:
             rows[key] = row
+        elif was_set_aside(store.row_path(key)):
+            damaged.add(key)
         lacking = study.measures if row is None else _lacking(study, row)
-        again = row is None or (row.status == "failed" and retry_failed)
+        again = row is None or row.status == "failed"
         if again and not (weights and rebuilt):
             train.add(key)
         elif again or (lacking and row is not None and row.status in ("done", "missed")):
@@ -70,7 +82,7 @@ def plan_of(
         )
         store.tell(f"{short} runs lack measures, and are left so: {why}. Delete their rows to train them again.")
     whole = _groups(study, runs, examples)
-    return Plan(_to_train(whole, train, rows, store), frozenset(train), measure, rows)
+    return Plan(_to_train(whole, train, damaged, rows, store), frozenset(train), measure, rows)
 
 
 def _groups(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examples) -> list[tuple[str, ...]]:
@@ -82,20 +94,32 @@ def _groups(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examp
 
 
 def _to_train(
-    whole: list[tuple[str, ...]], train: set[str], rows: Mapping[str, Row], store: Store
+    whole: list[tuple[str, ...]], train: set[str], damaged: set[str], rows: Mapping[str, Row], store: Store
 ) -> dict[str, tuple[str, ...]]:
     found = {}
     for group in whole:
         wanted = tuple(key for key in group if key in train)
         if not wanted:
             continue
-        begun = any(key in rows for key in group)
-        taken = wanted if begun and not store.checkpoint(digest(list(group))).exists() else group
+        taken, begun = group, any(key in rows for key in group)
+        resumable = _is_resumable(store, group)
+        # Fewer networks at once are rounded another way: what was damaged comes out as it was only in its whole group.
+        if begun and not resumable and damaged.isdisjoint(wanted) and wanted != group:
+            taken = wanted
+            _is_resumable(store, taken)  # sets its checkpoint aside where it is damaged
         found[digest(list(taken))] = taken
     for path in (store.folder / PARTIAL).iterdir():
-        if path.stem not in found:
+        ours = re.fullmatch(r"[0-9a-f]{16}\.safetensors", path.name) and (path.is_symlink() or path.is_file())
+        if ours and path.stem not in found:
             store.remove(path)
     return found
+
+
+def _is_resumable(store: Store, group: tuple[str, ...]) -> bool:
+    """Return whether a training has a checkpoint, or had one that was damaged and is set aside."""
+    name = digest(list(group))
+    there = store.intact(partial(store.check_checkpoint, name))
+    return bool(there) or was_set_aside(store.checkpoint(name))
 
 
 def _lacking(study: Study, row: Row) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from saltflat.errors import OptionError
+from saltflat.report.text import printable
 
 
 class Shown(Protocol):
@@ -73,14 +74,14 @@ class Bars:
         self.bar.update(self.rows, advance=1, description=f"Runs finished{told}")
 
     def tell(self, text: str) -> None:
-        self.bar.console.print(Text(text, style="yellow"), soft_wrap=True)
+        self.bar.console.print(Text(printable(text), style="yellow"), soft_wrap=True)
 
 
 class Lines(Silent):
     """Only what a person should know, as lines on the standard error."""
 
     def tell(self, text: str) -> None:
-        Console(stderr=True).print(Text(text, style="yellow"), soft_wrap=True)
+        Console(stderr=True).print(Text(printable(text), style="yellow"), soft_wrap=True)
 
 
 @contextmanager

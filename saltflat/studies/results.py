@@ -16,7 +16,9 @@ from saltflat.errors import StudyError
 from saltflat.report.change_text import many
 from saltflat.report.frame import frame_of
 from saltflat.report.table import rendered
-from saltflat.studies.grid import count_of, places_of, varied
+from saltflat.report.text import printable
+from saltflat.studies.grid import count_of, places_of, same, varied
+from saltflat.studies.integrity import DamageError
 from saltflat.studies.row import STATUSES, Row
 from saltflat.studies.store import DEFINITION, ROWS, Store
 from saltflat.studies.study import Study
@@ -55,7 +57,10 @@ class Results:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Results:
-        """What is in a folder now, also while a study is running in it. Nothing is changed, no code run."""
+        """What is in a folder now, also while a study is running in it.
+
+        Nothing is changed, and no function that the folder's files name is imported: the folder may be anybody's.
+        """
         store = Store(folder)
         definition = store.definition()
         if definition is None:
@@ -70,19 +75,19 @@ class Results:
                 raise ValueError(f"{len(keys)} keys for {count} runs")
             places = dict(zip(keys, places_of(study), strict=True))
         except (TypeError, ValueError) as problem:
-            raise StudyError(
-                f"Got {DEFINITION} in {os.fspath(folder)!r}, which does not fit together ({problem}). Want it as "
-                "Study.run wrote it. Do: give saltflat study run again; it makes the file anew."
-            ) from problem
+            raise _unfit(folder, str(problem)) from problem
         rows, notes = {}, []
         for key in places:
             try:
                 row = store.row(key)
-            except Exception as problem:
-                notes.append(f"{key}.json is damaged ({problem}) The next run makes it again.")
+            except DamageError as damage:
+                notes.append(f"{key}.json is damaged ({damage.why}). The next run makes it again.")
                 continue
-            if row is not None:
-                rows[key] = row
+            if row is None:
+                continue
+            if not all(same(row.config.get(name), value) for name, value in places[key].items()):
+                raise _unfit(folder, f"the run {key!r} has other settings than its row")
+            rows[key] = row
         return cls(study, rows, store.folder, places, tuple(notes))
 
     @property
@@ -113,7 +118,10 @@ class Results:
         return score(self.rows.values(), self.study.axis_names, gap=gap, **asked)
 
     def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """The study as one page for a browser, with everything in it."""
+        """The study as one page for a browser, with everything in it; see :func:`saltflat.studies.page.write_page`.
+
+        Code that the study's files name runs only with ``allow_code=True``: audits of own networks or data need it.
+        """
         from saltflat.studies.page import write_page
 
         return write_page(self, path, **options)
@@ -123,14 +131,22 @@ class Results:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         counts = self.counts
-        yield Text(f"{self.study.name}: {many(len(self.places), 'run')} in {self.folder}", style="bold")
+        yield Text(printable(f"{self.study.name}: {many(len(self.places), 'run')} in {self.folder}"), style="bold")
         for status, count in counts.items():
             if count:
                 yield Text(f"{count:7,} {status:9} {MEANING[status]}")
         failures = Counter(row.failure["error"] for row in self.rows.values() if row.failure)
         for error, count in failures.most_common(MOST_ERRORS):
-            yield Text(f"  {count} x {error}", style="red")
+            yield Text(printable(f"  {count} x {error}"), style="red")
         if len(failures) > MOST_ERRORS:
-            yield Text(f"  and {len(failures) - MOST_ERRORS} other errors, in {self.folder / ROWS}", style="red")
+            others = f"  and {len(failures) - MOST_ERRORS} other errors, in {self.folder / ROWS}"
+            yield Text(printable(others), style="red")
         for note in self.notes[:MOST_ERRORS]:
-            yield Text(note, style="yellow")
+            yield Text(printable(note), style="yellow")
+
+
+def _unfit(folder: str | os.PathLike[str], why: str) -> StudyError:
+    return StudyError(
+        f"Got {DEFINITION} in {os.fspath(folder)!r}, which does not fit together ({why}). Want it as Study.run wrote "
+        "it. Do: give saltflat study run again; it makes the file anew."
+    )

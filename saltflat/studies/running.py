@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -11,12 +10,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from saltflat.amounts import check_amount
+from torch import Tensor
+
+from saltflat.amounts import check_amount, check_positive
 from saltflat.errors import StudyError
 from saltflat.report.reading import Reading
 from saltflat.studies import tasks
 from saltflat.studies.device import device_for, resources_for
-from saltflat.studies.executors import Executor, Failure, Session, executor_named
+from saltflat.studies.executors import Executor, ExecutorError, Failure, Session, executor_named
+from saltflat.studies.executors.here import no_time_limit
 from saltflat.studies.fit import check_fit
 from saltflat.studies.grid import same
 from saltflat.studies.measuring import Measured
@@ -25,16 +27,16 @@ from saltflat.studies.plan import Plan, plan_of
 from saltflat.studies.progress import Shown, shown
 from saltflat.studies.results import Results
 from saltflat.studies.row import Row
-from saltflat.studies.row_file import outcome_from_dict, outcome_to_dict
 from saltflat.studies.source import fingerprint
 from saltflat.studies.store import Store
 from saltflat.studies.tasks import Context, Halt, MeasureTask, TrainedRun, TrainTask
-from saltflat.studies.trained import Outcome
+from saltflat.studies.trained import Outcome, Trained
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
 
 Runs = Mapping[str, dict[str, Any]]
+KEPT = "Everything that was finished is kept: give the same command again to go on."
 
 
 def run_study(
@@ -48,14 +50,20 @@ def run_study(
     data_folder: str | os.PathLike[str] | None = None,
     resources: Mapping[str, float] | None = None,
     every: float = 30.0,
+    timeout: float | None = None,
 ) -> Results:
     """Do what of the study is not yet done, and give back all of its runs; see :meth:`Study.run`."""
     check_amount(every=every, **(resources or {}))
-    runs = study.runs()
     chosen = executor_named(executor) if isinstance(executor, str) else executor
+    if timeout is not None:
+        check_positive(timeout=timeout)
+        if chosen.name == "here":
+            raise no_time_limit(timeout)
+    runs = study.runs()
     place = device_for(device, here=chosen.name == "here")
     needs = resources_for(chosen.name, place, resources or {})
-    examples = study.data.examples(None if data_folder is None else os.fspath(data_folder))
+    where = None if data_folder is None else os.fspath(data_folder)
+    examples = study.data.examples(where, allow_code=True)  # to run a study is to run what it names
     check_fit(study, runs, examples)
     with shown(progress) as display, opened(study, list(runs), fingerprint(examples), folder, display.tell) as store:
         plan = plan_of(study, runs, examples, store, retry_failed)
@@ -70,7 +78,7 @@ def run_study(
             tuple(sys.path),
             display.epochs if chosen.name == "here" else None,
         )
-        _Running(study, runs, store, plan, display, context, needs).go(chosen)
+        _Running(study, runs, store, plan, display, context, needs, timeout).go(chosen)
         results = Results.load(store.folder)
         store.write_table(results.csv())
     return results
@@ -88,9 +96,10 @@ class _Running:
         display: Shown,
         context: Context,
         resources: Mapping[str, float],
+        timeout: float | None,
     ) -> None:
         self.study, self.runs, self.store, self.plan, self.display = study, runs, store, plan, display
-        self.context, self.resources = context, resources
+        self.context, self.resources, self.timeout = context, resources, timeout
         # One object each: it travels once to every worker.
         self.train = partial(_work, tasks.train, context=context)
         self.measure = partial(_work, tasks.measure_run, context=context)
@@ -101,10 +110,13 @@ class _Running:
         if not self.plan.train and not self.plan.measure:
             return
         with executor.open() as session:
-            waiting = self._feed(session, coming, waiting)
-            for task, result in session.finished():
-                waiting += self._take(session, task, result) - 1
+            try:
                 waiting = self._feed(session, coming, waiting)
+                for task, result in session.finished():
+                    waiting += self._take(session, task, result) - 1
+                    waiting = self._feed(session, coming, waiting)
+            except ExecutorError as problem:
+                raise StudyError(f"{problem} {KEPT}") from problem
 
     def _tasks(self) -> Iterator[TrainTask | MeasureTask]:
         """What is trained but not measured first; tasks are made as they are needed, since they hold weights."""
@@ -116,9 +128,17 @@ class _Running:
 
     def _feed(self, session: Session, coming: Iterator[TrainTask | MeasureTask], waiting: int) -> int:
         while waiting < session.at_once and (task := next(coming, None)) is not None:
-            session.submit(task, self.train if isinstance(task, TrainTask) else self.measure)
+            self._submit(session, task)
             waiting += 1
         return waiting
+
+    def _submit(self, session: Session, task: TrainTask | MeasureTask, soon: bool = False) -> None:
+        if isinstance(task, MeasureTask):
+            session.submit(task, self.measure, soon=soon, timeout=self.timeout)
+            return
+        # A run's share of a training is that of its row: the time of the group, divided by the networks in it.
+        timeout = None if self.timeout is None else self.timeout * len(task.configs)
+        session.submit(task, self.train, soon=soon, timeout=timeout)
 
     def _take(self, session: Session, task: TrainTask | MeasureTask, result: Any) -> int:
         """Keep a result; how many further tasks it made."""
@@ -126,9 +146,7 @@ class _Running:
             self._keep_measured(task, result)
             return 0
         if isinstance(result, Halt):
-            raise StudyError(
-                f"{result.problem} Everything that was finished is kept: give the same command again to go on."
-            )
+            raise StudyError(f"{result.problem} {KEPT}")
         wanted = [key for key in task.configs if key in self.plan.wanted]
         if isinstance(result, Failure):
             for key in wanted:
@@ -138,19 +156,13 @@ class _Running:
         self.store.remove(self.store.checkpoint(task.key))
         self.display.trained(len(wanted))
         for key in reversed(to_measure):  # the last one handed in is the first one done
-            session.submit(self._measuring(key, self.study.measures), self.measure, soon=True)
+            self._submit(session, self._measuring(key, self.study.measures), soon=True)
         return len(to_measure)
 
     def _keep_trained(self, key: str, run: TrainedRun) -> bool:
         """Write weights; whether the run is still to be measured."""
         outcome = run.trained.outcome
-        metadata = {
-            "key": key,
-            "config": json.dumps(self.runs[key]),
-            "outcome": json.dumps(outcome_to_dict(outcome)),
-            "seconds": repr(run.trained.seconds),
-        }
-        self.store.write_weights(key, run.trained.weights, metadata, run.initial)
+        self.store.write_trained(key, self.runs[key], run.trained, run.initial)
         if outcome.status == "diverged":
             self._keep(_diverged(key, self.runs[key], outcome, run.trained.seconds))
             return False
@@ -161,25 +173,26 @@ class _Running:
         return True
 
     def _measuring(self, key: str, measures: tuple[str, ...]) -> MeasureTask:
-        found = self.store.weights(key)
+        trained, initial = self._trained(key)
+        return MeasureTask(key, self.runs[key], trained.weights, initial, measures, self.resources)
+
+    def _trained(self, key: str) -> tuple[Trained, dict[str, Tensor] | None]:
+        found = self.store.trained(key)
         if found is None:
             raise StudyError(
                 f"Got no weights of the run {key!r}, which were there a moment ago. Want the folder left alone while a "
                 "study runs. Do: give the same command again."
             )
-        return MeasureTask(key, self.runs[key], found[0], self.store.initial(key), measures, self.resources)
+        return found
 
     def _keep_measured(self, task: MeasureTask, result: Measured | Failure) -> None:
-        found = self.store.weights(task.key)
-        assert found is not None
-        metadata = found[1]
-        outcome = outcome_from_dict(json.loads(metadata["outcome"]))
-        if outcome.status == "diverged":
-            self._keep(_diverged(task.key, self.runs[task.key], outcome, float(metadata["seconds"])))
+        trained, _ = self._trained(task.key)
+        if trained.outcome.status == "diverged":
+            self._keep(_diverged(task.key, self.runs[task.key], trained.outcome, trained.seconds))
             return
         before = self.plan.rows.get(task.key)
         known = before if before is not None and same(before.measured, self.study.measure_options) else None
-        self._keep(self._row(task.key, outcome, float(metadata["seconds"]), result, known))
+        self._keep(self._row(task.key, trained.outcome, trained.seconds, result, known))
 
     def _row(self, key: str, outcome: Outcome, seconds: float, result: Measured | Failure, known: Row | None) -> Row:
         """A finished row; readings that were there already are kept where only others were asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,9 @@ class Allowed:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is a number, and one that a float can hold."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and (isinstance(value, float) or abs(value) <= sys.float_info.max)
 
 
 @dataclass(frozen=True)

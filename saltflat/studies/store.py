@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from saltflat.errors import ReportError, SaltflatError, StudyError, first_line
+from saltflat.errors import ReportError, StudyError, first_line
 from saltflat.report.file import Form, read, replacing
-from saltflat.studies.checksum import checksum
+from saltflat.studies.canonical import digest
+from saltflat.studies.checkpoint import load_checkpoint
+from saltflat.studies.integrity import DamageError, explain, is_there, read_tensors, sealed, tensor_bytes, unsealed
 from saltflat.studies.row import Row
-from saltflat.studies.row_file import ROW, row_from_dict, row_to_dict
+from saltflat.studies.row_file import ROW, outcome_from_dict, outcome_to_dict, row_from_dict, row_to_dict
+from saltflat.studies.trained import Trained
 
 STUDY = Form("saltflat.study/1", "a study", "Study.run")
 DEFINITION, TABLE = "study.json", "table.csv"
 ROWS, WEIGHTS, PARTIAL = "rows", "weights", "partial"
 FOLDERS = (ROWS, WEIGHTS, PARTIAL)
-CHECKSUM = "checksum"
+# What earlier versions wrote beside the weights, and beside those before training.
+OF_WEIGHTS: tuple[str, ...] = ("key", "config", "outcome", "seconds")
+OF_INITIAL: tuple[str, ...] = ()
+ASIDE = ".damaged"
 Found = TypeVar("Found")
 
 
@@ -52,101 +56,120 @@ class Store:
         return self.folder.absolute() / PARTIAL / f"{group}.safetensors"
 
     def row(self, key: str) -> Row | None:
-        """The row of a run; None where there is none. A row that is damaged is an error."""
+        """Return the row of a run; None where there is none. A DamageError if it is not what was written."""
         path = self.row_path(key)
-        if not path.exists():
+        if not is_there(path):
             return None
-        row = row_from_dict(read(path, ROW))
-        if row.key != key:
-            raise StudyError(f"Got the row of {row.key!r} in {str(path)!r}. Want that of {key!r}. Do: make it again.")
+        try:
+            row = row_from_dict(read(path, ROW))
+        except (ReportError, StudyError) as problem:
+            raise DamageError(path, explain(problem)) from problem
+        _check_key(path, row.key, key)
         return row
 
     def write_row(self, row: Row) -> None:
         self._write(self.row_path(row.key), _json(row_to_dict(row)))
 
-    def weights(self, key: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """Weights and what was written beside them; None where there are none. A damaged file is an error."""
-        return self._tensors(self.weights_path(key))
+    def trained(self, key: str) -> tuple[Trained, dict[str, Tensor] | None] | None:
+        """Return a trained run, and its weights before training where they were kept; None where there is none.
 
-    def initial(self, key: str) -> dict[str, Tensor] | None:
-        """Weights before training, where they were kept."""
-        found = self._tensors(self.initial_path(key))
-        return None if found is None else found[0]
+        A DamageError if a file is not what was written, or was set aside and has not been made again.
+        """
+        path, before = self.weights_path(key), self.initial_path(key)
+        if not is_there(path):
+            if was_set_aside(path):
+                raise DamageError(path, "it was set aside and has not been made again")
+            return None
+        weights, facts = read_tensors(path, OF_WEIGHTS)
+        try:
+            _check_key(path, facts["key"], key)
+            seconds = float(facts["seconds"])
+            found = Trained(weights, outcome_from_dict(json.loads(facts["outcome"])), seconds)
+        except DamageError:
+            raise
+        except Exception as problem:  # earlier versions had no digest over these
+            raise DamageError(path, explain(problem)) from problem
+        # Earlier versions did not write down whether there are any.
+        expected = facts.get("initial")
+        if expected == "":
+            return found, None
+        if not is_there(before):
+            if expected is not None or was_set_aside(before):
+                raise DamageError(before, "it is not there")
+            return found, None
+        initial, beside = read_tensors(before, OF_INITIAL)
+        _check_key(before, beside.get("key", key if expected is None else None), key)
+        if expected not in (None, digest(beside, initial)):
+            raise DamageError(before, "it is of another training of this run")
+        return found, initial
 
-    def has_weights(self, key: str) -> bool:
-        """Whether weights are there, whole and as they were written; a file that is not is an error."""
-        found = self._tensors(self.weights_path(key))
-        if found is not None and "outcome" not in found[1]:
-            raise StudyError(
-                f"Got {str(self.weights_path(key))!r} without an outcome. Want weights that Study.run wrote."
-            )
-        return found is not None
-
-    def write_weights(
-        self,
-        key: str,
-        weights: Mapping[str, Tensor],
-        metadata: Mapping[str, str],
-        initial: Mapping[str, Tensor] | None = None,
+    def write_trained(
+        self, key: str, config: Mapping[str, Any], trained: Trained, initial: Mapping[str, Tensor] | None
     ) -> None:
         """Write weights, those before training first: whoever finds the others finds both."""
+        facts = {
+            "key": key,
+            "config": json.dumps(config),
+            "outcome": json.dumps(outcome_to_dict(trained.outcome)),
+            "seconds": repr(trained.seconds),
+            "initial": "",
+        }
         if initial is not None:
-            before = _apart(initial)
-            self._write(self.initial_path(key), save(before, {CHECKSUM: checksum(before)}))
-        own = _apart(weights)
-        self._write(self.weights_path(key), save(own, {**metadata, CHECKSUM: checksum(own)}))
+            before, beside = _apart(initial), {"key": key}
+            facts["initial"] = digest(beside, before)
+            self._write(self.initial_path(key), tensor_bytes(before, beside))
+        self._write(self.weights_path(key), tensor_bytes(_apart(trained.weights), facts))
+
+    def check_checkpoint(self, group: str) -> bool:
+        """Return whether a checkpoint is there; a DamageError if it is not what was written."""
+        path = self.checkpoint(group)
+        return is_there(path) and bool(load_checkpoint(path))
 
     def write_table(self, text: str) -> Path:
         return self._write(self.folder / TABLE, text.encode())
 
     def definition(self) -> dict[str, Any] | None:
-        """What the folder says of its study; None where it says nothing yet."""
+        """Return what the folder says of its study; None where it says nothing yet."""
         path = self.folder / DEFINITION
-        if not path.exists():
+        if not is_there(path):
             return None
-        found = read(path, STUDY)
-        kinds = {"study": dict, "data": dict, "keys": list}
-        wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name), kind)]
-        if wrong or not isinstance(found["study"].get("name"), str):
-            raise StudyError(
-                f"Got the file {str(path)!r}, whose {wrong[0] if wrong else 'study'!r} is missing or of another kind. "
-                "Want a study as Study.run wrote it. Do: give saltflat study run again; it makes the file anew."
-            )
+        try:
+            found = unsealed(read(path, STUDY))
+            kinds = {"study": dict, "data": dict, "keys": list}
+            wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name), kind)]
+            if wrong or not isinstance(found["study"].get("name"), str):
+                raise ValueError(f"its {wrong[0] if wrong else 'study'!r} is missing or of another kind")
+        except (ValueError, RecursionError) as problem:
+            raise DamageError(path, explain(problem)) from problem
         return found
 
     def write_definition(self, content: Mapping[str, Any]) -> None:
-        self._write(self.folder / DEFINITION, _json({"schema": STUDY.schema, **content}))
+        self._write(self.folder / DEFINITION, _json(sealed({"schema": STUDY.schema, **content})))
 
-    def kept(self, read: Callable[[str], Found], key: str, path: Path) -> Found | None:
-        """What is read, or None: a damaged file is told and set aside, so that it is made again."""
+    def intact(self, read: Callable[[], Found]) -> Found | None:
+        """Return what is read, or None where it is damaged: then it is set aside, so that it is made again."""
         try:
-            return read(key)
-        except (SaltflatError, SafetensorError, ValueError) as problem:
-            aside = path.with_name(path.name + ".damaged")
-            self._changed(lambda: path.replace(aside), path)
-            why = first_line(problem.__cause__ or problem)
-            self.tell(f"{path.name} is damaged ({why}): set aside as {aside.name}, and made again.")
+            return read()
+        except DamageError as damage:
+            self.set_aside(damage)
             return None
+
+    def set_aside(self, damage: DamageError) -> None:
+        """Rename what is damaged, and tell."""
+        path, where = damage.path, ""
+        if os.path.lexists(path):
+            names = (path.with_name(path.name + ASIDE + (f".{n}" if n else "")) for n in count())
+            aside = next(each for each in names if not os.path.lexists(each))
+            self._changed(lambda: path.replace(aside), path)
+            where = f"set aside as {aside.name}, and "
+        self.tell(f"{path.name} is damaged ({damage.why}): {where}made again.")
 
     def remove(self, path: Path) -> None:
         self._changed(lambda: path.unlink(missing_ok=True), path)
 
-    def _tensors(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        if not path.exists():
-            return None
-        with _opened(path) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            told = dict(file.metadata() or {})
-        if told.get(CHECKSUM, "") not in ("", checksum(tensors)):
-            raise StudyError(
-                f"Got {str(path)!r}, whose numbers are not those that were written. Want what Study.run wrote. "
-                "Do: run the study again, which makes it anew."
-            )
-        return tensors, told
-
     def _write(self, path: Path, content: bytes) -> Path:
         def written() -> None:
-            with replacing(path) as part, part.open("xb") as file:
+            with replacing(path, follow_links=False) as part, part.open("xb") as file:
                 file.write(content)
             # The new name is in the folder, which has to reach the disk as well.
             folder = os.open(path.parent, os.O_RDONLY)
@@ -155,6 +178,8 @@ class Store:
             finally:
                 os.close(folder)
 
+        if path.exists() and not path.is_file() and not path.is_symlink():
+            self.set_aside(DamageError(path, "it is not a regular file"))
         self._changed(written, path)
         return path
 
@@ -163,6 +188,11 @@ class Store:
             change()
         except (OSError, ReportError) as problem:
             raise unwritable(path, problem) from problem
+
+
+def was_set_aside(path: Path) -> bool:
+    """Return whether a file of this name was damaged once."""
+    return os.path.lexists(path.with_name(path.name + ASIDE))
 
 
 def unwritable(path: Path, problem: BaseException) -> StudyError:
@@ -175,6 +205,11 @@ def unwritable(path: Path, problem: BaseException) -> StudyError:
     )
 
 
+def _check_key(path: Path, found: object, key: str) -> None:
+    if found != key:
+        raise DamageError(path, f"it is of the run {found!r}")
+
+
 def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, allow_nan=False, indent=1) + "\n").encode()
 
@@ -184,16 +219,3 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: value.detach().cpu().contiguous().clone() for name, value in tensors.items() if isinstance(value, Tensor)
     }
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A file of tensors; one that is no whole file is an error of ours."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as problem:
-        raise StudyError(
-            f"Got {str(path)!r}, which is no whole file of weights ({problem}). Want what Study.run wrote. "
-            "Do: run the study again, which makes it anew."
-        ) from problem

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import StudyError, unknown
+from saltflat.report.file import path_from
 from saltflat.studies.definition import read_definition
 from saltflat.studies.grid import names_in, runs_of
 from saltflat.studies.measuring import USUAL_MEASURES, measures_of, options_of
@@ -112,14 +113,8 @@ class Study:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Study:
-        """The study in a YAML file."""
-        try:
-            return cls.from_dict(read_definition(path))
-        except RecursionError as problem:  # YAML can name a part of the file inside of itself
-            raise StudyError(
-                f"Got the file {os.fspath(path)!r}, of which a part holds itself. Want plain lists and mappings. "
-                "Do: write out what the * stands for."
-            ) from problem
+        """The study in a YAML file. Functions that it names are not imported before :meth:`run` or :meth:`runs`."""
+        return cls.from_dict(read_definition(path_from(path, StudyError)))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON and YAML can hold it, and ``from_dict`` takes it."""
@@ -151,7 +146,10 @@ class Study:
         return options_of(self.measure)
 
     def runs(self) -> dict[str, dict[str, Any]]:
-        """Every run of the grid: its configuration by its key, in order. Impossible grids are refused here."""
+        """Every run of the grid: its configuration by its key, in order. Impossible grids are refused here.
+
+        Imports the functions that the study names as ``network`` and ``train``, to see what they take.
+        """
         return runs_of(self)
 
     def run(
@@ -165,8 +163,11 @@ class Study:
         data_folder: str | os.PathLike[str] | None = None,
         resources: Mapping[str, float] | None = None,
         every: float = 30.0,
+        timeout: float | None = None,
     ) -> Results:
         """Train and measure what is not yet done; nothing that is finished is lost or repeated.
+
+        Imports and calls the functions that the study names: run somebody else's study only if you trust it.
 
         Args:
             folder: where runs are kept; made if it is not there. Call it again with the same folder to go on.
@@ -177,6 +178,9 @@ class Study:
             data_folder: where named data sets are, if not where the study says.
             resources: of one task, for clusters: ``{"cpus": 1, "gpus": 0}``, a GPU where the device is one.
             every: seconds between checkpoints of a training.
+            timeout: seconds that training a run may take, and measuring it; networks that are trained together share
+                the sum of theirs. A run that takes longer is stopped, and has failed. None for no limit; ``"here"``
+                cannot stop a run, and refuses one.
         """
         from saltflat.studies.running import run_study  # at call time: it needs this module
 
@@ -190,4 +194,5 @@ class Study:
             data_folder=data_folder,
             resources=resources or {},
             every=every,
+            timeout=timeout,
         )

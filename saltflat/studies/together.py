@@ -88,10 +88,10 @@ class _Work:
         self.who = "" if checkpoint is None else identity(recipes, examples, together=True)
         self.written = time.perf_counter()
         standing = None if checkpoint is None else read_checkpoint(checkpoint, self.who)
-        if standing is None:
-            self._start()
-        else:
+        if standing is not None and self._is_complete(standing):
             self._resume(standing)
+        else:
+            self._start()
 
     def _start(self) -> None:
         members: dict[Hashable, list[int]] = {}
@@ -99,6 +99,11 @@ class _Work:
             key = group_key(recipe, self.examples.shape, self.examples.classes)
             members.setdefault(key, []).append(number)
         self.stacks = [Stack(each) for each in members.values()]
+
+    def _is_complete(self, standing: Standing) -> bool:
+        """Return whether every recipe is in the checkpoint once, which earlier versions did not secure by a digest."""
+        going = [number for stack in standing.facts["stacks"] for number in stack["members"]]
+        return sorted([*map(int, standing.facts["finished"]), *going]) == list(range(len(self.recipes)))
 
     def _resume(self, standing: Standing) -> None:
         for number, plain in standing.facts["finished"].items():

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from saltflat.loan import remember_precision
+
 
 @contextmanager
 def torch_state_kept() -> Iterator[None]:
@@ -17,8 +19,8 @@ def torch_state_kept() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    products, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
-    flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+    cudnn, precision_back = torch.backends.cudnn, remember_precision()
+    flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     try:
         yield
     finally:
@@ -31,5 +33,5 @@ def torch_state_kept() -> Iterator[None]:
         torch.set_grad_enabled(gradients)
         torch.autograd.set_detect_anomaly(anomaly)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn)
-        torch.set_float32_matmul_precision(products)
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = flags
+        precision_back()
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags

@@ -87,9 +87,14 @@ def network_named(name: str, meaning: str) -> Callable[[Make], Make]:
     return register
 
 
+def is_own_code(name: str) -> bool:
+    """Whether a network's name is that of a function to import, not of one that is ready-made."""
+    return ":" in name
+
+
 def network(name: str) -> Network:
     """The network of this name, or of the user's own function ``package.module:function``."""
-    if ":" in name:
+    if is_own_code(name):
         make = named(name, "network")
         if not callable(make):
             raise OptionError(

@@ -1,0 +1,151 @@
+"""Files that carry a digest of all that was written into them, so that damage is noticed before it is used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import stat
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from saltflat.errors import StudyError
+from saltflat.report.text import printable
+from saltflat.studies.canonical import digest
+
+DIGEST = "digest"
+# Of the tensors alone, in files of earlier versions.
+CHECKSUM = "checksum"
+# Errors of the machine or its settings, not of the file: setting it aside would throw good work away.
+PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class DamageError(StudyError):
+    """A file of a study is not what was written.
+
+    Attributes:
+        path: of the file.
+        why: what is wrong with it, as the end of a sentence.
+    """
+
+    def __init__(self, path: Path, why: str) -> None:
+        self.path, self.why = path, printable(why)  # it may quote what the file holds
+        super().__init__(
+            f"Expected {str(path)!r} as Study.run wrote it, but {self.why}. "
+            "Try saltflat study run again: it sets the file aside and makes it again."
+        )
+
+
+def explain(problem: BaseException) -> str:
+    """Return why a file could not be understood, as the end of a sentence.
+
+    Example:
+        >>> explain(KeyError("outcome"))
+        "it lacks 'outcome'"
+    """
+    cause = problem.__cause__ or problem
+    if isinstance(cause, KeyError):
+        return f"it lacks {cause}"
+    if isinstance(cause, json.JSONDecodeError | UnicodeDecodeError):
+        return f"it is broken or cut short ({cause})"
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether there is a regular file that can be read; anything else at its place is damage."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait for a writer
+            raise DamageError(path, f"it is {'a folder' if path.is_dir() else 'not a regular file'}")
+        with path.open("rb"):
+            return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as problem:
+        if problem.errno in PASSING:
+            raise StudyError(
+                f"Expected a file that can be read, but got {str(path)!r} ({problem.strerror}). "
+                "Try its permissions and the limits of this machine, then the same command again."
+            ) from problem
+        raise DamageError(path, problem.strerror or str(problem)) from problem
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content with its digest."""
+    return {**content, DIGEST: digest(content)}
+
+
+def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``sealed`` was given; a ValueError if it changed since. Earlier versions wrote no digest.
+
+    Example:
+        >>> unsealed({**sealed({"lr": 0.1}), "lr": 0.2})
+        Traceback (most recent call last):
+        ValueError: it was changed after it was written
+    """
+    plain = {name: value for name, value in content.items() if name != DIGEST}
+    if DIGEST in content and content[DIGEST] != digest(plain):
+        raise ValueError("it was changed after it was written")
+    return plain
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
+    """Return the content of a safetensors file with a digest over tensors on the CPU and the facts beside them."""
+    return save(dict(tensors), {**facts, DIGEST: digest(facts, tensors)})
+
+
+def read_tensors(path: Path, known: Collection[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what ``tensor_bytes`` was given; a DamageError if it changed since.
+
+    Args:
+        path: of the file.
+        known: facts that files of earlier versions, whose digest does not cover them, can have.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts = dict(file.metadata() or {})
+    except Exception as problem:  # whatever the reader says of bytes that are not its own
+        raise DamageError(path, explain(problem)) from problem
+    stated, before = facts.pop(DIGEST, None), facts.pop(CHECKSUM, None)
+    if stated is None:
+        # A digest whose name was damaged must not pass for one that was never written.
+        foreign = [name for name in facts if name not in known]
+        if foreign:
+            raise DamageError(path, f"it has {foreign[0]!r} beside its tensors, which no study wrote")
+        fine = before in (None, checksum(tensors))
+    else:
+        fine = before is None and stated == digest(facts, tensors)
+    if not fine:
+        raise DamageError(path, "it was changed after it was written")
+    return tensors, facts
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return eight hexadecimal digits for tensors on the CPU, whatever their order.
+
+    Example:
+        >>> checksum({"a": torch.zeros(2)}) == checksum({"a": torch.zeros(2)}) != checksum({"a": torch.ones(2)})
+        True
+    """
+    found = 0
+    for name in sorted(tensors):
+        each = tensors[name].detach().contiguous()
+        found = zlib.crc32(f"{name} {tuple(each.shape)} {each.dtype}".encode(), found)
+        # As bytes: numpy does not know every type of torch's.
+        found = zlib.crc32(each.reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
+
+
+def coverage(path: Path) -> str:
+    """Return what of a whole file its digest covers: ``"everything"``, ``"tensors"`` or ``"nothing"``."""
+    if path.suffix == ".json":
+        return "everything" if DIGEST in json.loads(path.read_text(encoding="utf-8")) else "nothing"
+    with safe_open(str(path), framework="pt") as file:
+        facts = file.metadata() or {}
+    return "everything" if DIGEST in facts else "tensors" if CHECKSUM in facts else "nothing"
