@@ -4,10 +4,12 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+FLOORS := .venv-floors
+LENIENT := $(addprefix -W ignore::,DeprecationWarning FutureWarning ResourceWarning pytest.PytestUnraisableExceptionWarning)
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 
-.PHONY: demo test bench bench-measures lint format
+.PHONY: demo test test-floors bench bench-measures lint format
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -17,6 +19,11 @@ demo: $(INSTALLED)
 # Two workers with one thread each: more threads than cores slow both down.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The oldest versions that pyproject.toml allows. Takes 6 GB: no older torch comes without CUDA.
+# Old libraries warn of their own dependencies and leave files open: no errors here. Another Python: make test-floors PYTHON=python3.12.
+test-floors: $(FLOORS)/.installed
+	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -n 2 $(LENIENT) $(ARGS)
 
 bench: $(PEERS)
 	$(BIN)/python benchmarks/curvature.py $(ARGS)
@@ -37,6 +44,13 @@ format: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(FLOORS)/.installed: pyproject.toml constraints.txt tests/floors.py
+	$(PYTHON) -m venv $(FLOORS)
+	$(FLOORS)/bin/python tests/floors.py > $(FLOORS)/floors.txt
+	$(FLOORS)/bin/python -m pip install -c $(FLOORS)/floors.txt -e ".[demo,frames,lightning,hf,loggers,ray]" \
+		$$(grep -E '^(hypothesis|pytest|pytest-xdist)==' constraints.txt)
 	touch $@
 
 # Without their dependencies: they ask for torchvision, which the benchmark does not need (see benchmarks/peers.txt).

@@ -7,6 +7,9 @@ from types import ModuleType
 
 from saltflat.errors import SaltflatError
 
+# Modules that come with a package of another name.
+INSTALLED_AS = {"yaml": "PyYAML", "torch.utils.tensorboard": "tensorboard"}
+
 
 class MissingPackageError(SaltflatError, ImportError):
     """A package that this output needs is not installed."""
@@ -18,6 +21,8 @@ def package(name: str, purpose: str) -> ModuleType:
         return import_module(name)
     except ImportError as problem:
         top = name.partition(".")[0]
+        wanted = INSTALLED_AS.get(name, INSTALLED_AS.get(top, top))
         raise MissingPackageError(
-            f"Got {purpose} without {top}, which cannot be imported ({problem}). Want {top}. Do: pip install {top}."
+            f"Got {purpose} without {wanted}, which cannot be imported ({problem}). Want {wanted}. "
+            f"Do: pip install {wanted}."
         ) from problem
