@@ -13,7 +13,7 @@ from parts import Options, Outcome
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("timing", "balance", "minimum", "spectrum", "gram", "draws")
+PARTS = ("timing", "balance", "minimum", "spectrum", "density", "gram", "draws")
 
 
 def run(part: str, options: Options) -> Outcome:

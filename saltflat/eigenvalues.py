@@ -12,14 +12,16 @@ from saltflat.amounts import check_count, check_positive
 from saltflat.columns import plan_from
 from saltflat.errors import OptionError, ParameterError, unknown
 from saltflat.geometry import geometries
+from saltflat.lanczos import Top, basis_within, block_products, rounding, start_vectors, top_eigenvalues
 from saltflat.loan import loan
 from saltflat.problem import Problem
 from saltflat.progress import steps_shown
 from saltflat.setting import Setting
-from saltflat.spectrum import Top, basis_within, block_products, rounding, start_vectors, top_eigenvalues
 from saltflat.sweep import bytes_from, check_seed
+from saltflat.turns import in_turn
 
 
+@in_turn
 def eigenvalues_of(
     model: nn.Module,
     data: Any,

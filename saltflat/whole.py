@@ -6,34 +6,50 @@ taken in chunks that fit the memory; sums over them are kept in float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from saltflat.data import Batch
 from saltflat.errors import EmptyDataError, NonFiniteError
 from saltflat.logits import Normalized
 from saltflat.losses import BinaryCrossEntropy, CrossEntropy
 from saltflat.problem import real
+from saltflat.sampling import ByGroup, by_group
 from saltflat.setting import NotDefinedError, Setting
 
 Weights = Mapping[str, Tensor]
 
 # Largest difference between u'Hv and v'Hu that is still rounding.
 SYMMETRY = {torch.float32: 1e-3, torch.float64: 1e-8}
+# Of differences of gradients, relative to the weights.
+STEPS = {torch.float32: (1e-2, 3e-3, 1e-3), torch.float64: (1e-4, 1e-5, 1e-6, 1e-7)}
+# What torch puts where a backward pass must not be differentiated.
+ONCE = "torch::autograd::Error"
+# Settings whose second derivatives were found to be there.
+_CHECKED: WeakSet[Setting] = WeakSet()
 
 
 def loss_at(setting: Setting, weights: Weights | None = None) -> float:
     """The mean loss with ``weights`` in place of the parameters of these names; infinite or NaN if it overflows."""
-    total = share = 0.0
+    return losses_at(setting, weights).mean()
+
+
+def losses_at(setting: Setting, weights: Weights | None = None) -> ByGroup:
+    """The same, group of examples by group."""
+    found = ByGroup(setting.groups)
     with torch.no_grad():
         for batch in setting.chunks(0):
             outputs, targets = _outputs(setting, batch, _leaves(setting, weights))
-            total += float(setting.problem.loss.total(outputs, targets).sum())
-            share += float(setting.problem.loss.share(outputs, targets).sum())
-    return total / _counted(share)
+            loss = setting.problem.loss
+            found.add(batch, loss.total(outputs, targets), loss.share(outputs, targets))
+    _counted(float(found.shares.sum()))
+    return found
 
 
 def gradient_at(setting: Setting, weights: Weights | None = None) -> tuple[float, dict[str, Tensor]]:
@@ -53,31 +69,194 @@ def gradient_at(setting: Setting, weights: Weights | None = None) -> tuple[float
 
 def hessian_product(setting: Setting, vector: Weights) -> dict[str, Tensor]:
     """The true Hessian of the mean loss times a vector, in float64, by differentiating twice."""
-    share = 0.0
-    sums = _zeros(setting)
-    for batch in setting.chunks(1):
-        leaves = _leaves(setting, None)
-        outputs, targets = _outputs(setting, batch, leaves)
-        loss = setting.problem.loss.total(outputs, targets).sum()
-        slopes = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
-        pairs = zip(slopes, (vector[name] for name in leaves), strict=True)
-        # A parameter without effect has no gradient, and one that enters linearly a constant one.
-        bent = [(g * v.to(g)).sum() for g, v in pairs if g is not None and g.requires_grad]
-        if bent:
-            inner = torch.stack([each.double() for each in bent]).sum()
-            _add(sums, _differentiated_again(inner, leaves))
-        share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
-    share = _counted(share)
+    return hessian_products(setting, [vector])[0]
+
+
+def hessian_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
+    """The same for several vectors, which share a forward pass and the first backward pass."""
+    sums = [_zeros(setting) for _ in vectors]
+
+    def add(leaves: Weights, slopes: Weights) -> None:
+        for total, vector in zip(sums, vectors, strict=True):
+            bent = [(g * vector[name].to(g)).sum().double() for name, g in slopes.items()]
+            if bent:
+                _add(total, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
+
+    share = _counted(_for_each_chunk(setting, add, setting.chunks(1)))
+    return [{name: each / share for name, each in total.items()} for total in sums]
+
+
+def hessian_block_products(setting: Setting, vectors: Weights) -> dict[str, Tensor]:
+    """The diagonal blocks of the Hessian, one for each given parameter, times ``(vectors, *shape)`` of its own."""
+    sums = {name: torch.zeros_like(each, dtype=torch.float64) for name, each in vectors.items()}
+
+    def add(leaves: Weights, slopes: Weights) -> None:
+        for name in slopes.keys() & vectors.keys():
+            for total, vector in zip(sums[name], vectors[name], strict=True):
+                (found,) = _differentiate_again((slopes[name] * vector.to(slopes[name])).sum(), [leaves[name]])
+                if found is not None:
+                    total += found
+
+    share = _counted(_for_each_chunk(setting, add, setting.chunks(1)))
     return {name: each / share for name, each in sums.items()}
 
 
-def _differentiated_again(inner: Tensor, leaves: Weights) -> tuple[Tensor | None, ...]:
+def curvature_by_group(setting: Setting, vector: Weights) -> ByGroup:
+    """v' H v of the mean loss, group of examples by group."""
+    assert setting.groups is not None
+    found, along = ByGroup(setting.groups), 0.0
+
+    def add(leaves: Weights, slopes: Weights) -> None:
+        nonlocal along
+        bent = [(g * vector[name].to(g)).sum().double() for name, g in slopes.items()]
+        if bent:
+            product = _differentiate_again(torch.stack(bent).sum(), list(leaves.values()))
+            pairs = zip(leaves, product, strict=True)
+            along += sum(float((each.double() * vector[name]).sum()) for name, each in pairs if each is not None)
+
+    for group, batch in by_group(setting.problem.batches(), setting.groups, setting.limit // 8):
+        along = 0.0
+        share = _for_each_chunk(setting, add, setting.cut(batch, 1))
+        found.add_sums(group, batch, along, share)
+    return found
+
+
+def gauss_newton_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
+    """The Gauss-Newton matrix of the mean loss over all parameters times several vectors: J' B J v."""
+    share, sums = 0.0, [_zeros(setting) for _ in vectors]
+    for batch in setting.chunks(1):
+        leaves = _leaves(setting, None)
+        outputs, targets = _outputs(setting, batch, leaves)
+        at = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(setting.problem.loss.total(at, targets).sum(), at, create_graph=True)
+        # The gradient of <w, outputs> is J'w, linear in w: its derivative along v with respect to w is Jv.
+        w = torch.zeros_like(outputs, requires_grad=True)
+        pulled = torch.autograd.grad((outputs * w).sum(), list(leaves.values()), create_graph=True, allow_unused=True)
+        reached = {name: each for name, each in zip(leaves, pulled, strict=True) if each is not None}
+        share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
+        if not slope.requires_grad or not reached:  # a loss without curvature, or outputs without parameters
+            continue
+        if any(node.name() == ONCE for node in _nodes(pulled)):
+            raise NotDefinedError(
+                "needs to differentiate the backward pass, and one of the model's autograd functions forbids it: it "
+                "is marked once_differentiable"
+            )
+        for total, vector in zip(sums, vectors, strict=True):
+            inner = torch.stack([(each * vector[name].to(each)).sum().double() for name, each in reached.items()]).sum()
+            (along,) = _differentiate_again(inner, [w])
+            if along is None:
+                continue
+            (bent,) = torch.autograd.grad(slope, at, along, retain_graph=True)
+            _add(total, torch.autograd.grad(outputs, list(leaves.values()), bent, retain_graph=True, allow_unused=True))
+        del outputs, pulled, reached  # and the graphs with them, before those of the next chunk
+    share = _counted(share)
+    return [{name: each / share for name, each in total.items()} for total in sums]
+
+
+def _for_each_chunk(setting: Setting, use: Callable[[Weights, Weights], None], chunks: Iterable[Batch]) -> float:
+    """Call ``use`` with the leaves and the loss's gradients of each chunk; return the sum of the shares.
+
+    Gradients come with a graph. A parameter without effect has none, and one that enters linearly a constant one: both
+    are left out.
+    """
+    share = 0.0
+    for batch in chunks:
+        if setting not in _CHECKED:
+            _check_second_derivatives(setting, batch.cut(0, 2))
+            _CHECKED.add(setting)
+        leaves = _leaves(setting, None)
+        outputs, targets = _outputs(setting, batch, leaves)
+        loss = setting.problem.loss.total(outputs, targets).sum()
+        share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
+        slopes: Sequence[Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:
+            slopes = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
+        use(leaves, {n: g for n, g in zip(leaves, slopes, strict=True) if g is not None and g.requires_grad})
+        del outputs, loss, slopes  # and the graphs with them, before those of the next chunk
+    return share
+
+
+def _differentiate_again(inner: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradient of something that is made of gradients; the graph stays."""
     try:
-        return torch.autograd.grad(inner, list(leaves.values()), allow_unused=True)
+        return torch.autograd.grad(inner, leaves, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        if "not implemented" not in str(error):
+        if "not implemented" not in str(error) and "once_differentiable" not in str(error):
             raise
         raise NotDefinedError(f"needs second derivatives, which torch does not have for this model: {error}") from error
+
+
+def _check_second_derivatives(setting: Setting, batch: Batch) -> None:
+    """Refuse a model whose own autograd functions have a backward pass that cannot be differentiated.
+
+    Torch leaves out what such a function hides, without a word: one marked ``once_differentiable``, or one whose
+    backward pass detaches what it saved. The first shows in the graph; the second by comparing a product with the
+    Hessian with differences of gradients.
+    """
+    leaves = _leaves(setting, None)
+    outputs, targets = _outputs(setting, batch, leaves)
+    loss = setting.problem.loss.total(outputs, targets).sum()
+    if not loss.requires_grad:
+        return
+    own = {
+        type(node).__name__.removesuffix("Backward") for node in _nodes([loss]) if isinstance(node, BackwardCFunction)
+    }
+    if not own:
+        return
+    named = " and ".join(sorted(own))
+    slopes = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
+    if any(node.name() == ONCE for node in _nodes(slopes)):
+        raise NotDefinedError(
+            f"needs second derivatives, which the model's autograd function {named} does not have: its backward pass "
+            "is marked once_differentiable"
+        )
+    vector = {n: torch.ones_like(v).bernoulli_(generator=_coin(v)).mul_(2).sub_(1) for n, v in leaves.items()}
+    bent = [(g * vector[n]).sum() for n, g in zip(leaves, slopes, strict=True) if g is not None and g.requires_grad]
+    second = _zeros(setting)
+    if bent:
+        _add(second, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
+    size = norm_of(setting.problem.network.measured) / norm_of(vector)
+    before: dict[str, Tensor] | None = None
+    for step in STEPS[max((v.dtype for v in leaves.values()), key=lambda kind: SYMMETRY[kind])]:
+        found = _zeros(setting)
+        for sign in (1, -1):
+            there = {name: leaf.detach() + sign * step * size * vector[name] for name, leaf in leaves.items()}
+            places = _leaves(setting, there)
+            moved_outputs, _ = _outputs(setting, batch, places)
+            total = setting.problem.loss.total(moved_outputs, targets).sum()
+            slope = torch.autograd.grad(total, list(places.values()), allow_unused=True)
+            _add(found, tuple(None if each is None else sign * each / (2 * step * size) for each in slope))
+        # Where two steps agree there is no kink between them, and differences can be trusted.
+        if before is not None and _distance(found, before) <= 0.01:
+            if _distance(found, second) > 0.05:
+                raise NotDefinedError(
+                    "needs second derivatives, and those that torch gives for this model are wrong: the backward pass "
+                    f"of its autograd function {named} cannot be differentiated"
+                )
+            return
+        before = found
+
+
+def _nodes(tensors: Sequence[Tensor | None]) -> Iterator[Any]:
+    """Everything that backward passes from these go through."""
+    seen: set[Any] = set()
+    waiting = [each.grad_fn for each in tensors if each is not None]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
+def _coin(value: Tensor) -> torch.Generator:
+    return torch.Generator(value.device).manual_seed(0)
+
+
+def _distance(one: Weights, two: Weights) -> float:
+    """Relative to the longer one."""
+    longest = max(norm_of(one), norm_of(two))
+    return norm_of({name: one[name] - two[name] for name in one}) / longest if longest else 0.0
 
 
 def check_symmetric(setting: Setting, difference: float) -> None:

@@ -15,6 +15,7 @@ import torch
 from cases import CASES, Batch, Case, batched, examples_of, joined, problem, reals
 from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -42,6 +43,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 CLASSIFIERS = ["biased_mlp", "max_and_average_pooling", "residual_with_batch_norm"]
 # What torch cannot differentiate twice, and what it gets wrong without saying so.
 NOT_TWICE = {"embedding_bag": "does not have", "weight_norm_parametrization": "are wrong"}
+# Torch cannot differentiate these by one long row of all parameters, as the oracle does.
+NOT_IN_A_ROW = {
+    "checkpointed_functions",
+    "embedding_with_sparse_gradients",
+    "embedding_with_sparse_gradients_before_a_weight_set_by_its_parent",
+}
 BEFORE_AND_AFTER = {"biased_mlp": ("0", "2"), "squared_error": ("2", "4")}
 
 
@@ -97,7 +104,7 @@ def rescaled(case: Case, first: str, second: str) -> Case:
     return Case(model, case.batches, case.loss, case.loss_function)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_TWICE])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {*NOT_TWICE, *NOT_IN_A_ROW}])
 def test_the_loss_and_its_derivatives_are_the_dense_ones(name: str) -> None:
     case = CASES[name]()
     value, slope, hessian = dense(name)
@@ -120,6 +127,72 @@ def test_second_derivatives_that_torch_does_not_have_are_not_made_up(name: str) 
         with pytest.raises(NotDefinedError, match=NOT_TWICE[name]):
             finite_difference(setting, kind="hutchinson")
         assert worst_rise(setting).value["value"] > 0
+
+
+class Cube(torch.autograd.Function):
+    """x^3 with a backward pass that can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        slope: Tensor = 3 * x**2 * g
+        return slope
+
+
+class CubeOnce(Cube):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return Cube.backward(ctx, g)
+
+
+class CubeDetached(Cube):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        slope: Tensor = 3 * x.detach() ** 2 * g
+        return slope
+
+
+class Applied(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function.apply(x)
+        return out
+
+
+def cubed(function: type[torch.autograd.Function]) -> Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), Applied(function), nn.Linear(4, 2)).double()
+    return problem(model, reals(8, 3), torch.randint(2, (8,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("function", "reason"), [(CubeOnce, "once_differentiable"), (CubeDetached, "are wrong")])
+def test_an_autograd_function_that_hides_its_second_derivative_is_refused(
+    function: type[torch.autograd.Function], reason: str, dtype: torch.dtype
+) -> None:
+    with setting_of(cubed(function), dtype=dtype) as setting, pytest.raises(NotDefinedError, match=reason) as caught:
+        hessian_product(setting, normals(setting, 0))
+    assert function.__name__ in str(caught.value)
+
+
+def test_an_autograd_function_with_a_second_derivative_is_not_refused() -> None:
+    with setting_of(cubed(Cube)) as setting:
+        vector = normals(setting, 0)
+        found = in_a_row(hessian_product(setting, vector))
+        step = 1e-5
+        ends = [gradient_at(setting, moved(setting, {n: s * step * v for n, v in vector.items()}))[1] for s in (1, -1)]
+    differences = (in_a_row(ends[0]) - in_a_row(ends[1])) / (2 * step)
+    assert_close(found, differences, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["biased_mlp", "sequence_with_ignored_positions", "squared_error"])

@@ -19,8 +19,8 @@ from parts.images import images
 from saltflat import problem
 from saltflat.columns import plan_from
 from saltflat.geometry import geometries
+from saltflat.lanczos import Top, Vectors, block_products, start_vectors, top_eigenvalues
 from saltflat.setting import Setting
-from saltflat.spectrum import Top, Vectors, block_products, start_vectors, top_eigenvalues
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
 from saltflat.amounts import check_count, check_positive
+from saltflat.forms import Form
 from saltflat.geometry import geometries
+from saltflat.lanczos import basis_within, block_products, curvature_along, rounding, start_vectors, top_eigenvalues
 from saltflat.setting import Found, Setting
-from saltflat.spectrum import basis_within, block_products, curvature_along, rounding, start_vectors, top_eigenvalues
-from saltflat.statistics import statistic
+from saltflat.statistics import Site, Statistic, statistic
+from saltflat.totals import Totals
 
 
-@statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.")
+@statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.", passes=100)
 def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: int = 500) -> Found:
     """``(5,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, steps, converged.
 
@@ -49,4 +53,22 @@ def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: i
         replicates,
         exact=not setting.plan.random,
         notes=notes,
+        without=_without(setting, {name: top.vector for name, top in tops.items()}, row),
     )
+
+
+def _without(
+    setting: Setting, vectors: Mapping[str, Tensor], row: Callable[[float | Tensor, str], Tensor]
+) -> Callable[[int], dict[str, Tensor]] | None:
+    """The eigenvalues with one group of examples left out, to first order: v' G v with the vectors as they are."""
+    if setting.groups is None:
+        return None
+
+    def total(form: Form, site: Site) -> Tensor:
+        return form.project(vectors[site.name].to(site.value)).double().square().sum()
+
+    along = Statistic("along", of="curvature", total=total, spread=None, meaning="v' G v", kind="scalar")
+    left_out = Totals(setting, [along], only=vectors.keys(), groups=setting.groups).sweep().without(along)
+    if left_out is None:
+        return None
+    return lambda group: {name: row(value, name) for name, value in left_out(group).items()}

@@ -1,0 +1,294 @@
+"""From a model and data to the spectrum of its curvature."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from saltflat.amounts import check_count
+from saltflat.columns import plan_from
+from saltflat.errors import ModelError, OptionError, unknown
+from saltflat.lanczos import LEAST, Extremes, Vectors, extreme_eigenvalues, quadratures
+from saltflat.loan import loan
+from saltflat.measuring import version
+from saltflat.problem import Problem
+from saltflat.progress import steps_shown
+from saltflat.selection import select
+from saltflat.setting import NotDefinedError, Setting
+from saltflat.spectrum.operators import Operator
+from saltflat.spectrum.result import Block, Eigenvalue, Spectrum
+from saltflat.sweep import bytes_from, check_seed, described
+from saltflat.turns import in_turn
+from saltflat.whole import check_loss, check_symmetric
+
+MATRICES = ("hessian", "gauss_newton")
+PER = ("network", "layer")
+SMALLEST = 5  # how many at the lower end of a Hessian if nothing is said
+BASIS = 128  # vectors at most in a search for eigenvalues, beside two for each eigenvalue
+SMALL = 1 << 20  # bytes that nobody misses
+FAINT = 1e-3  # of the largest curvature
+SEARCH = 500  # products at most in each search for eigenvalues
+# The tolerance of an eigenvalue's error, relative to the eigenvalue, or to a part of the largest where that is more;
+# that part; and the rounding of products.
+TOLERANCE = {torch.float32: (1e-6, 1.0, 1e-6), torch.float64: (1e-8, 1e-3, 1e-14)}
+
+
+@in_turn
+def spectrum(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    k: int = 10,
+    smallest: int | None = None,
+    matrix: str = "hessian",
+    per: str = "network",
+    density: bool = True,
+    draws: int = 8,
+    steps: int = 50,
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | Callable[[str, int, int | None], None] | None = None,
+    mode: str = "eval",
+    limit: int | None = None,
+) -> Spectrum:
+    r"""The outermost eigenvalues of the curvature of the mean loss, and the density of all of them.
+
+    The ``k`` largest and the ``smallest`` eigenvalues come from a Lanczos process with full reorthogonalization and
+    thick restarts, each with a bound on its error. The rest of the spectrum is estimated by stochastic Lanczos
+    quadrature from ``draws`` random probes that are orthogonal to those eigenvectors.
+
+    Args:
+        model: any module. It is run in eval mode and given back bit for bit as it was.
+        data: as for :func:`saltflat.measure`.
+        loss: as for :func:`saltflat.measure`.
+        k: how many of the largest eigenvalues (algebraic, not by size).
+        smallest: how many of the smallest ones, which are the most negative if there are negative ones; if None, 5 for
+            the Hessian of the network and 0 otherwise.
+        matrix: ``"hessian"``, the second derivatives of the mean loss; or ``"gauss_newton"``, :math:`J' B J` with the
+            loss's curvature B at the outputs.
+        per: ``"network"`` for the matrix over all measured parameters, ``"layer"`` for the diagonal block of each
+            parameter. All layers' blocks are worked on together.
+        density: whether to estimate the density and the trace, too. They take about ``draws * steps`` products with
+            the matrix.
+        draws: how many random probes, at least 2.
+        steps: Lanczos steps of each probe: the density has as many nodes per probe.
+        layers: names of modules or parameters; all that require a gradient if None. Other parameters are constants.
+        memory: working memory beyond the model and the results, such as ``"512MiB"``.
+        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
+        seed: of the random vectors.
+        progress: True or False for a progress bar (shown on a terminal if None), or a function of
+            ``(step, done, total)``.
+        mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
+        limit: take at most so many examples, the first ones; all if None.
+
+    Example:
+        >>> net = nn.Linear(3, 1, bias=False).double()
+        >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0])).double(), torch.zeros(3, 1).double()
+        >>> found = spectrum(net, data, "mse", k=2, smallest=1)  # 2 / 3 of 9, 4 and 1
+        >>> found.eigenvalues.round(6).tolist(), round(found.trace, 6)
+        ([6.0, 2.666667, 0.666667], 9.333333)
+    """
+    started = time.perf_counter()
+    _check_options(k, smallest, matrix, per, density, draws, steps)
+    room, seed = bytes_from(memory), check_seed(seed)
+    data = select(data, limit=limit)
+    with loan(model, mode, data) as notes, steps_shown(progress) as tick:
+        problem = Problem.of(model, data, loss, layers, dtype, mode)
+        # Half of the memory for passes over the data, half for the vectors.
+        setting = Setting(problem, plan_from("exact"), seed, max(1, room // 2), tick=tick)
+        # The first examples are tried before anything long: what is wrong with model or data is said here.
+        setting.probe(next(iter(problem.batches())))
+        check_loss(setting.mean_loss)
+        operator = Operator(setting, matrix, per)
+        largest, smallest = _counts(operator, k, smallest, matrix)
+        try:
+            found = _extremes(operator, largest, smallest)
+            nodes = _density(operator, found, draws, steps, notes) if density else {}
+        except NotDefinedError as error:
+            raise ModelError(
+                f"Got a model without a spectrum: the curvature {str(error).rstrip('.')}. "
+                "Want a loss with second derivatives. Do: matrix='gauss_newton' with per='layer', which needs none."
+            ) from error
+        blocks = {name: _block(name, each, nodes.get(name)) for name, each in found.items()}
+        notes += _doubts(blocks)
+        settings = {**described(setting), "memory": room}
+        if matrix == "hessian":  # there are no columns in it, and no sweep
+            del settings["columns"], settings["way"]
+        return Spectrum(
+            blocks=blocks,
+            model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+            examples=setting.examples,
+            loss=setting.mean_loss,
+            settings={
+                **settings,
+                "matrix": matrix,
+                "per": per,
+                "k": k,
+                "smallest": smallest,
+                **({"draws": draws, "steps": steps} if density else {}),
+            },
+            versions={
+                "saltflat": version(),
+                "torch": torch.__version__,
+                "numpy": numpy.__version__,
+                "python": platform.python_version(),
+            },
+            seconds=time.perf_counter() - started,
+            notes=tuple(notes),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _check_options(k: int, smallest: int | None, matrix: str, per: str, density: bool, draws: int, steps: int) -> None:
+    check_count(1, k=k)
+    if smallest is not None:
+        check_count(0, smallest=smallest)
+    check_count(2, draws=draws, steps=steps)
+    for kind, given, known in (("matrix", matrix, MATRICES), ("per", per, PER)):
+        if not isinstance(given, str) or given not in known:
+            raise unknown(kind, given, known)
+    if not isinstance(density, bool):
+        raise OptionError(f"Got density={density!r}. Want True or False. Do: leave it out for True.")
+
+
+def _counts(operator: Operator, k: int, smallest: int | None, matrix: str) -> tuple[int, int]:
+    """How many eigenvalues at each end; a layer of fewer parameters has them all."""
+    size = max(operator.sizes.values())
+    what = "parameters" if operator.whole else "parameters in the largest layer"
+    if k > size:
+        raise OptionError(f"Got k={k} with {size} {what}. Want at most as many eigenvalues. Do: k={size}.")
+    if smallest is None:
+        return k, min(SMALLEST if matrix == "hessian" and operator.whole else 0, size - k)
+    if k + smallest > size:
+        raise OptionError(
+            f"Got k={k} and smallest={smallest} with {size} {what}. Want at most as many eigenvalues in all. "
+            f"Do: smallest={size - k}."
+        )
+    return k, smallest
+
+
+def _vectors_within(operator: Operator) -> int:
+    """How many vectors of all blocks fit in memory."""
+    return operator.setting.limit // (8 * sum(operator.sizes.values()))
+
+
+def _extremes(operator: Operator, largest: int, smallest: int) -> dict[str, Extremes]:
+    setting, wanted = operator.setting, largest + smallest
+    room = _vectors_within(operator) - 2 * wanted
+    need = 2 * 8 * sum(operator.sizes.values()) * (3 * wanted + LEAST)
+    if room < wanted + LEAST and need > SMALL:
+        raise OptionError(
+            f"Got memory={2 * setting.limit} bytes for {wanted} eigenvalues of {sum(operator.sizes.values()):,} "
+            f"parameters. Want at least {need} bytes. Do: memory='{-(-need >> 20)}MiB', or a smaller k."
+        )
+    seen: Vectors | None = None
+    products: Vectors = {}
+
+    def product(vectors: Vectors) -> Vectors:
+        nonlocal seen, products
+        found = operator.product(vectors)
+        if seen is None:
+            seen, products = vectors, found
+        return found
+
+    tolerance, relative, rounding = max(TOLERANCE[each.dtype] for each in setting.problem.network.measured.values())
+    what = "Eigenvalues of the network" if operator.whole else "Eigenvalues of the layers"
+    found = extreme_eigenvalues(
+        product,
+        operator.draw,
+        largest,
+        smallest,
+        tolerance=tolerance,
+        relative=relative,
+        rounding=rounding,
+        steps=SEARCH,
+        basis=max(wanted + LEAST, min(room, 2 * wanted + BASIS)),
+        tick=lambda done: setting.tick(what, done, None),
+    )
+    assert seen is not None
+    images = operator.product({name: each.vectors[:1] for name, each in found.items()})
+    _check_symmetric(setting, seen, products, {name: each.vectors for name, each in found.items()}, images)
+    return found
+
+
+def _check_symmetric(setting: Setting, u: Vectors, Hu: Vectors, v: Vectors, Hv: Vectors) -> None:
+    """Compare u'Hv with v'Hu in every block, relative to the lengths of the products."""
+    sizes = {name: float((Hu[name][0].square().sum() + Hv[name][0].square().sum()).sqrt()) for name in Hu}
+    # A block without curvature holds nothing but the rounding of the others.
+    least = FAINT * max(sizes.values())
+    for name, size in sizes.items():
+        off = float((u[name][0] @ Hv[name][0] - v[name][0] @ Hu[name][0]).abs())
+        check_symmetric(setting, off / max(size, least) if off else 0.0)
+
+
+def _density(
+    operator: Operator, found: dict[str, Extremes], draws: int, steps: int, notes: list[str]
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Nodes and weights of each probe, in the complement of the eigenvectors that are known well."""
+    setting = operator.setting
+    known = {name: each.vectors[each.converged] for name, each in found.items()}
+    room = _vectors_within(operator) - 3 * max(len(each.values) for each in found.values())
+    fits = max(LEAST, room - 2)
+    if fits < steps:
+        notes.append(f"Only {fits} steps of each probe fit in memory, not {steps}: the density is less resolved.")
+        steps = fits
+    open_ = {name: each for name, each in known.items() if len(each) < each.shape[1]}
+    return quadratures(
+        operator.product,
+        lambda number: operator.draw(-1 - number),  # not those that the eigenvalues were found with
+        draws if open_ else 0,
+        steps,
+        {name: torch.linalg.qr(each.mT).Q.mT for name, each in open_.items()},
+        {name: each.scale for name, each in found.items()},
+        max(1, min(draws, room // (steps + 2))),
+        lambda done, total: setting.tick("Density of the eigenvalues", done, total),
+    )
+
+
+def _block(name: str, found: Extremes, measures: list[tuple[Tensor, Tensor]] | None) -> Block:
+    pairs = [
+        Eigenvalue(*row)
+        for row in zip(
+            *(each.tolist() for each in (found.values, found.residuals, found.bounds, found.converged)), strict=True
+        )
+    ]
+    exact = found.values[found.converged].tolist()
+    return Block(
+        name=name,
+        parameters=found.vectors.shape[1],
+        largest=tuple(pairs[: found.largest]),
+        smallest=tuple(pairs[found.largest :]),
+        complete=found.complete,
+        exact=tuple(exact),
+        nodes=tuple(tuple(nodes.tolist()) for nodes, _ in measures or ()),
+        weights=tuple(tuple(weights.tolist()) for _, weights in measures or ()),
+    )
+
+
+def _doubts(blocks: dict[str, Block]) -> list[str]:
+    """What a reader should know of eigenvalues that were not found well."""
+    said = []
+    loose = {name: sum(not pair.converged for pair in block.pairs) for name, block in blocks.items()}
+    for name in [name for name, count in loose.items() if count][:4]:
+        worst = max(pair.bound for pair in blocks[name].pairs if not pair.converged)
+        said.append(
+            f"{loose[name]} eigenvalue{'s' * (loose[name] != 1)} of {name} did not converge; the nearest eigenvalues "
+            f"are within {worst:.1e}, and others may lie between. The density does not use them."
+        )
+    unsure = [name for name, block in blocks.items() if not block.complete]
+    if unsure:
+        said.append(f"Eigenvalues may have been missed in {', '.join(unsure[:4])}{' and others' * (len(unsure) > 4)}.")
+    flat = [name for name, block in blocks.items() if not any(pair.value for pair in block.pairs)]
+    if flat:
+        said.append(f"There is no curvature at all in {', '.join(flat[:4])}{' and others' * (len(flat) > 4)}.")
+    return said
