@@ -1,4 +1,8 @@
-"""A weight as matrices: which of its entries belong to which input and output channel."""
+"""A weight as matrices: which of its entries belong to which input and output channel.
+
+What the axes of a parameter count is known for layers of torch that use their own weight as they always do. For all
+others it is read from the operations that use the parameter: see :mod:`saltflat.symmetry.roles`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from saltflat.data import Batch
 from saltflat.errors import OptionError
 from saltflat.network import Network
 
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+# What an axis of a parameter counts: units that the parameter feeds, units that feed it, parts whose units do not see
+# each other, or places that share the units.
+OUT, IN, GROUP, POSITION = "out", "in", "group", "position"
 
 
 @dataclass(frozen=True)
@@ -23,11 +32,15 @@ class Geometry:
         shape: of the parameter.
         groups: of channels that do not see each other.
         inputs_first: whether the first axis counts inputs, as in transposed convolutions and embeddings.
+        doubt: why rescaling units may multiply its entries by more than factors of rows and columns; empty if not.
+        guessed: whether it is not known which axes count inputs.
     """
 
     shape: torch.Size
     groups: int = 1
     inputs_first: bool = False
+    doubt: str = ""
+    guessed: bool = False
 
     def matrices(self, values: Tensor) -> Tensor:
         """An array of the parameter's shape as ``(groups, out, in, positions)``."""
@@ -39,8 +52,7 @@ class Geometry:
 
         ``"column"`` counts the units that feed the layer, ``"row"`` those that the layer feeds.
         """
-        if axis not in ("column", "row"):
-            raise OptionError(f"Got axis={axis!r}. Want 'column' or 'row'. Do: leave it out for columns.")
+        _check_axis(axis)
         first, second = self.shape[:2]
         by_first = (axis == "column") == self.inputs_first
         leading = torch.arange(first)[:, None]
@@ -51,16 +63,77 @@ class Geometry:
         return spread.contiguous(), first if by_first else second * self.groups
 
 
-def geometries(network: Network) -> Mapping[str, Geometry]:
-    """The measured parameters of two or more axes, as the module sees them that owns their name."""
+@dataclass(frozen=True)
+class Arranged(Geometry):
+    """The same for any order of axes, some of which may be several in one.
+
+    Attributes:
+        sizes: of the axes, where an axis of the parameter may be split into several.
+        roles: what each of them counts.
+
+    Example:
+        Two heads, each from three inputs to four outputs.
+
+        >>> heads = Arranged.of(torch.Size([2, 3, 4]), (2, 3, 4), ("out", "in", "out"))
+        >>> heads.matrices(torch.zeros(2, 3, 4)).shape
+        torch.Size([1, 8, 3, 1])
+    """
+
+    sizes: tuple[int, ...] = ()
+    roles: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> Arranged:
+        # Forms of gradients with shortcuts for plain matrices must not take them.
+        return cls(shape, inputs_first=True, sizes=sizes, roles=roles)
+
+    @property
+    def _order(self) -> list[int]:
+        return [axis for role in (GROUP, OUT, IN, POSITION) for axis, each in enumerate(self.roles) if each == role]
+
+    def _size(self, role: str) -> int:
+        return torch.Size(size for size, each in zip(self.sizes, self.roles, strict=True) if each == role).numel()
+
+    def matrices(self, values: Tensor) -> Tensor:
+        return (
+            values.reshape(self.sizes).permute(self._order).reshape([self._size(r) for r in (GROUP, OUT, IN, POSITION)])
+        )
+
+    def units(self, axis: str) -> tuple[Tensor, int]:
+        _check_axis(axis)
+        groups, rows, columns, _ = sizes = [self._size(role) for role in (GROUP, OUT, IN, POSITION)]
+        count = groups * (columns if axis == "column" else rows)
+        number = torch.arange(count).reshape(groups, *((1, columns) if axis == "column" else (rows, 1)), 1)
+        laid = number.expand(sizes).reshape([self.sizes[place] for place in self._order])
+        back = sorted(range(len(self.sizes)), key=self._order.__getitem__)
+        return laid.permute(back).reshape(self.shape).contiguous(), count
+
+
+def _check_axis(axis: str) -> None:
+    if axis not in ("column", "row"):
+        raise OptionError(f"Got axis={axis!r}. Want 'column' or 'row'. Do: leave it out for columns.")
+
+
+def geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:
+    """The measured parameters of two or more axes.
+
+    With a batch, as the operations use them that the model does with it; without, as the module sees them that owns
+    their name.
+    """
+    if batch is not None:
+        # At call time: finding rescalings needs this module.
+        from saltflat.symmetry.roles import geometries_in_use
+
+        return geometries_in_use(network, batch)
     return {
-        name: _of(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
+        name: layout_of(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
         for name, value in network.measured.items()
         if value.dim() > 1
     }
 
 
-def _of(owner: nn.Module, shape: torch.Size) -> Geometry:
+def layout_of(owner: nn.Module, shape: torch.Size) -> Geometry:
+    """A parameter as the module sees it that owns its name."""
     if isinstance(owner, Transposed):
         return Geometry(shape, owner.groups, inputs_first=True)
     if isinstance(owner, Convolution):

@@ -655,3 +655,53 @@ def norms_without_eps() -> Case:
 @network(seed=0)
 def no_symmetry() -> Case:
     return problem(nn.Linear(5, 4), reals(10, 5), integers(4, 10))
+
+
+# Weights that no layer of torch has: what their axes count is seen from their use only.
+
+
+class Experts(nn.Module):
+    """Weights with inputs first, and stacks of them for heads and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Parameter(torch.randn(4, 5))
+        self.heads = nn.Parameter(torch.randn(2, 5, 3) / 2)
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.Parameter(torch.randn(2, 6, 4) / 2)
+        self.shifts = nn.Parameter(torch.randn(2, 1, 4))
+        self.back = nn.Parameter(torch.randn(2, 4, 3) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("nd,hdk->nhk", (x @ self.lift).relu(), self.heads).relu().flatten(1)
+        each = torch.baddbmm(self.shifts, hidden.expand(2, -1, -1), self.experts).relu() @ self.back
+        return torch.einsum("ne,eno->no", self.gate(x).softmax(1), each)
+
+
+@network(seed=6)
+def heads_and_experts() -> Case:
+    return problem(Experts(), reals(10, 4), integers(3, 10))
+
+
+class Tokens(nn.Module):
+    """A class token and positions as parameters, pairs of features, and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(3, 5)
+        self.token = nn.Parameter(torch.randn(1, 1, 5))
+        self.position = nn.Parameter(torch.randn(1, 5, 5))
+        self.pairs = nn.Parameter(torch.randn(6, 5, 5) / 3)
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.lift(x)], 1) + self.position
+        x = x.relu()
+        pairs = torch.einsum("ni,oij,nj->no", x[:, 0], self.pairs, x[:, 1:].amax(1))
+        out: Tensor = self.last(F.glu(pairs))
+        return out
+
+
+@network(seed=0)
+def tokens_and_pairs() -> Case:
+    return problem(Tokens(), reals(10, 4, 3), integers(3, 10))

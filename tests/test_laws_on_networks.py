@@ -90,6 +90,8 @@ UNDEFINED = {
     ("relative_flatness", "tied_embedding_decoder"),
     ("input_robustness", "gpt_like_decoder"),
     ("input_robustness", "tied_embedding_decoder"),
+    ("relative_flatness", "heads_and_experts"),
+    ("relative_flatness", "tokens_and_pairs"),
 }
 
 

@@ -83,12 +83,20 @@ def test_it_is_the_infimum_over_all_free_scales(kind: str, name: str) -> None:
 # Of these the oracle cannot tell: the first norm has no eps to speak of, the second hides all of a random example; the
 # last has negative curvatures, and so no minimum.
 UNTOLD = {"rms_norm", "dict_batches_and_an_output_object", "custom_loss_with_an_indefinite_output_hessian"}
+# The oracle finds the null space by mapping the model over many weights, which torch does not do for these.
+UNMAPPED = {
+    "checkpointed_functions",
+    "embedding_with_sparse_gradients",
+    "embedding_with_sparse_gradients_before_a_weight_set_by_its_parent",
+    "gradient_inside_of_the_forward_pass",
+    "instance_norm_before_channels_last",
+}
 
 
 # The oracle draws many weights at once, which torch is slow at for some operations, and says so.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("name", [name for name in CASES if name not in UNTOLD])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNTOLD | UNMAPPED])
 def test_it_is_the_infimum_for_every_layer_input_and_loss(name: str) -> None:
     case = CASES[name]()
     found = measured(case)

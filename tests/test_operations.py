@@ -192,6 +192,46 @@ def weight_of_a_bilinear_layer() -> Tried:
     return vectors(Net(forward, **parts, last=nn.Linear(4, 3)))
 
 
+# Gates: linear in one half, which is free, and not in the other.
+
+
+@operation
+def gated_linear_unit() -> Tried:
+    return vectors(between(lambda net, h: F.glu(h), after=3))
+
+
+@operation
+def gated_linear_unit_of_channels() -> Tried:
+    return images(on_images(lambda net, h: F.glu(h, 1), channels=6, after=3))
+
+
+# What the outputs do not depend on.
+
+
+@operation
+def second_head_thrown_away() -> Tried:
+    def middle(net: Any, h: Tensor) -> Tensor:
+        net.head(net.neck(h).relu())
+        h.tanh().mean()
+        return h.relu()
+
+    return vectors(between(middle, neck=nn.Linear(6, 5), head=nn.Linear(5, 2)))
+
+
+@operation
+def half_of_the_units_thrown_away() -> Tried:
+    return vectors(between(lambda net, h: h.relu().chunk(2, 1)[0], after=3))
+
+
+@operation
+def half_of_the_units_of_two_layers_thrown_away() -> Tried:
+    def middle(net: Any, h: Tensor) -> Tensor:
+        mean, deviation = h.relu().chunk(2, 1)
+        return torch.cat([net.mean(mean), net.deviation(deviation)], 1)[:, :4]
+
+    return vectors(between(middle, after=4, mean=nn.Linear(3, 4), deviation=nn.Linear(3, 4)))
+
+
 # Products.
 
 
@@ -895,10 +935,11 @@ def same_on_fresh_inputs(tried: Tried, models: list[nn.Module]) -> None:
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if OPERATIONS[name]().count is None])
 def test_an_operation_is_as_free_as_numbers_show(name: str) -> None:
     tried, group, freed = OPERATIONS[name](), group_of(name), freedom_of(name)
-    # Units that nothing looks at can be of any size, too, but that has no effect: it is no rescaling.
     columns = columns_of(group, freed)
     for column in columns.mT:
         assert freed.outside(column) <= 1e-9 * float(column.norm())
+    # Every scale that is counted has an effect.
+    assert rank(columns) == group.scales
     if tried.less:
         assert rank(columns) < freed.dimension
     else:

@@ -55,6 +55,10 @@ COUNTS = {
     # Also before the norms: one size for each of two groups, one for each of the other two norms.
     "norms_without_eps": (4 + 6 + 5) + (2 + 1 + 1),
     "no_symmetry": 0,
+    # The lift, two heads of three, and two experts of four.
+    "heads_and_experts": 5 + 6 + 8,
+    # The token with its position, the others with theirs, and of the pairs the half that is gated.
+    "tokens_and_pairs": 5 + 5 + 3,
 }
 
 

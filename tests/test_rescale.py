@@ -308,6 +308,90 @@ def test_a_mask_among_the_inputs_is_no_obstacle() -> None:
     assert_close(other(x, mask), model(x, mask), rtol=1e-9, atol=1e-12)
 
 
+class Padded(nn.Module):
+    """An encoder that leaves a mask aside where nothing is masked, as libraries of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(3, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        # As kernels want it: zeros, and a large negative number where nothing is to be seen.
+        weak = (1 - mask.to(x.dtype)) * -1e9
+        if (mask != 0).all():
+            return self.pooled(self.layer(self.lift(x)))
+        return self.pooled(self.layer(self.lift(x), src_key_padding_mask=weak))
+
+    @staticmethod
+    def pooled(h: Tensor) -> Tensor:
+        return h.mean(1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_choice_by_the_values_of_a_mask_is_that_of_the_example(padded: bool) -> None:
+    torch.manual_seed(0)
+    model = Padded().double().eval()
+    x, mask = example(3, 4, 3), torch.ones(3, 4).long()
+    mask[1, 2:] = int(not padded)
+    group = symmetries(model, (x, mask))
+    assert group.scales == 13
+    (line,) = group.assumed
+    assert line.endswith("if (mask != 0).all():")
+    assert "masks decide as those of the example did: test_rescale.py" in " ".join(str(group).split())
+    other = rescale(model, (x, mask))
+    assert_close(other(x, mask), model(x, mask), rtol=1e-9, atol=1e-12)
+
+
+def test_the_values_of_a_mask_that_parameters_have_a_part_in_do_not_decide() -> None:
+    def forward(net: Any, x: Tensor, mask: Tensor) -> Any:
+        seen = mask.clone()
+        seen &= net.first(x)[:, 0] > 0
+        return net.last(net.first(x).relu() if bool(seen.all()) else net.first(x))
+
+    model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3))
+    with pytest.raises(ModelError, match="takes a value out of a tensor"):
+        symmetries(model, (torch.randn(3, 4), torch.ones(3).bool()))
+
+
+def test_the_values_of_real_inputs_do_not_decide() -> None:
+    def forward(net: Any, x: Tensor) -> Any:
+        return net.last(net.first(x).relu() if bool((x > 0).any()) else net.first(x))
+
+    model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3))
+    with pytest.raises(ModelError, match="takes a value out of a tensor"):
+        symmetries(model, torch.randn(3, 4))
+
+
+# What the outputs do not depend on.
+
+
+def test_what_is_computed_and_thrown_away_holds_nothing_and_is_not_counted() -> None:
+    def forward(net: Any, x: Tensor) -> Any:
+        hidden = net.first(x).relu()
+        net.head(net.neck(hidden).relu())
+        hidden.tanh().mean()
+        return net.last(hidden)
+
+    parts = {"first": nn.Linear(4, 6), "neck": nn.Linear(6, 5), "head": nn.Linear(5, 2), "last": nn.Linear(6, 3)}
+    group = symmetries(Net(forward, **parts), torch.randn(3, 4))
+    assert group.scales == 6
+    assert not group.obstacles
+    moving = group.moving()
+    assert not any(moving[name].any() for name in moving if name.startswith(("neck", "head")))
+
+
+def test_what_is_thrown_away_in_torch_may_come_back_from_outside() -> None:
+    def forward(net: Any, x: Tensor) -> Any:
+        hidden = net.first(x)
+        largest = np.asarray(hidden.tanh()).max()
+        return net.last(hidden.relu() * float(largest))
+
+    group = symmetries(Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3)), torch.randn(3, 4))
+    assert group.scales == 0
+    assert [each.operation for each in group.obstacles] == ["aten.tanh"]
+
+
 # The check.
 
 

@@ -48,7 +48,8 @@ def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetr
     found = by_layer(group, {name: float(trace) for name, trace in curvature_trace.items()})
     logs = group.logs(found.logs)
     scales = {name: float(torch.tensor(logs[name]).flatten()[0].exp()) for name in curvature_trace if logs[name].size}
-    return _part(found, {"scales": scales, "independent_scales": group.scales})
+    factors = {name: found.layers.get(name, 0.0) / float(trace) for name, trace in curvature_trace.items() if trace > 0}
+    return _part(found, {"scales": scales, "independent_scales": group.scales}, {"curvature_trace": factors})
 
 
 @measure(
@@ -83,15 +84,17 @@ def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings:
     if any(bool((values < 0).any()) for values in curvature_diagonal.values()):
         return Part(torch.nan, notes=("some curvatures are negative: there is no minimum over scales",))
     found = by_entry(rescalings, curvature_diagonal)
-    return _part(found, {"independent_scales": rescalings.scales})
+    slopes = {name: each.reshape(curvature_diagonal[name].shape) for name, each in found.factors.items()}
+    return _part(found, {"independent_scales": rescalings.scales}, {"curvature_diagonal": slopes})
 
 
-def _part(found: Smallest, details: dict[str, object]) -> Part:
+def _part(found: Smallest, details: dict[str, object], slopes: dict[str, object]) -> Part:
     return Part(
         found.value,
         residual=found.residual,
         converged=found.converged,
         layers=found.layers,
+        slopes=slopes,
         notes=found.notes,
         details={**details, "attained": found.attained},
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,6 +16,7 @@ SMALL = 1 << 22  # entries of matrices whose balancing a CPU finishes before a G
 @measure(
     on="weights",
     invariant_to=BOTH,
+    by_matrix=True,
     reference="tsuzuku2020normalized",
     formula="sum over columns of sqrt(curvature of the column * squared weights of it), smallest over row scales",
 )
@@ -41,12 +40,16 @@ def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
         4.0
     """
     found = _sides(weight, curvature_diagonal)
-    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda values: values.sum() / 2)
+    if isinstance(found, Part):
+        return found
+    balanced = balance_bipartite(*found)
+    return _balanced(balanced, balanced.values.sum() / 2, balanced.slopes / 2)
 
 
 @measure(
     on="weights",
     invariant_to=BOTH,
+    by_matrix=True,
     reference="tsuzuku2020normalized",
     formula="sum over entries of curvature times row and column scales plus squared weight over them, smallest",
 )
@@ -61,12 +64,16 @@ def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Pa
         8.0
     """
     found = _sides(weight, curvature_diagonal)
-    return found if isinstance(found, Part) else _balanced(balance_bipartite(*found), lambda values: values.sum())
+    if isinstance(found, Part):
+        return found
+    balanced = balance_bipartite(*found)
+    return _balanced(balanced, balanced.values.sum(), balanced.slopes)
 
 
 @measure(
     on="weights",
     invariant_to=BOTH,
+    by_matrix=True,
     reference="tsuzuku2020normalized",
     formula="sqrt(sum over columns of curvature of the column * squared weights of it), smallest over row scales",
 )
@@ -89,7 +96,10 @@ def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, 
     if isinstance(found, Part):
         return found
     F, U = found if side == "rows" else (each.mT for each in found)
-    return _balanced(balance_factored(F, U), lambda values: values.sqrt().sum())
+    balanced = balance_factored(F, U)
+    roots = balanced.values.sqrt()
+    slopes = balanced.slopes / (2 * roots.where(roots > 0, 1.0)).reshape(-1, *[1] * (F.dim() - 1))
+    return _balanced(balanced, roots.sum(), slopes.reshape(F.shape) if side == "rows" else slopes.reshape(F.shape).mT)
 
 
 @measure(
@@ -117,6 +127,7 @@ def parameterwise_normalized_sharpness(weight: Tensor, curvature_diagonal: Tenso
     reference="tsuzuku2020normalized",
     formula="sum over parameters of the smallest curvature * e^2s + squared parameter * e^-2s + (s - b)^2 / strength, "
     "over s and over b in the grid",
+    cost="search",
 )
 def regularized_normalized_sharpness(
     weight: Tensor,
@@ -124,7 +135,7 @@ def regularized_normalized_sharpness(
     *,
     grid: tuple[float, ...] = (-2.0, -1.0, 0.0, 1.0, 2.0),
     strength: float = 1.0,
-) -> Part | Tensor:
+) -> Part:
     r"""The parameter-wise term of the bound before its limit: scales may leave the grid, at a price.
 
     .. math::
@@ -141,7 +152,7 @@ def regularized_normalized_sharpness(
 
     Example:
         >>> found = regularized_normalized_sharpness(torch.tensor([2.0]), torch.tensor([4.0]), grid=(0.0,))
-        >>> round(float(found), 9)  # both terms are 4 at s = 0
+        >>> round(float(found.value), 9)  # both terms are 4 at s = 0
         8.0
     """
     if not isinstance(grid, tuple | list) or not grid or not all(isinstance(b, int | float) for b in grid):
@@ -152,8 +163,10 @@ def regularized_normalized_sharpness(
     if bad:
         return bad
     H, squares = curvature_diagonal.double().reshape(-1), weight.double().square().reshape(-1)
-    best = torch.stack([_regularized(H, squares, float(b), float(strength)) for b in grid]).amin(0)
-    return best.sum()
+    values, slopes = zip(*(_regularized(H, squares, float(b), float(strength)) for b in grid), strict=True)
+    best, which = torch.stack(values).min(0)
+    slope = torch.stack(slopes).gather(0, which[None])[0]
+    return Part(best.sum(), slopes={"curvature_diagonal": slope.reshape(curvature_diagonal.shape)})
 
 
 @measure(
@@ -195,18 +208,20 @@ def _bad(F: Tensor) -> Part | None:
     return None
 
 
-def _balanced(found: Balanced, of_groups: Callable[[Tensor], Tensor]) -> Part:
+def _balanced(found: Balanced, value: Tensor, slopes: Tensor) -> Part:
     return Part(
-        of_groups(found.values),
+        value,
         residual=found.residual,
         converged=found.converged,
+        # Kernel positions share their channels' scales.
+        slopes={"curvature_diagonal": slopes.unsqueeze(-1) if slopes.dim() == 3 else slopes},
         notes=found.notes,
         details={"attained": found.attained, "sweeps": found.sweeps},
     )
 
 
-def _regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> Tensor:
-    """The smallest value over s of H e^2s + q e^-2s + (s - b)^2 / strength, for every entry."""
+def _regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> tuple[Tensor, Tensor]:
+    """The smallest value over s of H e^2s + q e^-2s + (s - b)^2 / strength, for every entry, and e^2s."""
     # Through logarithms, so that no curvature stays none however large s becomes.
     log_H, log_q = H.log(), squares.log()
 
@@ -230,4 +245,4 @@ def _regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> Tenso
         if bool(((following - s).abs() <= 1e-14 * (1 + s.abs())).all()):
             break
         s = following
-    return sum(terms(s), (s - b).square() / strength)
+    return sum(terms(s), (s - b).square() / strength), (2 * s).exp()

@@ -145,7 +145,7 @@ def rho_max(unit_forms: Tensor) -> Part:
 )
 def relative_flatness(
     weight: Tensor, unit_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
-) -> Part | Tensor:
+) -> Part:
     r"""How fast the loss bends under changes that are linear maps of a layer's weights.
 
     .. math::
@@ -162,7 +162,7 @@ def relative_flatness(
         normalize: whether the features are normalised.
 
     Example:
-        >>> relative_flatness(2 * torch.eye(2), torch.eye(2), None, normalize=False)
+        >>> relative_flatness(2 * torch.eye(2), torch.eye(2), None, normalize=False).value
         tensor(8., dtype=torch.float64)
     """
     if normalize and feature_deviation is None:
@@ -176,4 +176,5 @@ def relative_flatness(
         # A feature that is always zero has no deviation: its weights drop out.
         deviation = feature_deviation.double().masked_fill(feature_deviation.isinf(), 0.0)
         W = W * deviation.reshape(W.shape[0], 1, W.shape[2], 1)
-    return torch.einsum("gsip,gtip,gst->", W, W, traces)
+    # The deviations are those of all examples; leaving some out would change them, and the traces with them.
+    return Part(torch.einsum("gsip,gtip,gst->", W, W, traces), depends_on_all=normalize)

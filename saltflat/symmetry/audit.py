@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.amounts import check_count, check_positive
+from saltflat.amounts import check_count, check_positive, is_choice
 from saltflat.errors import OptionError, SaltflatError, first_line, unknown
+from saltflat.evaluating import claims
 from saltflat.loan import loan
 from saltflat.measures.request import requests
 from saltflat.measuring import measure
@@ -23,6 +24,7 @@ from saltflat.progress import steps_shown
 from saltflat.report.audit import Audit, AuditLine
 from saltflat.report.change import TOLERANCE, change_of
 from saltflat.report.report import Report
+from saltflat.selection import select
 from saltflat.sweep import check_seed
 from saltflat.symmetry.example import example_of
 from saltflat.symmetry.graph import symmetries_seen
@@ -30,6 +32,7 @@ from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.rescale import check_same, rescaled
 from saltflat.symmetry.running import of_loss
 from saltflat.symmetry.same import copied
+from saltflat.turns import in_turn
 
 # The symmetry that a measure claims, for each kind of rescaling.
 KINDS = {"layer": "layer_scale", "unit": "unit_scale"}
@@ -38,6 +41,7 @@ SAME_LOSS = 1e-9
 STEP = "Measuring rescaled networks"
 
 
+@in_turn
 def audit(
     model: nn.Module,
     data: Any,
@@ -55,6 +59,7 @@ def audit(
     logits: str = "none",
     diagonal: str = "exact",
     initial: nn.Module | Mapping[str, Tensor] | None = None,
+    limit: int | None = None,
 ) -> Audit:
     """Which measures notice that the weights were rescaled and the function was not, and by how much they move.
 
@@ -68,7 +73,7 @@ def audit(
         model: any module that the rescalings can be found of. It is left bit for bit as it was.
         data: as for :func:`saltflat.measure`; the rescalings are found on its first examples.
         loss: as for :func:`saltflat.measure`.
-        measures: names, with options where wanted; if None, all that this model allows.
+        measures: as for :func:`saltflat.measure`; ``"quick"`` if None.
         draws: how many random rescalings of each kind.
         spread: standard deviation of the logarithms of the factors; none is beyond twice that.
         kinds: ``"layer"`` for rescalings that multiply every parameter by one number, ``"unit"`` for those that
@@ -82,6 +87,7 @@ def audit(
         logits: how outputs are brought to one scale.
         diagonal: where measures take the curvature diagonal from.
         initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
+        limit: take at most so many examples, the first ones; all if None.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -94,7 +100,7 @@ def audit(
     started = time.perf_counter()
     check_count(1, draws=draws)
     check_positive(spread=spread)
-    chosen, seed = _kinds(kinds), check_seed(seed)
+    chosen, seed, data = _kinds(kinds), check_seed(seed), select(data, limit=limit)
     requests(measures)  # misspelt names are told before the model is looked at
     options: dict[str, Any] = {
         "columns": columns,
@@ -114,8 +120,10 @@ def audit(
         measured = Network(exact, layers, None).measured
         group = symmetries_seen(exact, example, of_loss).moving_only(measured)
         groups = {kind: group.by_layer() if kind == "layer" else group for kind in chosen}
-        report = measure(exact, data, loss, measures, **options)
-        again = partial(measure, data=data, loss=loss, measures=list(report), certificate=False, **options)
+        report = measure(exact, data, loss, measures, sampling=False, **options)
+        again = partial(
+            measure, data=data, loss=loss, measures=list(report), certificate=False, sampling=False, **options
+        )
         tried = {kind: draws if each.scales and report else 0 for kind, each in groups.items()}
         tick(STEP, 1, 1 + sum(tried.values()))
         after: dict[str, list[Report | str]] = {kind: [] for kind in groups}
@@ -145,9 +153,11 @@ def audit(
 
 
 def _kinds(given: str | Sequence[str] | None) -> list[str]:
+    if not (given is None or isinstance(given, Sequence | Set)):
+        raise unknown("kind of rescaling", given, KINDS)
     kinds = list(KINDS) if given is None else [given] if isinstance(given, str) else list(given)
     for kind in kinds:
-        if kind not in KINDS:
+        if not is_choice(kind, KINDS):
             raise unknown("kind of rescaling", kind, KINDS)
     if not kinds:
         raise OptionError("Got no kinds. Want 'layer', 'unit' or both. Do: leave kinds out for both.")
@@ -182,15 +192,16 @@ def _lines(before: Report, after: Mapping[str, Sequence[Report | str]]) -> dict[
     lines = {}
     for request in requests(list(before)) if before else []:
         of, name = request.measure, request.key
+        claimed = claims(of, before[name])
         changes = {
             kind: change_of(
                 before[name],
                 [found[name] if isinstance(found, Report) else None for found in draws],
-                KINDS[kind] in of.invariant_to,
+                KINDS[kind] in claimed,
                 of.logarithmic,
             )
             for kind, draws in after.items()
             if draws
         }
-        lines[name] = AuditLine(before[name], of.invariant_to, of.logarithmic, changes)
+        lines[name] = AuditLine(before[name], claimed, of.logarithmic, changes)
     return lines

@@ -85,6 +85,7 @@ class Summary:
         fixed: parameters that cannot move at all, and their entries.
         obstacles: operations that keep scales from being free.
         kind: of the group.
+        assumed: lines of code that decide by the values of a mask how the forward pass goes on.
     """
 
     blocks: tuple[Block, ...]
@@ -96,6 +97,7 @@ class Summary:
     fixed: Mapping[str, int]
     obstacles: tuple[Obstacle, ...]
     kind: str
+    assumed: tuple[str, ...]
 
 
 def layer_of(name: str) -> str:

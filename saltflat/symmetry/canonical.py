@@ -12,18 +12,21 @@ from scipy.special import logsumexp
 from torch import Tensor, nn
 
 from saltflat.errors import ModelError, NonFiniteError
+from saltflat.loan import check_module, check_tensors
 from saltflat.problem import finite
 from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.group import Array, Mask, Member, Numbers, Symmetries
 from saltflat.symmetry.rescale import rescaled
 from saltflat.symmetry.running import inputs_of
 from saltflat.symmetry.same import apart, widened
+from saltflat.turns import in_turn
 
 # Relative, per entry: what rounding in each precision can make of a factor.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 COARSE = 0.05  # for half precision
 
 
+@in_turn
 def canonical(model: nn.Module, example: Any) -> nn.Module:
     """The member of a network's family whose units have incoming weights of length one.
 
@@ -46,6 +49,7 @@ def canonical(model: nn.Module, example: Any) -> nn.Module:
     return rescaled(model, group, unit_lengths(model, group))
 
 
+@in_turn
 def same_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
     """Whether two networks are the same function with weights that differ only by a rescaling.
 
@@ -60,6 +64,9 @@ def same_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
         >>> same_up_to_rescaling(net, rescale(net, x, seed=1), x)
         True
     """
+    for model in (a, b):
+        check_module(model)
+        check_tensors(model)
     shapes = [{name: tuple(v.shape) for name, v in _members(model).items()} for model in (a, b)]
     if shapes[0] != shapes[1]:
         different = sorted({*shapes[0].items()} ^ {*shapes[1].items()})

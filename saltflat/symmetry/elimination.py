@@ -106,7 +106,7 @@ def vanish_all(system: Elimination, forms: Mapping[int, Form], quads: NDArray[np
         for h, t, H, T in quads[np.unique(min(firsts, key=len))].tolist():
             form = combined(forms[h], forms[t], -1)
             system.vanish(combined(combined(form, forms[H], -1), forms[T]))
-        quads = quads[np.abs(_tried(system, forms, quads) @ np.array([1.0, -1.0, -1.0, 1.0])) > 1e-9]
+        quads = quads[np.abs(tried(system, forms, quads) @ np.array([1.0, -1.0, -1.0, 1.0])) > 1e-9]
 
 
 def first_of(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -180,7 +180,7 @@ def _different(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
     return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
-def _tried(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+def tried(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """The forms at some values of the free variables that no coincidence makes equal."""
     kinds, places = _different(numbers)
     resolved = [system.resolved(forms[number]) for number in kinds.tolist()]

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saltflat.symmetry.elimination import telling, vanish_all
+from saltflat.geometry import IN, OUT
+from saltflat.symmetry.elimination import telling, tried, vanish_all
 from saltflat.symmetry.scales import ANY, GROUND, SHIFT, Scales
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """An operation that multiplied or added entries of a parameter.
+
+    Attributes:
+        numbers: of the entries, in the order in which the operation saw them.
+        roles: what each axis of ``numbers`` counts: see :mod:`saltflat.geometry`.
+        scales: of what entries were added to, in their places; then roles follow from these.
+    """
+
+    numbers: Tensor
+    roles: tuple[str, ...] = ()
+    scales: Tensor | None = None
 
 
 class Entries:
@@ -28,6 +46,38 @@ class Entries:
         # ANY as long as nothing has used the entry.
         self.head = torch.zeros(total, dtype=torch.int64)
         self.tail = torch.zeros(total, dtype=torch.int64)
+        self.uses: dict[tuple[Any, ...], Use] = {}
+        # Entries that no operation used, once the pass is over.
+        self.idle = torch.ones(total, dtype=torch.bool)
+
+    def note(self, numbers: Tensor, roles: Sequence[str]) -> None:
+        """Remember what the axes of these entries were to an operation."""
+        if numbers.numel():
+            # A weight that is used again and again, step by step, is remembered once.
+            key = numbers.data_ptr(), numbers.shape, numbers.stride(), tuple(roles)
+            self.uses[key] = Use(numbers, tuple(roles))
+
+    def note_added(self, numbers: Tensor, ids: Tensor) -> None:
+        """Remember that these entries were added to numbers of the scales ``ids``, or put beside them."""
+        if numbers.numel() and numbers.dim() > 1:
+            wide = ids.expand(torch.broadcast_shapes(ids.shape, numbers.shape))
+            key = numbers.data_ptr(), numbers.shape, numbers.stride()
+            self.uses[key] = Use(numbers, scales=wide[(0,) * (wide.dim() - numbers.dim())])
+
+    def roles(self, use: Use) -> tuple[str, ...]:
+        """What each axis of the entries in use counts, once the pass is over.
+
+        What is added is like a row of an embedding table: it leads to the units that have sizes of their own, and which
+        of the rows it is counts inputs.
+        """
+        if use.scales is None:
+            return use.roles
+        wide = [axis for axis, size in enumerate(use.numbers.shape) if size > 1]
+        sizes = torch.from_numpy(tried(self.scales.system, self.scales.forms, use.scales.long().numpy()))
+        # Where nothing is free the units may still be known; where nothing tells them apart, features come last.
+        known = _varying(use.scales, wide)
+        units = _varying(sizes, wide) or (known if len(known) == 1 else wide[-1:])
+        return tuple(OUT if axis in units else IN for axis in range(use.numbers.dim()))
 
     def numbers(self, name: str, value: Tensor) -> Tensor:
         """The numbers of a parameter's entries, in its shape."""
@@ -104,3 +154,7 @@ class Entries:
         keys, places = pairs.unique(return_inverse=True)
         head, tail = (keys // SHIFT).double(), (keys % SHIFT).double()
         return self.scales.plus(head, tail, -1)[places]
+
+
+def _varying(values: Tensor, axes: Sequence[int]) -> list[int]:
+    return [axis for axis in axes if bool(((values - values.narrow(axis, 0, 1)).abs() > 1e-9).any())]

@@ -15,8 +15,10 @@ from saltflat.loan import loan
 from saltflat.symmetry.same import copied
 from saltflat.symmetry.uses import Norm, Transposed, dimensions, is_norm, traced
 from saltflat.symmetry.uses_seen import watched
+from saltflat.turns import in_turn
 
 
+@in_turn
 def fold(model: nn.Module, example: Any = None) -> nn.Module:
     """The same function without BatchNorm, as a new model.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
-from saltflat.errors import ModelError
 from saltflat.loan import loan
 from saltflat.network import Network
 from saltflat.symmetry import rules as rules
+from saltflat.symmetry.effective import drop_scales_without_effect
 from saltflat.symmetry.elimination import narrowed
+from saltflat.symmetry.entries import Entries
 from saltflat.symmetry.group import Member, Symmetries, check_kind, matrix_of
+from saltflat.symmetry.reaching import reaching_operations
 from saltflat.symmetry.running import Seen, inputs_of, of_loss, tensors_in, users_errors
+from saltflat.symmetry.same import difference
 from saltflat.symmetry.scales import ANY, GROUND
 from saltflat.symmetry.watch import Obstacle, Watch
+from saltflat.turns import in_turn
 
-__all__ = ["Member", "Obstacle", "Symmetries", "symmetries", "symmetries_on"]
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
+SPREAD = 0.5  # of the sizes that are tried: far from one, and far from overflowing
+
+__all__ = ["Member", "Obstacle", "Symmetries", "outputs_moved", "symmetries", "symmetries_on"]
 
 
+@in_turn
 def symmetries(model: nn.Module, example: Any, kind: str = "unit") -> Symmetries:
     """Find every way to make units of a network larger and others smaller so that its function stays the same.
 
@@ -54,7 +62,6 @@ def symmetries_seen(model: nn.Module, example: Any, seen: Seen) -> Symmetries:
     args, kwargs = inputs_of(example)
     with loan(model, "eval"):
         names = [name for name, value in model.named_parameters() if value.is_floating_point()]
-        _check_values(model)
         if not names:
             return Symmetries({}, csr_array((2, 0)), ())
         return found_in(Network(model, names, None), args, kwargs, seen)
@@ -62,19 +69,55 @@ def symmetries_seen(model: nn.Module, example: Any, seen: Seen) -> Symmetries:
 
 def symmetries_on(network: Network, batch: Batch) -> Symmetries:
     """The same for a model on loan and a batch of its data."""
-    few = batch.cut(0, 2)
-    return found_in(network, few.args, few.kwargs, of_loss)
+    return watched_on(network, batch.cut(0, 2))[0]
+
+
+def watched_on(network: Network, batch: Batch) -> tuple[Symmetries, Entries]:
+    """The same for all of a batch, and how the entries of parameters were used."""
+    return _found_in(network, batch.args, batch.kwargs, of_loss)
+
+
+def outputs_moved(network: Network, batch: Batch, group: Symmetries) -> tuple[float, float]:
+    """How far one random rescaling moves the outputs of a batch, and how far rounding may."""
+    logs = group.logs(group.sample(spread=SPREAD))
+    leaves = {
+        name: group.members[name].scaled(network.constants[name], each) for name, each in logs.items() if np.any(each)
+    }
+    with torch.no_grad():
+        before, after = network(batch), network(batch, leaves=leaves)
+    return difference(before, after), TOLERANCE[before.dtype]
 
 
 def found_in(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen = tensors_in) -> Symmetries:
+    return _found_in(network, args, kwargs, seen)[0]
+
+
+def _found_in(
+    network: Network, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen
+) -> tuple[Symmetries, Entries]:
     model = network.model
     statistics = _statistics(network)
     parameters = {name for name, _ in model.named_parameters()}
     constants = {name: value for name, value in network.constants.items() if name in parameters or name in statistics}
     real = {name: value for name, value in constants.items() if value.is_floating_point()}
-    args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+
+    given = args, kwargs
+
+    def run() -> Callable[[], Any]:
+        # Copies, because a model may write to its inputs.
+        positional, named = _cloned(given)
+
+        def forward() -> Any:
+            with network.lent(network.constants):
+                return model(*positional, **named)
+
+        return forward
+
+    with torch.no_grad(), users_errors(model):
+        operations = reaching_operations(run, seen)
+    args, kwargs = _cloned(given)
     modules = {id(module): name for name, module in model.named_modules()}
-    watch = Watch(real, (args, kwargs), modules)
+    watch = Watch(real, (args, kwargs), modules, operations)
     with torch.no_grad(), network.lent(network.constants), users_errors(model), watch:
         outputs = model(*args, **kwargs)
     for number, tensor in enumerate(seen(outputs)):
@@ -87,16 +130,20 @@ def found_in(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any], se
         if kind == "variance" and watch.entries.first[name] not in watch.epsilons:
             # Used by something else than a BatchNorm: who knows how.
             watch.scales.pin(watch.entries.read(watch.entries.numbers(name, real[name])))
-    return _gathered(watch, real, statistics)
+    group = _gathered(watch, real, statistics)
+
+    def outputs_with(leaves: Mapping[str, Tensor], inputs: Any) -> list[Tensor]:
+        positional, named = _cloned(inputs)
+        with network.lent({**network.constants, **leaves}):
+            return seen(model(*positional, **named))
+
+    own = {name: value for name, value in real.items() if name in parameters}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return drop_scales_without_effect(group, own, given, outputs_with), watch.entries
 
 
-def _check_values(model: nn.Module) -> None:
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        if value.is_meta:
-            raise ModelError(
-                f"Got {name!r} on the meta device, without values. Want a model that can be run. "
-                "Do: load its weights first."
-            )
+def _cloned(inputs: Any) -> Any:
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs)
 
 
 def _statistics(network: Network) -> dict[str, str]:
@@ -112,6 +159,7 @@ def _statistics(network: Network) -> dict[str, str]:
 
 def _gathered(watch: Watch, members: Mapping[str, Tensor], statistics: Mapping[str, str]) -> Symmetries:
     scales, entries = watch.scales, watch.entries
+    entries.idle = entries.head == ANY
     sides = {}
     there = np.zeros(max(scales.forms) + 1, dtype=bool)
     there[[ANY, GROUND]] = True
@@ -140,4 +188,4 @@ def _gathered(watch: Watch, members: Mapping[str, Tensor], statistics: Mapping[s
             kind,
             watch.epsilons.get(first, 0.0) if kind == "variance" else 0.0,
         )
-    return Symmetries(found, matrix_of(resolved, free), tuple(watch.obstacles.values()))
+    return Symmetries(found, matrix_of(resolved, free), tuple(watch.obstacles.values()), assumed=tuple(watch.assumed))

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 from torch import Tensor
 
-from saltflat.errors import OptionError
+from saltflat.amounts import check_amount, is_choice, whole_number
+from saltflat.errors import OptionError, unknown
 from saltflat.report.table import rendered
 from saltflat.symmetry.elimination import Elimination, Form, first_of, telling, vanish_all
 from saltflat.symmetry.picture import figure_of
@@ -72,12 +73,15 @@ class Symmetries:
         forms: ``(forms, scales)``, the sizes of units as combinations of scales; rows 0 and 1 are fixed.
         obstacles: operations that keep scales from being free.
         kind: ``"unit"``, or ``"layer"`` where every parameter has one factor for all its entries.
+        assumed: lines of code that decide by the values of a mask how the forward pass goes on; the rescalings are
+            those of inputs for which it goes on as it did.
     """
 
     members: Mapping[str, Member]
     forms: csr_array
     obstacles: tuple[Obstacle, ...]
     kind: str = "unit"
+    assumed: tuple[str, ...] = ()
 
     @property
     def scales(self) -> int:
@@ -104,7 +108,11 @@ class Symmetries:
 
     def sample(self, seed: int = 0, spread: float = 2.0) -> Array:
         """Logarithms of random sizes: normal with the deviation ``spread``, and none beyond twice that."""
-        generator = np.random.default_rng(seed)
+        number = whole_number(seed)
+        if number is None or number < 0:
+            raise OptionError(f"Expected seed to be a whole number from 0, but got {seed!r}. Try seed=0.")
+        check_amount(spread=spread)
+        generator = np.random.default_rng(number)
         found = generator.standard_normal(self.scales)
         while (wide := np.abs(found) > 2).any():
             found[wide] = generator.standard_normal(int(wide.sum()))
@@ -119,7 +127,12 @@ class Symmetries:
 
     def fixing(self, names: Iterable[str]) -> Symmetries:
         """Those rescalings that leave these parameters alone."""
-        pairs = [self.members[name].pairs() for name in names]
+        one = isinstance(names, str | Tensor) or not isinstance(names, Iterable)
+        listed: list[Any] = [names] if one else list(names)
+        for name in listed:
+            if not is_choice(name, self.members):
+                raise unknown("parameter", name, self.members)
+        pairs = [self.members[name].pairs() for name in listed]
         return replace(self, forms=self._where([np.pad(of, ((0, 0), (0, 2)), constant_values=GROUND) for of in pairs]))
 
     def moving_only(self, names: Container[str]) -> Symmetries:
@@ -129,7 +142,7 @@ class Symmetries:
 
     def _where(self, equations: list[Numbers]) -> csr_array:
         """The sizes of units when factors ``h - t`` and ``H - T`` are the same, for rows ``h, t, H, T``."""
-        system, rows = Elimination(), _rows(self.forms)
+        system, rows = Elimination(), rows_of(self.forms)
         for quads in equations:
             vanish_all(system, rows, quads)
         free = system.free(range(self.scales))
@@ -154,7 +167,7 @@ class Symmetries:
 
 
 def check_kind(kind: str) -> None:
-    if kind not in KINDS:
+    if not is_choice(kind, KINDS):
         raise OptionError(f"Got kind={kind!r}. Want 'unit' or 'layer'. Do: leave it out for 'unit'.")
 
 
@@ -166,7 +179,7 @@ def matrix_of(forms: list[Form], variables: list[int]) -> csr_array:
     return csr_array(coo_array((values, (rows, columns)), shape=(len(forms), len(variables))))
 
 
-def _rows(matrix: csr_array) -> dict[int, Form]:
+def rows_of(matrix: csr_array) -> dict[int, Form]:
     """A sparse matrix as combinations of its columns."""
     found: dict[int, Form] = {}
     for row in range(matrix.shape[0]):

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from saltflat.symmetry.scales import ANY, GROUND
 
+# In place of an address: of empty tensors, and of those that are not stored as an array.
+NOWHERE = 0
+
 
 @dataclass(frozen=True)
 class Marks:
@@ -47,6 +50,11 @@ def laid_out(ids: Tensor, tensor: Tensor) -> Tensor:
     if _without_memory(tensor):
         return ids.clone()
     return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return where a tensor's values are, which it shares with its views; ``NOWHERE`` for one without any."""
+    return NOWHERE if _without_memory(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def same_memory(one: Tensor, two: Tensor) -> bool:

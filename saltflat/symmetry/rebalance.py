@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from saltflat.amounts import check_flag
 from saltflat.errors import ModelError
 from saltflat.progress import Progress
 from saltflat.sweep import statistics_of
@@ -16,8 +17,10 @@ from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.group import check_kind
 from saltflat.symmetry.rescale import check_same, rescaled
 from saltflat.symmetry.smallest import by_entry, by_layer
+from saltflat.turns import in_turn
 
 
+@in_turn
 def rebalance(
     model: nn.Module,
     data: Any,
@@ -55,6 +58,7 @@ def rebalance(
         1.0
     """
     check_kind(kind)
+    check_flag(strict=strict)
     example = example_of(data)
     name = "curvature_diagonal" if kind == "unit" else "curvature_trace"
     found = statistics_of(
@@ -75,9 +79,9 @@ def rebalance(
         raise ModelError(f"Got a model without a rescaling of smallest trace: {best.notes[0]} Do: fold it first.")
     if best.lost:
         # What could be scaled away without end is left where it is.
-        warnings.warn(f"The trace could be made smaller without end: {best.notes[0]}.", stacklevel=2)
+        warnings.warn(f"The trace could be made smaller without end: {best.notes[0]}.", stacklevel=3)
     if not best.converged:
-        warnings.warn(f"The trace may not be the smallest: {best.notes[-1]}", stacklevel=2)
+        warnings.warn(f"The trace may not be the smallest: {best.notes[-1]}", stacklevel=3)
     if strict:
         check_same(model, group, best.logs, example)
     return rescaled(model, group, best.logs)

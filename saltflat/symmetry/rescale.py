@@ -8,14 +8,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from saltflat.amounts import check_flag
 from saltflat.errors import ModelError, OptionError
 from saltflat.sweep import check_seed
 from saltflat.symmetry.graph import symmetries
 from saltflat.symmetry.group import Array, Symmetries, check_kind
 from saltflat.symmetry.running import Seen, inputs_of, tensors_in
 from saltflat.symmetry.same import apart, copied, widened
+from saltflat.turns import in_turn
 
 
+@in_turn
 def rescale(
     model: nn.Module, example: Any, seed: int = 0, spread: float = 2.0, kind: str = "unit", strict: bool = True
 ) -> nn.Module:
@@ -39,6 +42,7 @@ def rescale(
     check_kind(kind)
     if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 <= spread < 100:
         raise OptionError(f"Got spread={spread!r}. Want a number from 0 to 100. Do: leave it out for 2.0.")
+    check_flag(strict=strict)
     group = symmetries(model, example, kind)
     logs = group.sample(check_seed(seed), spread)
     if strict:

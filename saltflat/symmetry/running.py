@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from saltflat.errors import ModelError, OptionError, SaltflatError, first_line
-from saltflat.network import logits
+from saltflat.network import check_dense, logits
 
 # Which of a model's outputs are looked at.
 Seen = Callable[[Any], list[Tensor]]
@@ -56,6 +56,8 @@ def of_loss(found: Any) -> list[Tensor]:
 def tensors_in(found: Any) -> list[Tensor]:
     """Every tensor in what a model gave, also in objects that are only known to have attributes."""
     tensors = list(_tensors(found, DEPTH))
+    for tensor in tensors:
+        check_dense(tensor)
     if not tensors:
         raise ModelError(
             f"Got {type(found).__name__} from the model, in which no tensor is to be found. Want outputs that can be "

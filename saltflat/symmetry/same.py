@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from saltflat.errors import ModelError, NonFiniteError, first_line
 from saltflat.loan import loan
 from saltflat.symmetry.running import Seen, outputs_of, tensors_in
+from saltflat.turns import check_in_place
 
 SAME = 1e-9  # relative, in float64
 COARSE = 1e-3  # the same where a model runs in less
@@ -23,6 +24,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 def copied(model: nn.Module) -> nn.Module:
     """A copy that shares nothing with the model."""
+    check_in_place(model.parameters())
     # Weights that a hook computes before each pass (pruning, weight_norm) are left on the module by the last one, and
     # are no tensors that deepcopy takes.
     computed = {

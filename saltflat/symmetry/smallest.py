@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class Smallest:
         value: the infimum.
         logs: logarithms of the scales that reach it.
         layers: each parameter's trace there.
+        factors: what the curvature of every entry is multiplied by there, by parameter; empty for factors of layers.
         lost: parameters with entries whose curvature can be scaled away, and how many.
         absorbed: BatchNorms that let some of it vanish.
         attained: whether finite scales reach the value.
@@ -38,6 +40,7 @@ class Smallest:
     residual: float
     converged: bool
     notes: tuple[str, ...]
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def by_layer(group: Symmetries, traces: Mapping[str, float]) -> Smallest:
@@ -71,7 +74,9 @@ def by_entry(group: Symmetries, diagonal: Mapping[str, Tensor]) -> Smallest:
     share = np.divide(found.terms, weights, out=np.zeros_like(weights), where=weights > 0)
     layers = {name: float((values[name] * share[place]).sum()) for name, place in places.items()}
     gone = {name: int((found.lost[place] & (values[name] > 0)).sum()) for name, place in places.items()}
-    return _smallest(group, found, layers, {name: count for name, count in gone.items() if count})
+    factors = {name: torch.from_numpy(share[place]).to(diagonal[name].device) for name, place in places.items()}
+    smallest = _smallest(group, found, layers, {name: count for name, count in gone.items() if count})
+    return replace(smallest, factors=factors)
 
 
 def _keys(group: Symmetries, name: str, rows: int) -> NDArray[np.int64]:

@@ -45,6 +45,7 @@ def summary(group: Symmetries) -> Summary:
         fixed={name: group.members[name].head.size for name, moves in moving.items() if not moves},
         obstacles=group.obstacles,
         kind=group.kind,
+        assumed=group.assumed,
     )
 
 

@@ -6,7 +6,7 @@ products and a softmax, whoever wrote it, and a forward pass may take any path t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from saltflat.errors import ModelError, SaltflatError, first_line
 from saltflat.symmetry.entries import Entries
-from saltflat.symmetry.marks import Marks, by_value, laid_out, same_memory
+from saltflat.symmetry.marks import NOWHERE, Marks, by_value, laid_out, memory_of, same_memory
 from saltflat.symmetry.place import Place, place
 from saltflat.symmetry.scales import ANY, GROUND, Scales
 
@@ -105,29 +105,49 @@ class Watch(TorchDispatchMode):
         members: parameters, and the running statistics that follow what they are taken of, by name.
         inputs: what the forward pass is given.
         names: of the modules, to say where something happened.
+        operations: those of the pass in order, each with whether it has a part in the outputs; others are not
+            followed. Once the pass does something else, all are.
     """
 
-    def __init__(self, members: Mapping[str, Tensor], inputs: Any, names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        members: Mapping[str, Tensor],
+        inputs: Any,
+        names: Mapping[int, str],
+        operations: Sequence[tuple[str, bool]] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.scales = Scales()
         self.entries = Entries(self.scales, members)
         self.names = names
+        self._operations = iter(operations)
         self.obstacles: dict[tuple[str, str, str], Obstacle] = {}
         self.epsilons: dict[int, float] = {}  # by the number of a variance's first entry
         # The tensors are kept, so that no other takes the place of one that is gone.
         self._known: dict[int, tuple[Tensor, Marks]] = {}
+        # Where the values of masks, token numbers and what is computed from them alone are stored.
+        self._plain: set[int] = set()
+        self.assumed: dict[str, None] = {}
         for name, value in members.items():
             self._know(value, Marks(laid_out(self.entries.numbers(name, value), value), True, [False]))
         for leaf in tree_flatten(inputs)[0]:
             if isinstance(leaf, Tensor):
                 ground = torch.full(leaf.shape, GROUND, dtype=torch.float64)
                 self._know(leaf, Marks(laid_out(ground, leaf), False, [False]))
+                if not leaf.is_floating_point() and not leaf.is_complex():
+                    self._plain.add(memory_of(leaf))
+        self._plain.discard(NOWHERE)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        name, reaches = next(self._operations, ("", True))
+        if name != str(func):
+            self._operations, reaches = iter(()), True
+        if not reaches:
+            return out
         try:
             self._follow(func, args, kwargs, out)
         except SaltflatError:
@@ -153,9 +173,27 @@ class Watch(TorchDispatchMode):
         if results & kwargs.keys():
             func, kwargs = func.overloadpacket, {key: kwargs[key] for key in kwargs.keys() - results}
         call = Call(self, name, func, args, kwargs, out)
+        plain = self._gives_plain(call)
         for tensor, marks in zip(tree_flatten(out)[0], self._found(call), strict=True):
             if isinstance(tensor, Tensor):
                 self._settle(tensor, marks, schema.is_mutable, is_view(name))
+                (self._plain.add if plain else self._plain.discard)(memory_of(tensor))
+                self._plain.discard(NOWHERE)
+
+    def _gives_plain(self, call: Call) -> bool:
+        """Whether the result depends on nothing but constants and the inputs that are whole numbers or masks."""
+        if torch.Tag.nondeterministic_seeded in getattr(call.func, "tags", ()):
+            return False
+        leaves = tree_flatten((call.args, call.kwargs))[0]
+        return all(self.is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+    def is_plain(self, tensor: Tensor) -> bool:
+        return memory_of(tensor) in self._plain or self.marks(tensor).fixed[0]
+
+    def assume(self) -> None:
+        """Remember the line that decides by a value how the forward pass goes on."""
+        at = self.place()
+        self.assumed[at.line or at.module] = None
 
     def _found(self, call: Call) -> list[Any]:
         """What is known of each result."""
@@ -244,6 +282,10 @@ def mirrored(call: Call, indices: Any = ()) -> Any:
     leaves = tree_flatten((call.args, call.kwargs))[0]
     seen = [call.watch.marks(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in where]
     entries = bool(seen) and all(m.entries for m in seen)
+    for marks in seen:
+        if marks.entries and not entries:
+            # A class token beside others is a number like theirs.
+            call.entries.note_added(marks.ids, call.entries.read(marks.ids))
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):

@@ -65,6 +65,7 @@ def fixed_told(found: Summary) -> list[str]:
             f"Cannot move: {many(len(found.fixed), 'parameter')} with "
             f"{many(sum(found.fixed.values()), 'entry', 'entries')}: {few(list(found.fixed), MOST_NAMES)}."
         )
+    lines += [f"For inputs whose masks decide as those of the example did: {line}" for line in found.assumed]
     return [printable(line) for line in [*lines, *(["Held in place by:"] if found.obstacles else [])]]
 
 

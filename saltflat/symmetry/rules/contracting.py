@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.geometry import GROUP, IN, OUT
 from saltflat.symmetry.marks import Marks
 from saltflat.symmetry.scales import ANY, GROUND
 from saltflat.symmetry.watch import Call, rule
@@ -37,6 +38,7 @@ def plus_bias(call: Call, ids: Tensor, bias: Any) -> Tensor:
     numbers = call.raw(bias)
     if numbers is None:
         return call.scales.join(ids, call.ids(bias))
+    call.entries.note_added(numbers, ids)
     call.entries.claim(numbers, ids)
     return call.scales.join(ids, call.ids(bias))
 
@@ -57,11 +59,17 @@ def _product(call: Call, one: Marks, two: Marks) -> Tensor:
         A = A[0]
     if two.entries and B.dim() == 2:
         rows = call.entries.read(A) if one.entries else A
+        call.entries.note(B, (IN, OUT))
         return weighted(call, rows.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
     if one.entries and A.dim() == 2:
         columns = (call.entries.read(B) if two.entries else B).mT
+        call.entries.note(A, (OUT, IN))
         turned = weighted(call, columns.reshape(-1, A.shape[-1]), A.mT)
         return turned.reshape(*columns.shape[:-1], A.shape[0]).mT
+    if two.entries and not one.entries:
+        return _stacked(call, A, B)
+    if one.entries and not two.entries:
+        return _stacked(call, B.mT, A.mT).mT
     A, B = (call.entries.read(m.ids).reshape(ids.shape) if m.entries else ids for m, ids in ((one, A), (two, B)))
     if A.dim() == 2 and B.dim() == 2:
         return _contracted(call, A, B)
@@ -76,6 +84,23 @@ def _product(call: Call, one: Marks, two: Marks) -> Tensor:
             alike[key] = _contracted(call, a, b)
     found = [alike[a.numpy().tobytes() + b.numpy().tobytes()] for a, b in zip(A, B, strict=True)]
     return torch.stack(found).reshape(*shape, A.shape[-2], B.shape[-1])
+
+
+def _stacked(call: Call, A: Tensor, weights: Tensor) -> Tensor:
+    """``(..., rows, middle)`` of scales times a stack of weights ``(..., middle, columns)``."""
+    call.entries.note(weights, (*[GROUP] * (weights.dim() - 2), IN, OUT))
+    shape = torch.broadcast_shapes(A.shape[:-2], weights.shape[:-2])
+    rows = A.expand(*shape, *A.shape[-2:]).reshape(-1, *A.shape[-2:])
+    every = weights.expand(*shape, *weights.shape[-2:]).reshape(-1, *weights.shape[-2:])
+    found = torch.zeros(*rows.shape[:2], weights.shape[-1], dtype=torch.float64)
+    # All that one weight is given at once, as it has one size for each of its units.
+    places: dict[bytes, list[int]] = {}
+    for place, weight in enumerate(every):
+        places.setdefault(weight.numpy().tobytes(), []).append(place)
+    for several in places.values():
+        part = weighted(call, rows[several].flatten(0, 1), every[several[0]])
+        found[several] = part.reshape(len(several), -1, part.shape[1])
+    return found.reshape(*shape, *found.shape[1:])
 
 
 def weighted(call: Call, rows: Tensor, weight: Tensor) -> Tensor:
@@ -145,6 +170,13 @@ def _contracted(call: Call, A: Tensor, B: Tensor) -> Tensor:
 @rule("_trilinear")
 def multiplies_thrice(call: Call) -> Any:
     """Sums of products of three, as in a bilinear layer."""
+    numbers = call.raw(call.args[1])
+    if numbers is not None and [list(each) for each in call.args[3:7]] == [[1, 3], [0], [1, 2], [2, 3]]:
+        # (examples, in) and (examples, in) times (out, in, in): a weight whose inputs are pairs of units.
+        one, two = map(call.ids, call.args[:3:2])
+        call.entries.note(numbers, (OUT, IN, IN))
+        pairs = call.scales.plus(one[:, :, None], two[:, None, :])
+        return weighted(call, pairs.flatten(1), numbers.flatten(1).mT)
     total = call.ids(1.0)
     for value, axes in zip(call.args[:3], call.args[3:6], strict=True):
         ids = call.ids(value)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saltflat.geometry import GROUP, IN, OUT, POSITION
 from saltflat.symmetry.marks import Marks
 from saltflat.symmetry.rules.contracting import plus_bias, weighted
 from saltflat.symmetry.scales import ANY, GROUND
@@ -22,6 +23,8 @@ def convolves(call: Call) -> Any:
     marks = call.watch.marks(weight)
     kernel = marks.ids.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
     kernel = kernel.transpose(1, 2) if transposed else kernel  # (groups, out, in, *kernel)
+    if marks.entries:
+        call.entries.note(kernel, (GROUP, OUT, IN, *[POSITION] * space))
     images = call.ids(x)
     images = images if images.dim() == space + 2 else images[None]
     if marks.entries and not _even(images):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saltflat.symmetry.scales import ANY
@@ -26,6 +27,7 @@ def joined(call: Call, one: Any, two: Any) -> Tensor:
         if numbers is not None and call.raw(other) is None and not call.entries.used(numbers):
             ids = call.ids(other)
             if not bool((ids == ANY).any()):
+                call.entries.note_added(numbers, ids)
                 call.entries.claim(numbers, ids)
                 break
     return call.scales.join(call.ids(one), call.ids(two))
@@ -33,7 +35,10 @@ def joined(call: Call, one: Any, two: Any) -> Tensor:
 
 @rule("where")
 def chooses(call: Call) -> Any:
-    return joined(call, *call.args[1:3]).expand(call.out.shape).clone()
+    mask, one, two = call.args[:3]
+    if call.fixed(mask) and call.raw(one) is None and call.raw(two) is None:
+        return torch.where(mask.cpu(), call.ids(one), call.ids(two)).expand(call.out.shape).clone()
+    return joined(call, one, two).expand(call.out.shape).clone()
 
 
 @rule("addcmul addcdiv")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saltflat.symmetry.watch import Call, rule
@@ -45,7 +46,9 @@ def _keeps(bound: float) -> bool:
 
 @rule("masked_fill")
 def fills_masked(call: Call) -> Any:
-    x, _, value = call.args[:3]
+    x, mask, value = call.args[:3]
+    if call.fixed(mask):
+        return torch.where(mask.cpu(), call.ids(value), call.ids(x)).expand(call.out.shape).clone()
     return call.scales.join(call.ids(x), call.ids(value)).expand(call.out.shape).clone()
 
 

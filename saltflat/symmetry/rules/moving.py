@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.geometry import IN, OUT
 from saltflat.symmetry.marks import Marks, by_value
 from saltflat.symmetry.scales import GROUND
 from saltflat.symmetry.watch import Call, mirrored, rule
@@ -95,11 +96,15 @@ def _chosen(call: Call, source: Tensor, dims: list[int]) -> Marks:
     if not dims:
         found: Marks = mirrored(call, call.args[1:])[0]
         return found
+    numbers = call.raw(source)
+    if numbers is not None and sum(size > 1 for axis, size in enumerate(source.shape) if axis not in dims) == 1:
+        # Rows of a table, by whatever axis; of what lies there as a matrix it is not yet known what it does.
+        call.entries.note(numbers, [IN if axis in dims else OUT for axis in range(source.dim())])
     ids = call.scales.join_along(call.ids(source), dims, keepdim=True).expand(source.shape)
-    numbers = [arg.cpu() if isinstance(arg, Tensor) else arg for arg in call.args[1:]]
+    chosen = [arg.cpu() if isinstance(arg, Tensor) else arg for arg in call.args[1:]]
     if call.name in ("index", "_unsafe_index"):
-        numbers = [[None if index is None else index.cpu() for index in call.args[1]]]
-    return Marks(call.func(ids, *numbers), False, [False])
+        chosen = [[None if index is None else index.cpu() for index in call.args[1]]]
+    return Marks(call.func(ids, *chosen), False, [False])
 
 
 @rule("repeat_interleave")
@@ -119,6 +124,7 @@ def _row(call: Call, table: Tensor) -> Tensor:
     if numbers is None:
         return call.scales.join_along(call.ids(table), [0])
     row = call.scales.fresh(table.shape[1])
+    call.entries.note(numbers, (IN, OUT))
     call.entries.claim(numbers, row)
     return row
 

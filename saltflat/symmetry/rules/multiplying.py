@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.geometry import GROUP
 from saltflat.symmetry.marks import Marks
 from saltflat.symmetry.scales import ANY, GROUND
 from saltflat.symmetry.watch import Call, rule
@@ -51,6 +52,7 @@ def _scaled_by(call: Call, parameter: Any, other: Any) -> Tensor | None:
     if bool((x == ANY).any()) or not torch.equal(x, x[first][torch.searchsorted(different, N)]):
         return None
     new = torch.where(different > 0, call.scales.fresh(len(different)), float(ANY))
+    call.entries.note(numbers, [GROUP] * numbers.dim())
     call.entries.claim(different.double(), new, x[first].double())
     return new[torch.searchsorted(different, N)].reshape(call.out.shape)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.geometry import GROUP
 from saltflat.symmetry.rules.contracting import plus_bias
 from saltflat.symmetry.scales import ANY
 from saltflat.symmetry.watch import Call, rule
@@ -91,5 +92,6 @@ def affine(call: Call, weight: Any, bias: Any, shape: torch.Size) -> Tensor:
             out = torch.where(out == ANY, 1.0, out)
         else:
             out = call.scales.fresh(shape.numel()).reshape(shape)
+            call.entries.note(numbers, [GROUP] * numbers.dim())
             call.entries.claim(numbers, out)
     return plus_bias(call, out, bias)

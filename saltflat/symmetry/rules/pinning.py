@@ -12,7 +12,7 @@ from saltflat.symmetry.watch import Call, rule
 
 NAMES = """
     gelu silu sigmoid tanh elu celu selu softplus mish hardswish hardsigmoid log_sigmoid log_sigmoid_forward
-    hardtanh relu6 hardshrink softshrink glu _softmax softmax _safe_softmax _log_softmax log_softmax logsumexp
+    hardtanh relu6 hardshrink softshrink _softmax softmax _safe_softmax _log_softmax log_softmax logsumexp
     exp exp2 expm1 log log2 log10
     log1p erf erfc erfinv sin cos tan asin acos atan sinh cosh asinh acosh atanh round floor ceil trunc frac bucketize
     nll_loss_forward prod cumprod
@@ -26,12 +26,25 @@ def pins(call: Call) -> Any:
     return [call.ground(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
 
 
+@rule("glu")
+def gates(call: Call) -> Any:
+    """The first half of an axis times the sigmoid of the second: linear in the first."""
+    values, gate = call.ids(call.args[0]).chunk(2, call.argument(1, "dim", -1))
+    call.watch.pin(call.name, [gate], known=True)
+    return values
+
+
 @rule("_local_scalar_dense equal is_nonzero nonzero masked_select _unique2 unique_dim _assert_async allclose")
 def branches(call: Call) -> Any:
     """A number or a shape that depends on the input's values: the next line may do what it likes with it."""
-    of_parameters = all(call.raw(arg) is not None or call.fixed(arg) for arg in call.args if isinstance(arg, Tensor))
+    tensors = [arg for arg in call.args if isinstance(arg, Tensor)]
+    of_parameters = all(call.raw(arg) is not None or call.fixed(arg) for arg in tensors)
     if of_parameters:
-        call.pin(*[arg for arg in call.args if isinstance(arg, Tensor)])
+        call.pin(*tensors)
+        return [call.ground(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
+    if all(map(call.watch.is_plain, tensors)):
+        # A mask: no rescaling changes it, and the rest of the pass is that of inputs with such masks.
+        call.watch.assume()
         return [call.ground(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
     at = call.watch.place()
     where = f" ({at.line})" if at.line else f" in {at.module!r}" if at.module else ""
