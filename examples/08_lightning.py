@@ -1,8 +1,9 @@
 """Train with SAM in Lightning, and watch how flat the minimum becomes.
 
 A LightningModule learns the 8 x 8 digits that come with scikit-learn, once with SGD and once with SAM, in automatic
-optimisation. FlatnessCallback measures both after every epoch; what it finds goes to Lightning's own logger, and the
-flattest state of each is kept by Lightning's own checkpoints. Writes the logs and the checkpoints.
+optimisation. FlatnessCallback measures both after every epoch; what it finds goes to Lightning's own logger. The
+flattest state of each that fits its data is kept by Lightning's own checkpoints: without a condition on the loss that
+could be a network that has learned nothing. Writes the logs and the checkpoints.
 """
 
 import argparse
@@ -30,6 +31,7 @@ BATCH = 64
 LEARNING_RATE = 0.1
 RHO = 0.1
 PROBE = 100  # training examples to measure on
+FITS = 0.5 if QUICK else 0.1  # the largest loss on these of a state that is worth keeping
 
 
 class Digits(pl.LightningModule):  # type: ignore[misc]
@@ -50,6 +52,14 @@ class Digits(pl.LightningModule):  # type: ignore[misc]
         if self.rho is None:
             return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=0.9)
         return SAM(self, torch.optim.SGD, rho=self.rho, lr=LEARNING_RATE, momentum=0.9)
+
+
+class FlattestFitted(ModelCheckpoint):  # type: ignore[misc]
+    """The flattest state among those that fit their data."""
+
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        fits = bool(trainer.callback_metrics["flatness/loss"] <= FITS)
+        return fits and bool(super().check_monitor_top_k(trainer, current))
 
 
 def quiet() -> None:
@@ -78,7 +88,7 @@ def main() -> None:
         module, folder = Digits(rho), arguments.out / name.lower()
         probe = inputs[:PROBE], labels[:PROBE]
         watch = FlatnessCallback(probe, ("hessian_trace", "fisher_rao_norm"), every="1 epoch", cap=None, model="net")
-        flattest = ModelCheckpoint(folder, filename="flattest", monitor="flatness/hessian_trace")
+        flattest = FlattestFitted(folder, filename="flattest", monitor="flatness/hessian_trace")
         trainer = pl.Trainer(
             max_epochs=EPOCHS,
             accelerator="cpu",
@@ -91,13 +101,21 @@ def main() -> None:
         trainer.fit(module, DataLoader(TensorDataset(inputs, labels), BATCH, shuffle=True))
         with torch.no_grad():
             right = float((module.net(test_inputs).argmax(dim=1) == test_labels).double().mean())
-        values = watch.history[-1].values
+        values, threshold = watch.history[-1].values, "flatness/lr_lambda_max_threshold"
         print(
             f"{name}: {right:.1%} of the test set right after {trainer.global_step} steps; "
             f"loss {values['flatness/loss']:.4f}, Hessian trace {values['flatness/hessian_trace']:.4g}, "
             f"largest eigenvalue {values['flatness/lambda_max']:.4g}, "
-            f"lr * lambda_max {values['flatness/lr_lambda_max']:.3g}"
+            f"lr * lambda_max {values['flatness/lr_lambda_max']:.3g} ("
+            # SAM changes the gradient, and with it where SGD becomes unstable.
+            + (f"unstable above {values[threshold]:.3g})" if threshold in values else "threshold not known)")
         )
+        kept = [record for record in watch.history if record.values["flatness/loss"] <= FITS]
+        if kept:
+            best = min(kept, key=lambda record: record.values["flatness/hessian_trace"])
+            print(f"  flattest of the {len(kept)} epochs with a loss of at most {FITS}: epoch {best.epoch}")
+        else:
+            print(f"  no epoch had a loss of at most {FITS}: none is kept")
     print(f"\nLogs and the flattest states are in {arguments.out}.")
 
 

@@ -1,7 +1,6 @@
 """Hugging Face's Trainer: FlatTraining and FlatnessCallback, against plain loops in float64."""
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
-    PreTrainedConfig,
+    PretrainedConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -51,7 +50,7 @@ class Small(nn.Module):
             middle = nn.BatchNorm1d(8) if norm else nn.Identity()
             layers = (nn.Linear(4, 8), middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES))
         self.net = nn.Sequential(*layers).to(dtype)
-        self.config = PreTrainedConfig()  # asked when labels are smoothed
+        self.config = PretrainedConfig()  # asked when labels are smoothed
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.net(inputs)
@@ -442,25 +441,22 @@ def test_a_fisher_penalty_of_no_strength_is_the_plain_trainer(make: Callable[[],
     torch.testing.assert_close(run({"fisher": {"beta": 0.0, "parts": 1}}), run({}), rtol=0, atol=1e-7)
 
 
-def test_a_probe_with_another_loss_than_the_models_own_is_said_so(tmp_path: Path) -> None:
-    def told(make: Callable[[], Any], probe: dict[str, Tensor] | None = None, **options: Any) -> list[str]:
+def test_a_probe_with_another_loss_than_the_models_own_is_refused_before_the_training(tmp_path: Path) -> None:
+    def run(make: Callable[[], Any], probe: dict[str, Tensor] | None = None, **options: Any) -> None:
         model, columns = make()
         watch = FlatnessCallback(probe or columns, "squared_norm", every=1, cap=None, spectrum=False, **options)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always", MonitorWarning)
-            trainer_for(model, tmp_path, columns, callbacks=[watch], max_steps=1).train()
-        return [str(each.message) for each in found if each.category is MonitorWarning]
+        trainer_for(model, tmp_path, columns, callbacks=[watch], max_steps=1).train()
+        assert [record.step for record in watch.history] == [1]
 
     _, columns = language()
     moved = torch.cat([columns["labels"][:, 1:], torch.full((EXAMPLES, 1), -100)], dim=1)
-    assert not told(classes)
-    assert not told(language, {**columns, "labels": moved})
-    (text,) = told(language)
-    assert "by the model itself" in text
-    assert "shifted already" in text
-    assert not told(lambda: classes(several=True), loss="bce_with_logits")
-    (text,) = told(lambda: classes(several=True))
-    assert "loss=" in text
+    run(classes)
+    run(language, {**columns, "labels": moved})
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel itself.*shift the labels"):
+        run(language)
+    run(lambda: classes(several=True), loss="bce_with_logits")
+    with pytest.raises(ModelError, match=r"BertForSequenceClassification itself.*loss='bce_with_logits'"):
+        run(lambda: classes(several=True))
 
 
 def test_penalties_on_another_loss_than_the_models_own_are_refused(tmp_path: Path) -> None:
@@ -523,6 +519,35 @@ def test_the_callback_measures_after_steps_of_the_optimizer(tmp_path: Path) -> N
     for name in ("hessian_trace", "fisher_trace"):
         assert told[-1][f"flatness/{name}"] == pytest.approx(report[name].value, rel=1e-9)
     assert told[-1]["flatness/lr_lambda_max"] == pytest.approx(RATE * told[-1]["flatness/lambda_max"], rel=1e-12)
+
+
+def test_a_training_shorter_than_the_interval_is_measured_at_its_end(tmp_path: Path) -> None:
+    model, watch = Small(), FlatnessCallback(data(), every=100, cap=None, spectrum=False)
+    trainer = trainer_for(model, tmp_path, callbacks=[watch])
+    trainer.train()
+    assert [record.step for record in watch.history] == [8]
+    (told,) = [entry for entry in trainer.state.log_history if "flatness/hessian_trace" in entry]
+    trace = saltflat.measure(model, data(), measures="hessian_trace")["hessian_trace"].value
+    assert (told["step"], told["flatness/hessian_trace"]) == (8, pytest.approx(trace, rel=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("flat", "said"),
+    [
+        ({}, ""),
+        ({"sam": True}, "SAM changes"),
+        ({"fisher": {"parts": 2}}, "the Fisher penalty changes"),
+        ({"penalties": {"fisher_trace": 0.1}}, "a penalty changes"),
+    ],
+)
+def test_where_the_gradient_is_changed_there_is_no_threshold(flat: dict[str, Any], said: str, tmp_path: Path) -> None:
+    flatness = {"probe": data(), "every": 8, "cap": None}
+    trainer = trainer_for(Small(), tmp_path, flat={**flat, "flatness": flatness})
+    trainer.train()
+    (record,) = trainer.flatness.history
+    assert ("flatness/lr_lambda_max_threshold" in record.values) == (not said)
+    assert not said or any(said in note for note in record.notes)
+    assert "flatness/lr_lambda_max" in record.values
 
 
 def test_the_callback_measures_after_epochs_and_changes_nothing(tmp_path: Path) -> None:
@@ -608,7 +633,7 @@ def test_weights_spread_over_processes_are_refused(tmp_path: Path, monkeypatch: 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install saltflat\[hf\]"):
+    with pytest.raises(ImportError, match=r"pip install transformers accelerate\."):
         part.host()
 
 
@@ -621,7 +646,7 @@ fisher = {"parts": 1, "alpha": 0.01, "beta": 20.0}
 for name, flat in {"global": {"sam": {"rho": 0.5}}, "local": {"sam": {"rho": 0.5, "sync": "local"}},
                    "fisher": {"fisher": fisher}}.items():
     model = Small()
-    flat["flatness"] = {"probe": data(), "every": 2, "cap": 0.5, "spectrum": False}
+    flat["flatness"] = {"probe": data(), "every": 2, "cap": 0.5, "spectrum": False, "clock": lambda: 0.0}
     # Two processes with three micro-batches each: a step sees six examples, one by one.
     trainer = trainer_for(model, out, flat=flat, per_device_train_batch_size=BATCH // 6, gradient_accumulation_steps=3,
                           ddp_backend="gloo")

@@ -171,6 +171,37 @@ def test_both_gradients_are_clipped_and_the_first_keeps_its_direction(tmp_path: 
     assert not torch.allclose(unclipped.get_parameter("0.weight"), net.get_parameter("0.weight"))
 
 
+class Skips(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("half", [False, True])
+def test_a_training_step_that_returns_none_skips_its_batch(half: bool, tmp_path: Path) -> None:
+    plugins = [TwoPassPrecision("16-mixed", "cpu", scaler())] if half else []
+    trainer = fit(Skips(sam, torch.float32), tmp_path, plugins=plugins)
+    assert trainer.optimizers[0].perturbed_steps == 4
+
+
+def test_a_step_without_a_gradient_is_an_error(tmp_path: Path) -> None:
+    class Forgets(Classifier):
+        def backward(self, loss: Tensor) -> None:
+            pass
+
+    class ByHand(Classifier):
+        def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
+            super().__init__(make)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.optimizers().step(closure=lambda: None)
+
+    for kind in (Forgets, ByHand):
+        with pytest.raises(TrainingError, match="Got a closure that made no gradient"):
+            fit(kind(sam), tmp_path)
+
+
 def test_bf16_goes_as_a_plain_loop_under_autocast_does(tmp_path: Path) -> None:
     module = Classifier(sam, torch.float32)
     fit(module, tmp_path, precision="bf16-mixed")
@@ -295,7 +326,7 @@ def test_the_values_are_those_of_measure_and_go_everywhere(tmp_path: Path) -> No
     rows = Path(logger.log_dir, "metrics.csv").read_text(encoding="utf-8").splitlines()
     columns = rows[0].split(",")
     steps = [int(row.split(",")[columns.index("step")]) for row in rows[1:]]
-    assert steps == [4, 8]
+    assert steps == [3, 7]  # Lightning counts from 0
     assert float(rows[2].split(",")[columns.index("flatness/fisher_trace")]) == last["flatness/fisher_trace"]
 
 
@@ -304,6 +335,64 @@ def test_the_training_goes_the_same_way_with_and_without_it(tmp_path: Path) -> N
     fit(watched, tmp_path, callbacks=[FlatnessCallback(data(), every=1, cap=None, model="net")])
     fit(alone, tmp_path)
     torch.testing.assert_close(watched.net.state_dict(), alone.net.state_dict(), rtol=0, atol=0)
+
+
+class Logging(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def rows_of(logger: CSVLogger) -> list[dict[str, str]]:
+    lines = Path(logger.log_dir, "metrics.csv").read_text(encoding="utf-8").splitlines()
+    return [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+
+
+@pytest.mark.parametrize("every", ["2 steps", "1 epoch"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_values_are_logged_at_lightnings_own_step(every: str, accumulated: int, tmp_path: Path) -> None:
+    def sgd(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.3)
+
+    logger = CSVLogger(tmp_path, name="csv")
+    watch = FlatnessCallback(data(), every=every, cap=None, spectrum=False)
+    options: dict[str, Any] = {"log_every_n_steps": 1, "accumulate_grad_batches": accumulated}
+    trainer = fit(Logging(sgd), tmp_path, callbacks=[watch], logger=[logger], **options)
+    steps = [int(row["step"]) for row in rows_of(logger) if row["flatness/loss"]]
+    assert steps == [record.step - 1 for record in watch.history]
+    assert watch.history[-1].step == trainer.global_step
+    # In the rows of the loss of that step, and in that of the epoch.
+    column = "train_loss_step" if every == "2 steps" else "train_loss_epoch"
+    own = [int(row["step"]) for row in rows_of(logger) if row[column]]
+    assert set(steps) <= set(own)
+    assert steps[-1] == own[-1]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_training_that_goes_on_within_an_epoch_counts_its_steps_right(tmp_path: Path) -> None:
+    saved = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    fit(Classifier(sam), tmp_path, callbacks=[saved], enable_checkpointing=True)
+    watch = FlatnessCallback(data(), every=1, cap=None, spectrum=False)
+    logger = CSVLogger(tmp_path, name="csv")
+    again = Classifier(sam)
+    trainer = fit(again, tmp_path, callbacks=[watch], logger=[logger], ckpt_path=tmp_path / "kept" / "step=3.ckpt")
+    assert [record.step for record in watch.history] == [4, 5, 6, 7, 8]
+    assert trainer.global_step == 8
+    assert [int(row["step"]) for row in rows_of(logger) if row["flatness/loss"]] == [3, 4, 5, 6, 7]
+
+
+def test_a_training_shorter_than_the_interval_is_measured_at_its_end(tmp_path: Path) -> None:
+    logger, module = CSVLogger(tmp_path, name="csv"), Classifier(sam)
+    watch = FlatnessCallback(data(), every=100, cap=None, spectrum=False)
+    trainer = fit(module, tmp_path, callbacks=[watch], logger=[logger])
+    (record,) = watch.history
+    trace = saltflat.measure(module, data(), measures="hessian_trace")["hessian_trace"].value
+    assert record.values["flatness/hessian_trace"] == pytest.approx(trace, rel=1e-9)
+    assert (record.step, trainer.global_step) == (8, 8)
+    assert [int(row["step"]) for row in rows_of(logger)] == [7]
+    assert float(trainer.callback_metrics["flatness/hessian_trace"]) == pytest.approx(trace, rel=1e-6)
 
 
 def test_accumulated_batches_are_one_step_and_epochs_are_counted(tmp_path: Path) -> None:
@@ -334,7 +423,7 @@ def test_a_checkpoint_that_goes_by_old_values_is_refused(tmp_path: Path) -> None
     best = ModelCheckpoint(tmp_path, monitor="flatness/hessian_trace")
     with pytest.raises(OptionError, match="cap=None"):
         fit(Classifier(sam), tmp_path, callbacks=[FlatnessCallback(data()), best], enable_checkpointing=True)
-    other = FlatnessCallback(data(), every=8, cap=0.5, prefix="other")
+    other = FlatnessCallback(data(), every=8, cap=0.5, prefix="other", clock=lambda: 0.0)
     watch = FlatnessCallback(data(), every="1 epoch", cap=None, spectrum=False)
     fit(Classifier(sam), tmp_path, callbacks=[watch, other, best], enable_checkpointing=True)
     assert float(best.best_model_score) > 0
@@ -402,7 +491,7 @@ def test_of_several_optimizers_it_takes_the_one_that_trains_the_module(tmp_path:
     trainer = fit(Two(), tmp_path, callbacks=[watch, whole], max_epochs=1, logger=[logger])
     assert [record.step for record in watch.history] == [1, 2, 3, 4]
     rows = Path(logger.log_dir, "metrics.csv").read_text(encoding="utf-8").splitlines()
-    assert {int(row.split(",")[rows[0].split(",").index("step")]) for row in rows[1:]} == {1, 2, 3, 4}
+    assert {int(row.split(",")[rows[0].split(",").index("step")]) for row in rows[1:]} == {0, 1, 2, 3}
     assert "flatness/lr_lambda_max" not in whole.history[0].values  # there are two rates
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     again = FlatnessCallback(data(), every=1, cap=None, model="net")
@@ -465,7 +554,7 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_without_lightning_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install saltflat\[lightning\]"):
+    with pytest.raises(ImportError, match=r"pip install lightning\."):
         part.host()
 
 
@@ -504,7 +593,7 @@ class Distributed(Classifier):
 
 
 for mode in ("global", "local"):
-    watch = FlatnessCallback(data(), every=2, cap=0.5, model="net", spectrum=False)
+    watch = FlatnessCallback(data(), every=2, cap=0.5, model="net", spectrum=False, clock=lambda: 0.0)
     module = Distributed(mode)
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,

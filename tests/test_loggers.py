@@ -340,14 +340,15 @@ def test_on_a_terminal_the_table_shows_the_last_moments_and_where_they_go() -> N
     console = terminal()
     table = Table(console, columns=3)
     for step, loss in enumerate((9.0, 1.0, 0.5, 0.25, 0.251), start=1):
-        table.log({**VALUES, "flatness/loss": loss, "flatness/lr_lambda_max": step / 2}, 100 * step)
+        edge = {"flatness/lr_lambda_max": step / 2} | ({"flatness/lr_lambda_max_threshold": 2.0} if step > 3 else {})
+        table.log({**VALUES, "flatness/loss": loss, **edge}, 100 * step)
     table.close()
     head, *rows = [line.split() for line in shown(table).splitlines() if line.strip() and "─" not in line][1:]
     assert head == ["step", "300", "400", "500"]
     assert rows == [
         ["loss", "0.5", "0.25", "0.251", "→"],
         ["rho(axis='row')", "nan", "nan", "nan"],
-        ["lr", "*", "lambda_max", "1.5", "2", "2.5", ">", "2", "↑"],
+        ["lr", "*", "lambda_max", "1.5", "2", "<", "2", "2.5", ">", "2", "↑"],
     ]
     text = printed(console)
     assert "\x1b[" in text  # drawn over

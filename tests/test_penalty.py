@@ -408,7 +408,7 @@ def test_equal_curvatures_of_a_loss_of_ones_own_have_a_gradient() -> None:
     """The Hessian of |z|^4 is 4 |z|^2 + 8 z z': eigenvectors of equal eigenvalues, which have no slope themselves."""
 
     def quartic(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().sum().square()
+        return (outputs - targets).square().flatten(1).sum(1).square().mean()
 
     case, batch = built("squared_error")
     value, direction = penalty("kappa_trace", quartic)(case.model, batch), a_direction(case.model)

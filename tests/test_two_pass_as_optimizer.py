@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -201,6 +202,147 @@ def test_a_radius_that_is_none_is_refused(kind: Kind, rho: Any) -> None:
     model = made()
     with pytest.raises(OptionError, match="rho="):
         kind(model, SGD([{"params": list(model.parameters()), "rho": rho}], lr=0.1))
+
+
+class Named(SGD):
+    """A base with options under the names that wrappers use, each of which changes its step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.9, eta: float = 2.0, balance: float = 3.0) -> None:
+        super().__init__(params, lr)
+        own = {"rho": rho, "eta": eta, "balance": balance}
+        self.defaults.update(own)
+        for group in self.param_groups:
+            group.update({key: value for key, value in own.items() if key not in group})
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(group["rho"] * group["eta"] * group["balance"])
+        return super().step()
+
+
+@pytest.mark.parametrize("base", [Named, torch.optim.Adadelta])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_base_keeps_its_options_of_the_same_name(kind: Kind, base: Callable[..., Optimizer]) -> None:
+    model, plain = made(), made()
+    alone = base(plain.parameters(), rho=0.8)
+    wrapped = kind(model, base(model.parameters(), rho=0.8), rho=0.0)
+    key = wrapped.key("rho")
+    assert key == "sam_rho"
+    for values in (wrapped.param_groups[0], wrapped.defaults):
+        assert (values["rho"], values[key]) == (0.8, 0.0)
+    if kind is not GradientNormPenalty:  # which mixes two gradients, and rounds
+        train(model, wrapped, batches(5))
+        train(plain, alone, batches(5))
+        same(model, plain)
+    # And moves by its own radius, of every group.
+    wrapped.param_groups[0][key] = 0.4
+    wrapped.param_groups[0]["lr"] = 0.0
+    train(model, wrapped, batches(1))
+    if kind is not ASAM:  # whose radius is that of an ellipsoid
+        assert wrapped.perturbation == pytest.approx(0.4)
+    wrapped.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rho": 0.7, key: 0.2})
+    wrapped.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert [(group["rho"], group[key]) for group in wrapped.param_groups] == [(0.8, 0.4), (0.7, 0.2), (0.8, 0.0)]
+    with pytest.raises(OptionError, match="sam_rho=-1"):
+        wrapped.add_param_group({"params": [nn.Parameter(torch.ones(2))], key: -1})
+
+
+def test_options_of_subclasses_are_their_own_whatever_the_base_has() -> None:
+    kinds: dict[Kind, str] = {ASAM: "eta", GradientNormPenalty: "balance"}
+    for kind, name in kinds.items():
+        one, two = made(), made()
+        wrapped = kind(one, Named(one.parameters(), rho=1.0, eta=1.0, balance=1.0), rho=0.3, **{name: 0.5})
+        train(one, wrapped, batches(3))
+        assert wrapped.param_groups[0][name] == 1.0
+        train(two, kind(two, SGD, lr=0.1, rho=0.3, **{name: 0.5}), batches(3))
+        same(one, two)
+
+
+def test_groups_of_a_base_give_the_wrappers_option_under_its_key() -> None:
+    model = made()
+    body, head = model.get_submodule("0"), model.get_submodule("2")
+    groups: list[dict[str, Any]] = [{"params": body.parameters(), "sam_rho": 0.3}, {"params": head.parameters()}]
+    sam = SAM(model, torch.optim.Adadelta(groups, rho=0.8), rho=0.1)
+    assert [(group["rho"], group["sam_rho"]) for group in sam.param_groups] == [(0.8, 0.3), (0.8, 0.1)]
+
+    class Strange(SGD):
+        """Has an option of that name itself."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            for values in (self.defaults, *self.param_groups):
+                values["sam_rho"] = 5.0
+
+    strange = SAM(model, Strange, rho=0.2).param_groups[0]
+    assert (strange["rho"], strange["sam_rho"]) == (0.2, 5.0)
+    with pytest.raises(OptionError, match=r"'sam_rho'.*Want 'rho'"):
+        SAM(model, SGD([{"params": model.parameters(), "sam_rho": 0.3}], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    "base", [torch.optim.Adadelta, lambda params, **options: torch.optim.Adadelta(params, **options)]
+)
+def test_an_option_that_may_be_anyones_is_refused(base: Any) -> None:
+    with pytest.raises(OptionError, match=r"(?s)rho= for SAM around Adadelta.*SAM\(model, Adadelta\(model.par.*, rho="):
+        SAM(made(), base, rho=0.9)
+
+
+def test_an_option_that_can_only_be_the_wrappers_is_taken() -> None:
+    bases: list[Any] = [
+        partial(torch.optim.Adadelta, rho=0.7),
+        lambda params: torch.optim.Adadelta(params, rho=0.7),
+    ]
+    for base in bases:
+        assert [SAM(made(), base, rho=0.2).param_groups[0][key] for key in ("rho", "sam_rho")] == [0.7, 0.2]
+    usual = SAM(made(), torch.optim.Adadelta).param_groups[0]
+    assert (usual["rho"], usual["sam_rho"]) == (0.9, 0.05)
+
+
+def test_a_state_keeps_both_options_and_one_from_before_they_were_apart_is_put_right() -> None:
+    def start() -> tuple[nn.Module, TwoPass]:
+        model = made()
+        return model, SAM(model, torch.optim.Adadelta(model.parameters(), rho=0.7), rho=0.2)
+
+    model, sam = start()
+    train(model, sam, batches(3))
+    sam.param_groups[0].update({"rho": 0.6, "sam_rho": 0.3})
+    kept = stored(sam.state_dict())
+    again = start()[1]
+    again.load_state_dict(kept)
+    assert (again.param_groups[0]["rho"], again.param_groups[0]["sam_rho"]) == (0.6, 0.3)
+    twin = pickle.loads(pickle.dumps(again))
+    assert (twin.key("rho"), twin.param_groups[0]["rho"], twin.param_groups[0]["sam_rho"]) == ("sam_rho", 0.6, 0.3)
+
+    old = deepcopy(kept)
+    for group in old["param_groups"]:
+        group["rho"] = group.pop("sam_rho")  # one value for both
+    with pytest.warns(UserWarning, match="rho of Adadelta had been overwritten with that of SAM"):
+        again.load_state_dict(old)
+    assert (again.param_groups[0]["rho"], again.param_groups[0]["sam_rho"]) == (0.6, 0.3)
+    alone = torch.optim.Adadelta(made().parameters(), rho=0.55)
+    again.load_state_dict(alone.state_dict())  # of a base alone it is the base's
+    assert (again.param_groups[0]["rho"], again.param_groups[0]["sam_rho"]) == (0.55, 0.3)
+
+
+def test_a_state_that_was_loaded_into_the_base_alone_leaves_the_wrappers_options() -> None:
+    model = made()
+    sam = SAM(model, SGD(model.parameters(), lr=0.0), rho=0.25)
+    sam.base.load_state_dict(SGD(model.parameters(), lr=0.0).state_dict())
+    train(model, sam, batches(1))
+    assert sam.perturbation == pytest.approx(0.25)
+
+
+def test_a_later_wrapper_of_another_kind_uses_the_same_keys() -> None:
+    model = made()
+    base = torch.optim.Adadelta(model.parameters(), rho=0.7)
+    SAM(model, base, rho=0.2)
+    later = ASAM(model, base, rho=0.4)
+    assert (later.key("rho"), later.key("eta")) == ("sam_rho", "eta")
+    assert [later.param_groups[0][key] for key in ("rho", "sam_rho", "eta")] == [0.7, 0.4, 0.01]
+    assert not {key for key in later.param_groups[0] if key.startswith("sam_sam")}
 
 
 @pytest.mark.parametrize(

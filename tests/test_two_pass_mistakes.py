@@ -83,6 +83,103 @@ def test_a_second_backward_pass_that_was_forgotten_is_missed(wrapper: type[SAM])
     assert optimizer.perturbed_steps == 0
 
 
+def untouched(model: nn.Module, optimizer: TwoPass, before: list[Tensor]) -> None:
+    assert not optimizer.is_shifted
+    assert optimizer.perturbed_steps == 0
+    assert all(map(torch.equal, before, values(model)))
+
+
+@pytest.mark.parametrize("cleared", ["to none", "to zero", "by the model to zero", "not at all"])
+@WRAPPERS
+def test_a_closure_that_never_calls_backward_is_an_error(wrapper: type[SAM], cleared: str) -> None:
+    model = network().eval()
+    optimizer = wrapper(model, torch.optim.SGD, lr=0.1)
+
+    def closure() -> Tensor:
+        if cleared == "by the model to zero":
+            model.zero_grad(set_to_none=False)
+        elif cleared != "not at all":
+            optimizer.zero_grad(set_to_none=cleared == "to none")
+        return F.cross_entropy(model(INPUTS), LABELS)
+
+    before = values(model)
+    for stale in (False, True):
+        if stale:
+            backward(model)  # gradients that are there already are not the closure's
+        with pytest.raises(TrainingError, match=r"Got a closure that made no gradient.*Do: call loss.backward\(\)"):
+            optimizer.step(closure)
+        untouched(model, optimizer, before)
+
+
+@pytest.mark.parametrize("cleared", ["never", "to none", "to zero"])
+@WRAPPERS
+def test_a_first_step_without_a_backward_pass_is_an_error(wrapper: type[SAM], cleared: str) -> None:
+    model = network()
+    optimizer = wrapper(model, torch.optim.SGD, lr=0.1)
+    before = values(model)
+    if cleared != "never":
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.zero_grad(set_to_none=cleared == "to none")
+    with pytest.raises(TrainingError, match=r"Got first_step\(\) without a gradient.*Do: call loss.backward\(\)"):
+        optimizer.first_step()
+    untouched(model, optimizer, before)
+
+
+@WRAPPERS
+def test_a_closure_that_skips_its_second_backward_pass_is_an_error(wrapper: type[SAM]) -> None:
+    model, calls = network().eval(), []
+    optimizer = wrapper(model, torch.optim.SGD, lr=0.1)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        calls.append(1)
+        if len(calls) == 1:
+            backward(model)
+
+    before = values(model)
+    with pytest.raises(TrainingError, match="Got no gradient since first_step"):
+        optimizer.step(closure)
+    untouched(model, optimizer, before)
+
+
+def test_frozen_parameters_and_gradients_of_zero_are_no_error() -> None:
+    model = network()
+    model[3].requires_grad_(False)
+    optimizer = SAM(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step(closed(model, optimizer))
+    assert optimizer.perturbed_steps == 1
+    for set_to_none in (True, False):
+
+        def closure(set_to_none: bool = set_to_none) -> None:
+            optimizer.zero_grad(set_to_none)
+            backward(model, scale=0.0)  # every margin is met, say
+
+        optimizer.step(closure)
+        optimizer.zero_grad(set_to_none)
+        backward(model, scale=0.0)
+        optimizer.first_step()
+        backward(model, scale=0.0)
+        optimizer.second_step()
+    assert optimizer.perturbed_steps == 1
+
+
+def test_gradients_that_were_put_there_by_hand_are_gradients() -> None:
+    one, other = network(), network()
+    by_hand, usual = (SAM(model, torch.optim.SGD, lr=0.1, rho=0.5) for model in (one, other))
+
+    def closure() -> None:
+        by_hand.zero_grad()
+        loss = F.cross_entropy(one(INPUTS), LABELS)
+        for p, gradient in zip(one.parameters(), torch.autograd.grad(loss, list(one.parameters())), strict=True):
+            p.grad = gradient
+
+    for _ in range(2):
+        by_hand.step(closure)
+        usual.step(closed(other, usual))
+    assert all(map(torch.equal, values(one), values(other)))
+
+
 def test_a_first_gradient_must_not_be_unscaled() -> None:
     model = network()
     optimizer, scaler = SAM(model, torch.optim.SGD, lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)

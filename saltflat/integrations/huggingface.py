@@ -102,6 +102,8 @@ class FlatTraining:
         super().__init__(*args, **kwargs)
         if self.flatness is not None:
             self.flatness.log = self._log_flatness
+            changes = {"SAM": self._make_sam, "the Fisher penalty": self._make_fisher, "a penalty": self._penalties}
+            self.flatness.changed_by = next((name for name, used in changes.items() if used), "")
             if self.flatness not in self.callback_handler.callbacks:
                 self.add_callback(self.flatness)
 

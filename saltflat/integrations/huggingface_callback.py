@@ -11,7 +11,6 @@ from torch import nn
 from saltflat.errors import first_line
 from saltflat.integrations.monitor import Monitor, check_options
 from saltflat.integrations.one_for_all import AsItStepped, OneForAll
-from saltflat.integrations.own_loss import DO, losses
 from saltflat.integrations.record import Complaints, Record
 from saltflat.integrations.schedule import DEFAULT_EVERY, Every
 from saltflat.losses import loss_from
@@ -26,13 +25,12 @@ def host() -> Any:
     except ImportError as problem:
         raise MissingPackageError(
             "Got a request for Hugging Face's Trainer without transformers. Want that package, and accelerate. "
-            "Do: pip install saltflat[hf]."
+            "Do: pip install transformers accelerate."
         ) from problem
     return transformers
 
 
 _TrainerCallback: Any = host().TrainerCallback
-COMPARED = 8  # examples for which the loss is compared with the model's own
 
 
 class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
@@ -49,8 +47,8 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
 
     **Other losses.** Regression (``num_labels=1``) needs ``loss="mse"``, and labels of shape ``(N, 1)``, as the outputs
     have; several labels for an example need ``loss="bce_with_logits"``; ``label_smoothing_factor`` needs
-    ``loss=nn.CrossEntropyLoss(label_smoothing=...)``. A :class:`~saltflat.integrations.MonitorWarning` at the start
-    says if the loss of the probe is not the model's own.
+    ``loss=nn.CrossEntropyLoss(label_smoothing=...)``. If the loss of the probe is not the model's own, training does
+    not start: a :class:`~saltflat.errors.ModelError` says which it is.
 
     ``flatness/lr_lambda_max`` has the learning rate of the step just taken.
 
@@ -79,6 +77,7 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
         check_options(options, without=("model",))
         self.probe, self.measures, self.loss, self.every, self.options = probe, measures, loss, every, options
         self.log: Callable[[dict[str, float]], None] | None = None  # the Trainer's, where there is a way to it
+        self.changed_by = ""  # what changes the gradient before the optimizer steps
         self.watch: OneForAll | None = None
         self._earlier: list[Record] = []
         self._stepped: AsItStepped | None = None
@@ -105,7 +104,8 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
             epoch=int(state.epoch or 0),
         )
         if self.watch.monitor is not None:
-            self._compare(self.watch.monitor, getattr(args, "label_smoothing_factor", 0.0))
+            self.watch.monitor.changed_by = self.changed_by
+            self._compare(getattr(args, "label_smoothing_factor", 0.0))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
         self._stepped = AsItStepped(optimizer)
@@ -120,6 +120,7 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.watch is not None:
+            self._tell(self.watch.finish(self._stepped), state)
             self.watch.close()
 
     def give_up(self) -> None:
@@ -127,25 +128,15 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
         if self.watch is not None:
             self.watch.close(quiet=True)
 
-    def _compare(self, monitor: Monitor, smoothing: float) -> None:
-        """Say if what is measured is not the flatness of what is trained on."""
-        if self.options.get("logits", "none") != "none":
+    def _compare(self, smoothing: float) -> None:
+        """Say if labels are smoothed where the model is trained, and not where it is measured."""
+        if self.options.get("logits", "none") != "none" or not smoothing:
             return
-        if smoothing:
-            if getattr(loss_from(self.loss), "label_smoothing", 0.0) != smoothing:
-                self._complain(
-                    "smoothing",
-                    f"The training smooths its labels by {smoothing}, and the loss of the probe does not. "
-                    f"Do: pass loss=torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
-                )
-            return
-        inputs, labels = monitor.few(COMPARED)
-        found = losses(monitor.model, inputs, labels, self.loss)
-        if found is not None and not found.agree_shifted:
+        if getattr(loss_from(self.loss), "label_smoothing", 0.0) != smoothing:
             self._complain(
-                "loss",
-                f"The loss of the probe's first examples is {found.ours:.6g} as it is measured, and {found.own:.6g} by "
-                f"the model itself: what is measured is not the flatness of what is trained on. {DO}.",
+                "smoothing",
+                f"The training smooths its labels by {smoothing}, and the loss of the probe does not. "
+                f"Do: pass loss=torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
             )
 
     def _tell(self, record: Record | None, state: Any) -> None:

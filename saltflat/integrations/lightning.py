@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -59,7 +60,7 @@ def host() -> Any:
             continue
     raise MissingPackageError(
         "Got a callback for Lightning without Lightning. Want the package lightning or pytorch_lightning. "
-        "Do: pip install saltflat[lightning]."
+        "Do: pip install lightning."
     )
 
 
@@ -72,13 +73,22 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
     """Measures how flat the minimum is while Lightning trains, on a fixed set of examples.
 
     The values go to all loggers of the trainer, and to ``trainer.callback_metrics``, where checkpoints and early
-    stopping find them: ``ModelCheckpoint(monitor="flatness/hessian_trace")``. There they stay until the next
+    stopping find them: ``monitor="flatness/hessian_trace"``. There they stay until the next
     measurement; a callback that looks for them before the first one will not find them. So that they are those of the
     moment, such a callback needs ``cap=None`` here, which is checked, and an ``every`` that is its own.
 
-    A step is a batch after which an optimizer stepped, and values are logged there, also with several optimizers.
-    ``flatness/lr_lambda_max`` has the learning rate of the step just taken; it is left out if several optimizers train
-    the measured module.
+    A step is a batch after which an optimizer stepped, also with several optimizers, and a record's ``step`` is how
+    many were taken. Lightning counts from 0: loggers get the values at the step at which Lightning logs the loss of
+    that batch, 99 for ``every=100``. ``flatness/lr_lambda_max`` has the learning rate of the step just taken; it is
+    left out if several optimizers train the measured module.
+
+    The flattest state of a training is no good one by itself: at the start, or after a divergence, the loss may be flat
+    and high. A checkpoint that goes by flatness should take those with a low loss only::
+
+        class FlattestFitted(ModelCheckpoint):
+            def check_monitor_top_k(self, trainer, current=None):
+                fits = trainer.callback_metrics["flatness/loss"] < 0.1
+                return bool(fits) and super().check_monitor_top_k(trainer, current)
 
     With several processes the first one measures, and the others wait for it and know what it found. That must be over
     before the process group's timeout (half an hour, if nothing else is said).
@@ -156,6 +166,7 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             epoch=trainer.current_epoch,
         )
         self._step = trainer.global_step
+        self._is_counting = False
         self._stepped = None
         self._optimizer = _optimizer_of(module, trainer.optimizers)
 
@@ -164,14 +175,25 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             self._stepped = AsItStepped(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.watch is None:
+            return
+        steps = trainer.fit_loop.epoch_loop._batches_that_stepped  # without this batch
+        if not self._is_counting:
+            # After a checkpoint from within an epoch, Lightning has the right count from the first batch on only.
+            self.watch.count_from(steps)
+            self._is_counting = True
         # Batches that are accumulated leave the count of steps alone; several optimizers raise it by more than one.
-        if self.watch is not None and trainer.global_step != self._step:
+        if trainer.global_step != self._step:
             self._step = trainer.global_step
-            self._log(trainer, self.watch.after_step(self._used))
+            self._log(trainer, self.watch.after_step(self._used), steps)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self.watch is not None:
-            self._log(trainer, self.watch.after_epoch(self._used))
+            self._log(trainer, self.watch.after_epoch(self._used), _last_step(trainer))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.watch is not None:
+            self._log(trainer, self.watch.finish(self._used), _last_step(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.watch is not None:
@@ -217,12 +239,13 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             )
         return found
 
-    def _log(self, trainer: Any, record: Record | None) -> None:
+    def _log(self, trainer: Any, record: Record | None, step: int) -> None:
+        """Where Lightning logs what it knows of the step just taken, the first of which it calls 0."""
         if record is None:
             return
         for logger in trainer.loggers if trainer.is_global_zero else ():
             try:
-                logger.log_metrics(record.values, step=record.step)
+                logger.log_metrics(record.values, step=step)
             # A full disk or a lost connection is no reason to end a training.
             except Exception as error:
                 name = type(logger).__name__
@@ -246,16 +269,26 @@ class TwoPassPrecision(_MixedPrecision):  # type: ignore[misc]
         if self.scaler is None or not isinstance(optimizer, TwoPass):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
-        def both() -> Tensor | None:
+        is_second = False
+
+        def both(closure: Callable[[], Tensor | None]) -> Tensor | None:
+            nonlocal is_second
             loss = closure()
             if optimizer.is_shifted:
+                is_second = True
                 self.scaler.unscale_(optimizer)
                 self._after_closure(model, optimizer)
             return loss
 
-        loss = optimizer.step(both, scaler=self.scaler, **kwargs)
-        self.scaler.update()
+        loss = optimizer.step(partial(both, closure), scaler=self.scaler, **kwargs)
+        if is_second:  # a batch that was skipped has no second pass
+            self.scaler.update()
         return loss
+
+
+def _last_step(trainer: Any) -> int:
+    """The step at which Lightning logs what it finds at the end of an epoch."""
+    return max(0, int(trainer.fit_loop.epoch_loop._batches_that_stepped) - 1)
 
 
 def _optimizer_of(module: nn.Module, optimizers: list[Any]) -> Any:

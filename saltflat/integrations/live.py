@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table as Grid
 from rich.text import Text
 
-from saltflat.integrations.record import EDGE, EDGE_NAME, short
+from saltflat.integrations.record import EDGE_NAME, THRESHOLD_NAME, short
 from saltflat.report.text import number, printable
 
 COLUMNS = 5  # records shown side by side
@@ -64,7 +64,7 @@ class Table:
         """One moment on one line, without what single layers contribute."""
         text = Text(f"step {step}" + ("" if epoch is None else f", epoch {epoch}"))
         for name in _rows(values):
-            text.append(f"  {_label(name)} ", "dim").append(_cell(name, values[name]))
+            text.append(f"  {_label(name)} ", "dim").append(_cell(name, values))
             text.append(self._arrow(before.get(name), values[name]))
         return text
 
@@ -79,7 +79,7 @@ class Table:
         # What is taller than the screen cannot be drawn over.
         rows, most = _rows(latest), max(1, self.console.height - 8)
         for name in rows[:most]:
-            cells = [_cell(name, values[name]) if name in values else Text() for _, values in self._moments]
+            cells = [_cell(name, values) if name in values else Text() for _, values in self._moments]
             grid.add_row(_label(name), *cells, self._arrow(before.get(name), latest[name]))
         if len(rows) > most:
             grid.caption = f"and {len(rows) - most} more"
@@ -100,18 +100,21 @@ class Table:
 
 def _rows(values: Mapping[str, float]) -> list[str]:
     """The names that belong to the whole network."""
-    return [name for name in values if "/" not in short(name)]
+    return [name for name in values if "/" not in short(name) and short(name) != THRESHOLD_NAME]
 
 
 def _label(name: str) -> str:
     return "lr * lambda_max" if short(name) == EDGE_NAME else printable(short(name))
 
 
-def _cell(name: str, value: float) -> Text:
+def _cell(name: str, values: Mapping[str, float]) -> Text:
+    value = values[name]
     text = Text("nan" if isnan(value) else number(value))
-    if short(name) == EDGE_NAME and value > EDGE:
-        text.append(f" > {EDGE:g}")
-        text.stylize("bold red")
+    threshold = values.get(name.replace(EDGE_NAME, THRESHOLD_NAME)) if short(name) == EDGE_NAME else None
+    if threshold is not None and not isnan(value):
+        text.append(f" {'>' if value > threshold else '<'} {number(threshold)}")
+        if value > threshold:
+            text.stylize("bold red")
     return text
 
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping
 from io import FileIO
 from math import isfinite
-from pathlib import Path
 from typing import Any, Protocol
 
 from saltflat.errors import OptionError
 from saltflat.integrations.live import Table
+from saltflat.report.file import path_from
 from saltflat.report.optional import package
 
 __all__ = ["JsonLines", "Logger", "MLflow", "Table", "TensorBoard", "WandB"]
@@ -46,7 +46,7 @@ class JsonLines:
             raise OptionError(
                 f"Got a path of type {type(path).__name__}. Want the name of a file. Do: JsonLines('flatness.jsonl')."
             )
-        self.path = Path(path).absolute()  # whoever trains may change the working directory
+        self.path = path_from(path, OptionError).absolute()  # whoever trains may change the working directory
         try:  # now, not after an hour
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("ab").close()
@@ -88,6 +88,7 @@ class TensorBoard:
         if self._is_own:
             package("tensorboard", "a TensorBoard logger")
             writer = package("torch.utils.tensorboard", "a TensorBoard logger").SummaryWriter
+            where = path_from(where, OptionError)
             try:
                 where = writer(os.path.abspath(where))
             except OSError as error:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat.amounts import check_flag
 from saltflat.errors import ModelError, OptionError, TrainingError, unknown
 from saltflat.integrations.doubts import doubts
 from saltflat.integrations.live import Table
@@ -25,10 +26,14 @@ from saltflat.integrations.told import Loggers
 from saltflat.loan import loan
 from saltflat.measures.request import requests
 from saltflat.measuring import measure
+from saltflat.turns import in_turn
 
 __all__ = ["Monitor"]
 
 CERTIFIED = 8  # examples for which Gauss-Newton and the Hessian are compared
+# What a measurement takes is extrapolated from these many examples, or this share of them.
+TIMED, TIMED_SHARE = 16, 1 / 8
+PROBED = 8  # examples
 
 
 class Monitor:
@@ -54,14 +59,15 @@ class Monitor:
         loss: as for :func:`saltflat.measure`.
         every: ``100`` or ``"100 steps"``, or ``"1 epoch"``.
         cap: measuring time as a share of training time, which is counted from the first call on. What is due too early
-            is made as soon as there is time for it. The first measurement is made when it is due: after a run that is
-            too short for it, the share is above the cap. No limit if None.
+            is made as soon as there is time for it. How long the first measurement will take is estimated on a few of
+            the examples in the first call, which counts as measuring time. No limit if None.
         loggers: where the values go: any of :mod:`saltflat.integrations.loggers`, or functions of
             ``(values, step)``; None for none.
         by_layer: whether to keep what each parameter contributes, too.
-        optimizer: whose learning rate is multiplied with the largest eigenvalue. It can be given to every call instead.
-            With SAM and its kin pass it: only so is a call in between the passes, at shifted weights, refused. The rate
-            is that of the moment of the call: call before the schedule steps to have the one of the step just taken.
+        optimizer: whose learning rate is multiplied with the largest eigenvalue, and whose preconditioner and momentum
+            count. It can be given to every call instead. With SAM and its kin pass it: only so is a call in between the
+            passes, at shifted weights, refused. The rate is that of the moment of the call: call before the schedule
+            steps to have the one of the step just taken.
         spectrum: whether to find the largest eigenvalue of the Hessian of the whole network (not of the Gauss-Newton
             matrix, and without weight decay), from the eigenvector of the time before.
         table: True for a table in the terminal, or a :class:`saltflat.integrations.loggers.Table` of your own.
@@ -76,13 +82,22 @@ class Monitor:
         history: a :class:`Record` for every measurement.
         step: training steps seen. Set it when a training is taken up again.
         epoch: epochs seen.
+        changed_by: what changes the gradient of the loss before the optimizer steps, such as ``"FisherPenalty"``; no
+            threshold is given then. SAM and its kin are known by themselves.
+
+    A run that is over before the first measurement is due is measured at its end, if the cap allows; what was due and
+    was left out for the cap is in the records (``skipped``) and in a warning at the end.
 
     Values in a record:
 
     * ``flatness/<measure>``, and ``flatness/<measure>/<parameter>`` with ``by_layer=True``;
     * ``flatness/lambda_max``, the largest eigenvalue of the Hessian, to about 0.1 %;
-    * ``flatness/lr_lambda_max``, times the largest learning rate of the optimizer's groups: plain gradient descent is
-      stable on a parabola below 2;
+    * ``flatness/lr_lambda_max``, times the learning rate. For Adam, RMSprop and the like it is the largest eigenvalue
+      of the Hessian as the optimizer preconditions it at present, and with several groups every parameter has its own
+      rate. Weight decay that is added to the gradient is added to the Hessian;
+    * ``flatness/lr_lambda_max_threshold``, above which the optimizer diverges on a parabola: 2 for plain gradient
+      descent, ``2 * (1 + momentum)`` with momentum, 38 for Adam with its usual betas. Without one if it is not known
+      (:mod:`saltflat.integrations.stability`), which a note says;
     * ``flatness/loss``, the mean loss of the probe, and ``flatness/seconds``.
 
     Example:
@@ -99,9 +114,10 @@ class Monitor:
         >>> [each.step for each in monitor.history]
         [5, 10]
         >>> sorted(name.removeprefix("flatness/") for name in record.values)
-        ['hessian_trace', 'lambda_max', 'loss', 'lr_lambda_max', 'seconds']
+        ['hessian_trace', 'lambda_max', 'loss', 'lr_lambda_max', 'lr_lambda_max_threshold', 'seconds']
     """
 
+    @in_turn
     def __init__(
         self,
         model: nn.Module,
@@ -129,14 +145,22 @@ class Monitor:
         check_options(options)
         if not isinstance(prefix, str) or not prefix or "/" in prefix:
             raise OptionError(f"Got prefix={prefix!r}. Want a word without a slash. Do: leave it out for {PREFIX!r}.")
+        check_flag(by_layer=by_layer, spectrum=spectrum)
+        if not callable(clock) or not isinstance(clock(), int | float):
+            raise OptionError(
+                "Expected clock to be a function that gives seconds, but got something else. Try time.perf_counter."
+            )
         asked = requests(measures)
         names = tuple(request.key for request in asked)
         self.optimizer, self.prefix = _checked(optimizer), prefix
-        options = {"seed": seed, "progress": False, "certificate": False, **options}
+        options = {"seed": seed, "progress": False, "certificate": False, "sampling": False, **options}
         if any("initial_weight" in each.measure.statistics for each in asked):
             options["initial"] = _copied(self.model if options.get("initial") is None else options["initial"])
         self.history: list[Record] = []
         self.step = self.epoch = self._calls = 0
+        self.changed_by = ""
+        self._latest_optimizer: Any = None
+        self._is_finished = False
         self._schedule = Schedule(every, cap)
         with loan(self.model, "keep", probe):
             self._probe = ProbeSet(probe)
@@ -147,24 +171,40 @@ class Monitor:
         self._loggers = Loggers(loggers, table, self._complain)
         self._clock = clock
 
+    @in_turn
     def after_step(self, optimizer: Optimizer | None = None) -> Record | None:
         """To be called after every training step: measures if that is due and there is time."""
-        used = self._used(optimizer)
-        self._calls += 1
+        used = self._called(optimizer)
         self.step += 1
         return self._measured(used) if self._schedule.after_step(self.step, self._clock()) else None
 
+    @in_turn
     def after_epoch(self, optimizer: Optimizer | None = None) -> Record | None:
         """To be called after every epoch: measures if that is due and there is time."""
-        used = self._used(optimizer)
-        self._calls += 1
+        used = self._called(optimizer)
         self.epoch += 1
         return self._measured(used) if self._schedule.after_epoch(self.epoch, self._clock()) else None
 
+    @in_turn
+    def finish(self, optimizer: Optimizer | None = None) -> Record | None:
+        """To be called after the last step; :meth:`close` and the end of a ``with`` block do it, too.
+
+        Measures if nothing was measured so far and the cap allows it, and warns of what was left out.
+        """
+        if self._is_finished or not self._calls:
+            return None
+        self._is_finished = True
+        used = self._used(self._latest_optimizer if optimizer is None else optimizer)
+        record = self._measured(used) if not self.history and self._schedule.at_end(self._clock()) else None
+        self._say_what_was_left_out()
+        return record
+
+    @in_turn
     def measure(self, optimizer: Optimizer | None = None) -> Record:
         """Measures now, whatever the schedule says. The time it takes is counted all the same."""
         return self._measured(self._used(optimizer))
 
+    @in_turn
     def few(self, count: int) -> tuple[Any, Tensor]:
         """Inputs and targets of the probe's first examples."""
         return self._probe.few(device_of(self.model), count)[0]
@@ -187,14 +227,16 @@ class Monitor:
         return figure
 
     def close(self, quiet: bool = False) -> None:
-        """Close the loggers; each closes what it has opened itself. Warns of a training that was never measured."""
-        self._loggers.close()
-        if self._calls and not self.history and not quiet:
-            self._complain(
-                "empty",
-                f"Nothing was measured in {self.step} steps and {self.epoch} epochs: every "
-                f"{self._schedule.every.count} {self._schedule.every.unit}s was not reached. Measure more often.",
-            )
+        """Finish, and close the loggers; each closes what it has opened itself.
+
+        Args:
+            quiet: after an error: nothing is measured, and there are no warnings.
+        """
+        try:
+            if not quiet:
+                self.finish()
+        finally:
+            self._loggers.close()
 
     def __enter__(self) -> Monitor:
         return self
@@ -204,15 +246,59 @@ class Monitor:
     ) -> None:
         self.close(quiet=error is not None)
 
+    def _called(self, optimizer: Optimizer | None) -> Any:
+        used = self._used(optimizer)
+        if not self._calls and self._schedule.cap is not None and self._schedule.expected is None:
+            started = self._synchronized()
+            self._schedule.expected = self._estimated(used)
+            self._schedule.spent += self._clock() - started
+        self._calls += 1
+        self._latest_optimizer = used
+        return used
+
+    def _estimated(self, optimizer: Any) -> float | None:
+        """Seconds that a measurement will take, as a line through those of two numbers of examples; None if unknown."""
+        total = self._probe.examples
+        many = min(total, max(TIMED, round(TIMED_SHARE * total)))
+        # What a measurement looks at first is the same from PROBED examples on, and less below.
+        few = many if many == total else min(max(PROBED, many // 4), max(1, many // 2))
+        times = {}
+        for count in sorted({few, many}):
+            data = self._probe.first(device_of(self.model), count)
+            seconds = self._readout.time_on(data, optimizer, self._synchronized)
+            if seconds is None:
+                return None
+            times[count] = seconds
+        slope = max(0.0, times[many] - times[few]) / max(1, many - few)
+        return times[many] + slope * (total - many)
+
+    def _say_what_was_left_out(self) -> None:
+        schedule = self._schedule
+        if schedule.cap is None or schedule.expected is None or (self.history and schedule.made >= schedule.due):
+            return
+        if self.history:
+            what, took, do = (
+                f"Measured {schedule.made} of the {schedule.due} times it was due",
+                "took",
+                "less often or ",
+            )
+        else:
+            what = f"Nothing was measured in {self.step} steps and {self.epoch} epochs"
+            took, do = "would take about", ""
+        self._complain(
+            "left out",
+            f"{what}: a measurement {took} {schedule.expected:.2g} s, and cap={schedule.cap} allows "
+            f"{schedule.cap * schedule.trained:.2g} s in {schedule.trained:.2g} s of training, what it took to "
+            f"estimate this included. Measure {do}on fewer examples, raise the cap, or call measure() where you want "
+            "to know.",
+        )
+
     def _measured(self, optimizer: Any) -> Record:
-        # Kernels that are still queued belong to the training.
-        self._synchronize()
-        started = self._clock()
-        values, notes = self._readout(self._probe.on(device_of(self.model)), optimizer, self.step)
-        self._synchronize()
-        seconds = self._clock() - started
+        started = self._synchronized()  # kernels that are still queued belong to the training
+        values, notes = self._readout(self._probe.on(device_of(self.model)), optimizer, self.step, self.changed_by)
+        seconds = self._synchronized() - started
         values[f"{self.prefix}/seconds"] = seconds
-        record = Record(self.step, self.epoch, values, seconds, notes)
+        record = Record(self.step, self.epoch, values, seconds, notes, tuple(self._schedule.waiting))
         self.history.append(record)
         self._loggers.log(record)
         self._schedule.measured(started, self._clock())
@@ -230,6 +316,10 @@ class Monitor:
             )
         return used
 
+    def _synchronized(self) -> float:
+        self._synchronize()
+        return self._clock()
+
     def _synchronize(self) -> None:
         for device in {p.device for p in self.model.parameters()}:
             if device.type == "cuda":
@@ -241,7 +331,7 @@ class Monitor:
 def check_options(options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
     """Refuse names that neither a monitor nor a measurement knows; ``without`` names others that are no use here."""
     known = {*inspect.signature(Monitor).parameters, *inspect.signature(measure).parameters}
-    known -= {"options", "data", *without}
+    known -= {"options", "data", "limit", *without}
     for name in options:
         if name not in known:
             raise unknown("option", name, known)

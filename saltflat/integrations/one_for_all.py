@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from saltflat.errors import TrainingError, first_line
 from saltflat.integrations.monitor import Monitor
 from saltflat.integrations.record import Record
@@ -47,6 +49,12 @@ class OneForAll:
         if self.monitor is not None:
             self.monitor.step, self.monitor.epoch = step, epoch
 
+    def count_from(self, step: int) -> None:
+        """Steps that were taken before, if they were not known at the start."""
+        self.step = step
+        if self.monitor is not None:
+            self.monitor.step = step
+
     def after_step(self, optimizer: Any = None) -> Record | None:
         """To be called by every process after each step; the same record everywhere."""
         self.step += 1
@@ -63,6 +71,12 @@ class OneForAll:
     def history(self) -> list[Record]:
         """What was measured, on the first process; empty on the others."""
         return [] if self.monitor is None else self.monitor.history
+
+    def finish(self, optimizer: Any = None) -> Record | None:
+        """To be called by every process after the last step; the same record everywhere."""
+        monitor = self.monitor
+        record: Record | None = self._agreed(None if monitor is None else lambda: monitor.finish(optimizer))
+        return record
 
     def close(self, quiet: bool = False) -> None:
         if self.monitor is not None:
@@ -99,8 +113,12 @@ class OneForAll:
 
 
 class AsItStepped:
-    """An optimizer with the learning rates of its latest step, which a schedule may have changed since."""
+    """An optimizer with the options of its latest step, which a schedule may have changed since."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.param_groups = [{"lr": float(group["lr"])} for group in optimizer.param_groups if "lr" in group]
+        # Schedules write to learning rates that are tensors.
+        self.param_groups = [
+            {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from saltflat.integrations.record import EDGE, EDGE_NAME, Record, short
+from saltflat.integrations.record import EDGE_NAME, THRESHOLD_NAME, Record, short
 from saltflat.report.optional import package
 from saltflat.report.text import printable
 
@@ -18,7 +18,7 @@ def figure_of(history: Sequence[Record]) -> Any:
     Made without pyplot: there is no window, no current figure, and nothing to close.
     """
     names = list(dict.fromkeys(name for record in history for name in record.values))
-    panels = [name for name in names if "/" not in short(name)]
+    panels = [name for name in names if "/" not in short(name) and short(name) != THRESHOLD_NAME]
     across, down = min(ACROSS, max(1, len(panels))), max(1, -(-len(panels) // ACROSS))
     figure = package("matplotlib.figure", "plot()").Figure(figsize=(4 * across, 2.6 * down), layout="constrained")
     if not panels:
@@ -32,8 +32,9 @@ def figure_of(history: Sequence[Record]) -> Any:
             if name.startswith(f"{panel}/"):
                 _line(axis, history, name, color="0.75", linewidth=0.8)
         _line(axis, history, panel, color="C0", marker=".", linewidth=1.2)
-        if short(panel) == EDGE_NAME:
-            axis.axhline(EDGE, color="C3", linestyle="--", linewidth=1)
+        threshold = panel.replace(EDGE_NAME, THRESHOLD_NAME)
+        if short(panel) == EDGE_NAME and threshold in names:
+            _line(axis, history, threshold, color="C3", linestyle="--", linewidth=1)
     return figure
 
 

@@ -47,9 +47,19 @@ class ProbeSet:
         return [_item(batch) for batch in self._batches]
 
     def few(self, device: torch.device, count: int) -> list[Item]:
-        """The first examples."""
+        """The first examples, in one batch; no more than the first batch has."""
         self.on(device)
         return [_item(self._batches[0].cut(0, count))]
+
+    def first(self, device: torch.device, count: int) -> list[Item]:
+        """The first examples, in batches as they are."""
+        self.on(device)
+        found: list[Item] = []
+        for batch in self._batches:
+            if count > 0:
+                found.append(_item(batch.cut(0, min(count, batch.examples))))
+            count -= batch.examples
+        return found
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from math import isnan, nan
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch import nn
 
 from saltflat.errors import first_line
 from saltflat.integrations.doubts import Doubt
-from saltflat.integrations.record import EDGE_NAME, PREFIX, Complaints
+from saltflat.integrations.record import EDGE_NAME, PREFIX, THRESHOLD_NAME, Complaints
 from saltflat.integrations.sharpest import Sharpest
+from saltflat.integrations.stability import Stability, is_preconditioned, stability_of
 from saltflat.measuring import measure
+
+TIMED, USUAL = (1, 4), 20  # products of the searches that are timed, and those that one needs from a random start
 
 
 class Readout:
@@ -46,14 +50,19 @@ class Readout:
         self.options, self.complain, self.prefix, self.doubts = options, complain, prefix, doubts or {}
         self._said: set[str] = set()
         self.sharpest = Sharpest() if spectrum else None
+        self._at_the_edge = Sharpest()  # remembers another vector
 
-    def __call__(self, data: Any, optimizer: Any, step: int) -> tuple[dict[str, float], tuple[str, ...]]:
+    def __call__(
+        self, data: Any, optimizer: Any, step: int, changed_by: str = ""
+    ) -> tuple[dict[str, float], tuple[str, ...]]:
         """Values by name, and what went wrong with the rest."""
         wrong: dict[object, str] = {}
         notes: list[str] = []
         values = self._measures(data, wrong, notes)
         if self.sharpest is not None:
-            values |= self._sharpness(data, optimizer, wrong)
+            values |= self._sharpness(data, wrong)
+            if optimizer is not None:
+                values |= self._edge(data, values[f"{self.prefix}/lambda_max"], optimizer, changed_by, wrong, notes)
         for about, text in wrong.items():
             self.complain(about, f"At step {step}: {text} The training goes on.")
         # They may be long, and are the same every time.
@@ -83,19 +92,63 @@ class Readout:
                 wrong[name] = f"{name} is nan ({'; '.join(reading.notes)})."
         return values
 
-    def _sharpness(self, data: Any, optimizer: Any, wrong: dict[object, str]) -> dict[str, float]:
-        assert self.sharpest is not None
-        shared = {name: value for name, value in self.options.items() if name in ("seed", "memory", "dtype", "mode")}
+    def time_on(self, data: Any, optimizer: Any, clock: Callable[[], float]) -> float | None:
+        """Seconds that a measurement on these examples takes, without all of its searches; None if it fails.
+
+        A search for an eigenvalue is taken to need as many products as they usually do.
+        """
+        searches = 0 if self.sharpest is None else 1 + (optimizer is not None and is_preconditioned(optimizer))
+        times = [clock()]
         try:
-            found = self.sharpest(self.model, data, self.loss, **shared)
+            measure(self.model, data, self.loss, self.measures, **self.options)
+            times.append(clock())
+            for steps in TIMED if searches else ():
+                Sharpest(steps=steps)(self.model, data, self.loss, **self._shared)
+                times.append(clock())
+        except Exception:
+            return None
+        measured, *few = (later - earlier for earlier, later in pairwise(times))
+        if not few:
+            return measured
+        one_product = max(0.0, few[1] - few[0]) / (TIMED[1] - TIMED[0])
+        return measured + searches * (few[0] + one_product * (USUAL - TIMED[0]))
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        return {name: value for name, value in self.options.items() if name in ("seed", "memory", "dtype", "mode")}
+
+    def _sharpness(self, data: Any, wrong: dict[object, str]) -> dict[str, float]:
+        assert self.sharpest is not None
+        return {f"{self.prefix}/lambda_max": self._searched(self.sharpest, "lambda_max", data, wrong)}
+
+    def _edge(
+        self, data: Any, top: float, optimizer: Any, changed_by: str, wrong: dict[object, str], notes: list[str]
+    ) -> dict[str, float]:
+        """lambda_max times the learning rate, of the Hessian as the optimizer preconditions it, and its threshold."""
+        found = stability_of(optimizer, self.model, changed_by)
+        if isinstance(found, str):
+            notes.append(found)
+            return {}
+        if found.uniform is not None:
+            rate, decay = found.uniform
+            value = rate * (top + decay)
+        else:
+            value = self._searched(self._at_the_edge, EDGE_NAME, data, wrong, found)
+        values = {f"{self.prefix}/{EDGE_NAME}": value}
+        if found.threshold is None:
+            notes.append(found.note)
+            return values
+        return values | {f"{self.prefix}/{THRESHOLD_NAME}": found.threshold}
+
+    def _searched(
+        self, search: Sharpest, name: str, data: Any, wrong: dict[object, str], stability: Stability | None = None
+    ) -> float:
+        try:
+            found = search(self.model, data, self.loss, **self._shared, stability=stability)
         except Exception as error:
-            found = nan
-            self.sharpest.forget()
-            wrong.setdefault(type(error), f"The search for lambda_max failed and it is nan ({first_line(error)}).")
-        if not self.sharpest.converged:
-            wrong["lambda_max"] = (
-                f"lambda_max may be larger: its search stopped after {self.sharpest.products} products."
-            )
-        values = {f"{self.prefix}/lambda_max": found}
-        rates = [float(group["lr"]) for group in getattr(optimizer, "param_groups", ()) if "lr" in group]
-        return values | {f"{self.prefix}/{EDGE_NAME}": max(rates) * found} if rates else values
+            search.forget()
+            wrong.setdefault(type(error), f"The search for {name} failed and it is nan ({first_line(error)}).")
+            return nan
+        if not search.converged:
+            wrong[name] = f"{name} may be larger: its search stopped after {search.products} products."
+        return found

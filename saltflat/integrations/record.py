@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PREFIX = "flatness"
-EDGE = 2.0  # of lr * lambda_max: beyond it gradient descent on a parabola diverges
 EDGE_NAME = "lr_lambda_max"
+THRESHOLD_NAME = "lr_lambda_max_threshold"  # beyond it the optimizer diverges on a parabola
 
 
 def short(name: str) -> str:
@@ -34,6 +34,8 @@ class Record:
         values: by name, such as ``"flatness/hessian_trace"``; nan where it could not be measured.
         seconds: how long it took.
         notes: what could not be measured, and why; and what there is to say of the values, when it is true first.
+        skipped: the steps (or epochs, if it is measured by these) since the record before at which a measurement was
+            due, and was not made then to keep below the cap.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Record:
     values: Mapping[str, float]
     seconds: float
     notes: tuple[str, ...] = ()
+    skipped: tuple[int, ...] = ()
 
 
 class Complaints:

@@ -8,12 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from saltflat.errors import DataError, EmptyDataError, ModelError, OptionError, SaltflatError, UnknownNameError
+from saltflat.errors import (
+    DataError,
+    DeviceError,
+    EmptyDataError,
+    ModelError,
+    OptionError,
+    SaltflatError,
+    UnknownNameError,
+)
 from saltflat.integrations.probe_set import ProbeSet, device_of
 from saltflat.loan import loan
 from saltflat.logits import normalized
 from saltflat.losses import loss_from
 from saltflat.measuring import measure
+from saltflat.probe import checked_outputs
 from saltflat.problem import Problem, real
 
 FEW = 2  # examples to try it on
@@ -25,7 +34,7 @@ def tried(model: nn.Module, probe: ProbeSet, loss: Any, measures: Sequence[str],
     try:
         measure(model, probe.few(device_of(model), FEW), loss, measures, **options)
         _check_targets(model, probe, loss, options)
-    except (OptionError, UnknownNameError, ModelError):
+    except (DeviceError, OptionError, UnknownNameError, ModelError):
         raise
     except DataError as error:
         # A few examples may have all their targets ignored; that says nothing of the others.
@@ -44,6 +53,7 @@ def _check_targets(model: nn.Module, probe: ProbeSet, loss: Any, options: Mappin
         chosen = normalized(loss_from(loss), options.get("logits", "none"))
         problem = Problem.of(model, data, chosen, options.get("layers"), dtype, mode)
         for batch in problem.batches():
+            checked_outputs(problem, batch.cut(0, 2))
             for start in range(0, batch.examples, AT_ONCE):
                 few = batch.cut(start, start + AT_ONCE)
                 outputs = problem.network(few)

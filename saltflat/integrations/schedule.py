@@ -44,7 +44,7 @@ class Schedule:
 
     A measurement that is due is made if all of them so far and this one, taken to cost what the latest did, fit into
     ``cap`` times the training time so far. If not, it stays due, and is made at the first later step where it fits.
-    Nobody knows what the first one costs: it is made when it is due, and the others wait until it is paid for.
+    The first one is taken to cost ``expected``.
 
     Training time is what passes between the calls, less the measurements.
 
@@ -53,7 +53,11 @@ class Schedule:
         cap: measuring time over training time; no limit if None.
 
     Attributes:
+        expected: seconds that the next measurement will take; None if nobody knows, and then it is made when it is due.
+        due: how often a measurement was due.
+        made: how many of these were made, at once or later.
         skipped: how often a measurement was due and there was no time for it then.
+        waiting: the steps or epochs at which that was so since the latest measurement.
         spent: seconds of measuring so far.
         trained: seconds of training so far.
 
@@ -74,28 +78,36 @@ class Schedule:
                 "Do: for instance cap=0.05 for 5 %, or None for no limit."
             )
         self.cap = cap
-        self.skipped = 0
+        self.expected: float | None = None
+        self.due = self.made = self.skipped = 0
+        self.waiting: list[int] = []
         self.spent = self.trained = 0.0
-        self._latest: float | None = None  # seconds of the latest measurement
         self._mark: float | None = None  # until when time is accounted for
         self._is_due = False
 
     def after_step(self, step: int, now: float) -> bool:
         """Whether to measure after training step ``step``, the first being 1."""
-        return self._asked(self.every.unit == "step" and step % self.every.count == 0, now)
+        return self._asked("step", step, now)
 
     def after_epoch(self, epoch: int, now: float) -> bool:
         """Whether to measure after epoch ``epoch``, the first being 1."""
-        return self._asked(self.every.unit == "epoch" and epoch % self.every.count == 0, now)
+        return self._asked("epoch", epoch, now)
+
+    def at_end(self, now: float) -> bool:
+        """Whether there is time for a measurement after the last step."""
+        self._pass(now)
+        return self._is_affordable()
 
     def measured(self, started: float, ended: float) -> None:
         """A measurement was made."""
-        self._latest = ended - started
-        self.spent += self._latest
+        self.expected = ended - started
+        self.spent += self.expected
         if self._mark is not None:
             self.trained += started - self._mark
             self._mark = ended
+        self.made += self._is_due
         self._is_due = False
+        self.waiting = []
 
     @property
     def share(self) -> float:
@@ -104,17 +116,23 @@ class Schedule:
             return self.spent / self.trained
         return inf if self.spent > 0 else 0.0
 
-    def _asked(self, due: bool, now: float) -> bool:
+    def _pass(self, now: float) -> None:
         if self._mark is not None:
             self.trained += now - self._mark
         self._mark = now
+
+    def _asked(self, unit: str, number: int, now: float) -> bool:
+        self._pass(now)
+        due = self.every.unit == unit and number % self.every.count == 0
+        self.due += due
         self._is_due = self._is_due or due
         go = self._is_due and self._is_affordable()
         if due and not go:
             self.skipped += 1
+            self.waiting.append(number)
         return go
 
     def _is_affordable(self) -> bool:
-        if self.cap is None or self._latest is None:
+        if self.cap is None or self.expected is None:
             return True
-        return self.spent + self._latest <= self.cap * self.trained
+        return self.spent + self.expected <= self.cap * self.trained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 
 from saltflat.columns import plan_from
 from saltflat.errors import NonFiniteError
+from saltflat.integrations.stability import Stability
+from saltflat.lanczos import Top, Vectors, basis_within, top_eigenvalues
 from saltflat.loan import loan
 from saltflat.noise import normals
 from saltflat.problem import Problem
 from saltflat.setting import Setting
-from saltflat.spectrum import Top, Vectors, basis_within, top_eigenvalues
 from saltflat.sweep import bytes_from
 from saltflat.whole import check_symmetric, hessian_product
 
@@ -31,14 +33,15 @@ class Sharpest:
 
     Args:
         tolerance: of the bound on the eigenvalue's error, relative.
+        steps: products at most.
 
     Attributes:
         products: how many products with the Hessian the latest one took.
         converged: whether the latest bound was within the tolerance.
     """
 
-    def __init__(self, tolerance: float = TOLERANCE) -> None:
-        self.tolerance = tolerance
+    def __init__(self, tolerance: float = TOLERANCE, steps: int = STEPS) -> None:
+        self.tolerance, self.steps = tolerance, steps
         self.products = 0
         self.converged = True
         self._vector: Tensor | None = None
@@ -59,12 +62,16 @@ class Sharpest:
         memory: str | int = "1GiB",
         dtype: torch.dtype | None = None,
         mode: str = "eval",
+        stability: Stability | None = None,
     ) -> float:
-        """The eigenvalue, of all parameters that require a gradient."""
+        """The eigenvalue, of all parameters that require a gradient.
+
+        With ``stability`` that of its matrix in place of the Hessian itself.
+        """
         with loan(model, mode, data):
             problem = Problem.of(model, data, loss, None, dtype, mode)
             setting = Setting(problem, plan_from("exact"), seed, bytes_from(memory))
-            top = self._search(setting)
+            top = self._search(setting, stability)
         if not isfinite(top.value):
             raise NonFiniteError(
                 f"Got {top.value} as the largest eigenvalue: second derivatives overflow. Want finite ones. "
@@ -74,20 +81,29 @@ class Sharpest:
         self._vector = top.vector
         return top.value
 
-    def _search(self, setting: Setting) -> Top:
+    def _search(self, setting: Setting, stability: Stability | None) -> Top:
         measured = setting.problem.network.measured
         sizes = {name: each.numel() for name, each in measured.items()}
         seen: list[tuple[Tensor, Tensor]] = []
         self.products = 0
 
-        def product(vectors: Vectors) -> Vectors:
-            parts = zip(measured.items(), vectors[""].split(list(sizes.values())), strict=True)
+        def hessian(vector: Tensor) -> Tensor:
+            parts = zip(measured.items(), vector.split(list(sizes.values())), strict=True)
             found = hessian_product(setting, {name: part.reshape(each.shape) for (name, each), part in parts})
             flat = torch.cat([each.flatten() for each in found.values()])
-            self.products += 1
             if len(seen) < 2:
-                seen.append((vectors[""], flat))
-            return {"": flat}
+                seen.append((vector, flat))
+            return flat
+
+        if stability is not None:
+            scale, decay = _flat(stability.rates, measured).sqrt(), _flat(stability.decays, measured)
+
+        def product(vectors: Vectors) -> Vectors:
+            self.products += 1
+            if stability is None:
+                return {"": hessian(vectors[""])}
+            scaled = scale * vectors[""].double()
+            return {"": scale * (stability.sign * hessian(scaled) + decay * scaled)}
 
         random = torch.cat([each.flatten() for each in normals(setting, self._times).values()])
         start = random / random.norm()
@@ -96,9 +112,20 @@ class Sharpest:
             fresh = product({"": start})[""]
             start = self._vector.to(start) + FRESH * fresh / fresh.norm().clamp_min(1e-300)
         self._sizes, self._times = sizes, self._times + 1
-        top = top_eigenvalues(product, {"": start}, self.tolerance, STEPS, basis=basis_within(setting, measured))[""]
-        if len(seen) == 2:
+        top = top_eigenvalues(product, {"": start}, self.tolerance, self.steps, basis=basis_within(setting, measured))[
+            ""
+        ]
+        if len(seen) == 2 and stability is None:  # whose vectors have no common length
             (u, Hu), (v, Hv) = seen
             size = float((Hu.square().sum() + Hv.square().sum()).sqrt())
             check_symmetric(setting, float((u @ Hv - v @ Hu).abs()) / size if size else 0.0)
         return top
+
+
+def _flat(values: Mapping[str, Tensor | float], measured: Mapping[str, Tensor]) -> Tensor:
+    """One number for every entry of the parameters."""
+    parts = [
+        torch.as_tensor(values[name], dtype=torch.float64).to(each.device).expand(each.shape).flatten()
+        for name, each in measured.items()
+    ]
+    return torch.cat(parts)

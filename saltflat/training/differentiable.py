@@ -20,8 +20,9 @@ from saltflat.data import Batch
 from saltflat.errors import CoupledExamplesError, EmptyDataError
 from saltflat.features import channel_axis
 from saltflat.forms import Dense
-from saltflat.forms.base import Geometry, grouped
-from saltflat.geometry import geometries
+from saltflat.forms.base import Geometry as Matrices
+from saltflat.forms.base import grouped
+from saltflat.geometry import Geometry
 from saltflat.measures.request import Need
 from saltflat.network import Network
 from saltflat.probe import TOLERANCE
@@ -42,7 +43,7 @@ class Written(Dense):
     def norms(self, groups: Sequence[slice]) -> Tensor:
         return grouped(self.values.square().reshape(self.columns, self.examples, -1).sum(2), groups)
 
-    def row_products(self, geometry: Geometry, scale: Tensor | None) -> Tensor:
+    def row_products(self, geometry: Matrices, scale: Tensor | None) -> Tensor:
         each = self.values.flatten(0, 1)
         rows: Tensor = vmap(geometry.matrices)(each if scale is None else each * scale)
         wide = rows.flatten(3).permute(1, 2, 0, 3).flatten(2)
@@ -57,14 +58,16 @@ class Live:
         problem: the model, and the loss.
         batch: the examples.
         leaves: copies of all parameters that are trained or measured; differentiating them reaches the model's own.
+        shapes: how the measured parameters are matrices.
     """
 
     problem: Problem
     batch: Batch
     leaves: Values
+    shapes: Mapping[str, Geometry]
 
     @classmethod
-    def of(cls, problem: Problem, batch: Batch) -> Live:
+    def of(cls, problem: Problem, batch: Batch, shapes: Mapping[str, Geometry]) -> Live:
         network = problem.network
         leaves = {}
         for name, value in problem.model.named_parameters():
@@ -72,7 +75,7 @@ class Live:
                 # A copy, because some layers write to their parameters (an embedding with max_norm).
                 copy = value.to(network.constants[name].dtype, copy=True)
                 leaves[name] = copy if copy.requires_grad else copy.requires_grad_()
-        return cls(problem, batch, leaves)
+        return cls(problem, batch, leaves, shapes)
 
     @property
     def measured(self) -> dict[str, Tensor]:
@@ -105,7 +108,7 @@ def swept(live: Live, wanted: Sequence[Statistic], plan: Plan, dice: Dice, loope
             "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
             "Do: replace layers that mix the batch (BatchNorm without running statistics, attention across the batch)."
         )
-    shapes, starts, start = geometries(live.problem.network), [], 0
+    shapes, starts, start = live.shapes, [], 0
     for _, each, _ in sets:
         starts.append(slice(start, start + len(each)))
         start += len(each)

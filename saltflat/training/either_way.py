@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from saltflat.amounts import is_choice
 from saltflat.errors import OptionError, SaltflatError, TrainingError, first_line
 from saltflat.loan import full_precision
 from saltflat.randomness import remembered
@@ -27,7 +28,7 @@ class EitherWay:
     """
 
     def __init__(self, way: str) -> None:
-        if way not in ("auto", "vectorised", "loop"):
+        if not is_choice(way, ("auto", "vectorised", "loop")):
             raise OptionError(f"Got way={way!r}. Want 'auto', 'vectorised' or 'loop'. Do: leave it out for 'auto'.")
         self.way = way
         self.why_looped: str | None = None

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_amount, check_count, check_positive
+from saltflat.amounts import check_amount, check_count, check_positive, whole_number
 from saltflat.errors import ModelError, OptionError, PrecisionError, TrainingError
+from saltflat.loan import check_tensors
 from saltflat.losses import loss_from
 from saltflat.randomness import remembered
 from saltflat.training.either_way import EitherWay
@@ -27,6 +28,7 @@ from saltflat.training.sharded import check_not_sharded
 from saltflat.training.two_pass import TwoPass
 from saltflat.training.vectors import multiply, norm_of
 from saltflat.training.wrapped import check_steps_alone
+from saltflat.turns import in_turn
 
 
 class FisherPenalty:
@@ -96,6 +98,7 @@ class FisherPenalty:
         1
     """
 
+    @in_turn
     def __init__(
         self,
         model: nn.Module,
@@ -117,22 +120,23 @@ class FisherPenalty:
         if clip is not None:
             check_positive(clip=clip)
         check_count(0, start_step=start_step, start_epoch=start_epoch)
-        if whole not in (None, True, False):
+        if whole is not None and not isinstance(whole, bool):
             raise OptionError(f"Got whole={whole!r}. Want None, True or False. Do: leave it out for None.")
-        if objective is not None and not callable(objective):
+        if objective is not None and (not callable(objective) or isinstance(objective, type)):
             raise OptionError(
                 f"Got an objective of type {type(objective).__name__}. Want a function of a model and a batch. "
                 "Do: leave it out for one made from the loss."
             )
         _check_model(model)
-        self.model, self.parts, self.alpha, self.beta = model, parts, alpha, beta
-        self.threshold, self.whole = clip, whole
+        self.model, self.parts, self.alpha, self.beta = model, parts, float(alpha), float(beta)
+        self.threshold, self.whole = None if clip is None else float(clip), whole
         self.start_step, self.start_epoch = start_step, start_epoch
         self.objective = objective_from(loss) if objective is None else objective
         self._loss = loss_from(loss) if objective is None else None
         self.steps = self.epoch = 0
         self._either_way = EitherWay(way)
 
+    @in_turn
     def step(self, optimizer: Optimizer, batch: Any, scaler: GradScaler | None = None) -> Tensor:
         """Take the gradient of the batch, clip it and let the optimizer step; gradients from before are cleared.
 
@@ -159,6 +163,7 @@ class FisherPenalty:
             scaler.step(optimizer)
         return loss
 
+    @in_turn
     def backward(self, batch: Any, weight: float = 1.0, scaler: GradScaler | None = None) -> Tensor:
         """Add the gradient of the loss and its penalty to ``.grad``, as ``loss.backward()`` adds that of the loss.
 
@@ -172,12 +177,13 @@ class FisherPenalty:
         """
         check_positive(weight=weight)
         loss, gradients = self._gradients(batch, scaler)
-        factor = weight if scaler is None else weight * self._scale(scaler)
+        factor = float(weight) if scaler is None else float(weight) * self._scale(scaler)
         if scaler is not None or weight != 1:
             multiply(list(gradients.values()), factor)
         self._accumulate(gradients)
         return loss
 
+    @in_turn
     @torch.no_grad()
     def clip(self) -> Tensor:
         """Shorten the gradient of all parameters together to the norm ``clip``, if longer; returns the norm before."""
@@ -208,12 +214,14 @@ class FisherPenalty:
         return {"steps": self.steps, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        if not {"steps", "epoch"} <= state_dict.keys():
+        given = state_dict if isinstance(state_dict, Mapping) else {}
+        steps, epoch = whole_number(given.get("steps")), whole_number(given.get("epoch"))
+        if steps is None or epoch is None or min(steps, epoch) < 0:
             raise TrainingError(
-                f"Got a state with the keys {sorted(map(str, state_dict))}. Want 'steps' and 'epoch'. "
+                f"Got a state with the keys {sorted(map(str, given))}. Want 'steps' and 'epoch', whole numbers. "
                 "Do: pass what state_dict() of a FisherPenalty gave."
             )
-        self.steps, self.epoch = int(state_dict["steps"]), int(state_dict["epoch"])
+        self.steps, self.epoch = steps, epoch
 
     def _gradients(self, batch: Any, scaler: GradScaler | None) -> tuple[Tensor, Gradients]:
         """The loss of the batch, and the gradient of loss and penalty; nothing but statistics has changed."""
@@ -314,6 +322,7 @@ def _check_model(model: nn.Module) -> None:
             f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module that is trained."
         )
     check_not_sharded(model)
+    check_tensors(model, buffers=False)
     _trained(model)
 
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat.amounts import check_amount
+from saltflat.errors import OptionError
 from saltflat.training.two_pass import TwoPass
 from saltflat.training.vectors import norm_of
+from saltflat.training.wrapper import Default
 
 
 class GradientNormPenalty(TwoPass):
@@ -25,8 +27,10 @@ class GradientNormPenalty(TwoPass):
     Args:
         model: the module that is trained; with DistributedDataParallel, that.
         base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
-        rho: how far to go; groups of the base may have their own.
-        balance: :math:`a`, how much of the step is the second gradient: :math:`\lambda` is ``balance * rho``.
+        rho: how far to go; groups of the base may have their own. Around a base that has a ``rho`` itself, its key in
+            the groups is ``sam_rho``; see :meth:`key`.
+        balance: :math:`a`, how much of the step is the second gradient, from 0 to 1: :math:`\lambda` is
+            ``balance * rho``.
         sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
         options: of the base, if it is a class.
     """
@@ -37,12 +41,13 @@ class GradientNormPenalty(TwoPass):
         self,
         model: nn.Module,
         base: Optimizer | Callable[..., Optimizer],
-        rho: float = 0.05,
-        balance: float = 0.8,
+        rho: float = Default(0.05),
+        balance: float = Default(0.8),
         sync: str = "global",
         **options: Any,
     ) -> None:
         check_amount(rho=rho, balance=balance)
+        _check_balance(balance)
         super().__init__(model, base, sync=sync, own={"rho": rho, "balance": balance}, options=options)
 
     def ascent(
@@ -52,3 +57,15 @@ class GradientNormPenalty(TwoPass):
 
     def mixed(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:
         return first.lerp(second, group["balance"])
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        _check_balance(group.get(self.key("balance"), 0.0))
+
+
+def _check_balance(balance: float) -> None:
+    if balance > 1:
+        raise OptionError(
+            f"Expected balance to be a share from 0 to 1, but got {balance!r}. Try a larger rho for a stronger "
+            "penalty, which is balance * rho."
+        )

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 
 from saltflat.data import inputs_and_targets
 from saltflat.errors import OptionError
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss, SquaredError, loss_from
+from saltflat.losses import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Custom,
+    Loss,
+    NegativeLogLikelihood,
+    SquaredError,
+    loss_from,
+)
 from saltflat.network import logits
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> its mean loss
@@ -58,6 +68,11 @@ def mean_loss(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
             f"Got {got} from the objective. Want the mean loss of the batch, a single number. "
             "Do: take the mean over the examples, e.g. with reduction='mean'."
         )
+    if value.layout != torch.strided or not value.is_floating_point():
+        raise OptionError(
+            f"Expected a real number from the objective, but got a tensor of {value.dtype} with the layout "
+            f"{value.layout}. Try to_dense(), and float numbers."
+        )
     return value.reshape(())
 
 
@@ -86,15 +101,26 @@ def _function(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _cross_entropy(loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> Tensor:
     axis = loss.class_axis(outputs, targets)
+    if targets.device.type == "cpu" and peek_interpreter_stack() is None:
+        # A look at the labels. On a GPU it would wait for the device, and transforms do not allow it.
+        CrossEntropy.check(loss, outputs, targets)
     outputs = outputs.movedim(axis, -1).flatten(0, -2)
     weight = None if loss.weight is None else loss.weight.to(outputs)
     if targets.is_floating_point():
         targets = targets.to(outputs).movedim(axis, -1).flatten(0, -2)
         return F.cross_entropy(outputs, targets, weight, label_smoothing=loss.label_smoothing)
     targets = targets.long().flatten()
-    total = F.cross_entropy(
-        outputs, targets, weight, ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing, reduction="sum"
-    )
+    if not isinstance(loss, NegativeLogLikelihood):
+        total = F.cross_entropy(
+            outputs,
+            targets,
+            weight,
+            ignore_index=loss.ignore_index,
+            label_smoothing=loss.label_smoothing,
+            reduction="sum",
+        )
+    else:  # whatever the outputs are: a look at the values would wait for the device
+        total = F.nll_loss(outputs, targets, weight, ignore_index=loss.ignore_index, reduction="sum")
     kept = targets != loss.ignore_index
     share = kept.sum() if weight is None else (weight[targets.where(kept, 0)] * kept).sum()
     # A few examples may have no label at all. Their mean would be 0 / 0; that there is nothing to learn is a loss of 0.

@@ -105,6 +105,12 @@ def examples_in(batch: Any) -> int:
     6
     """
     leaves = tensors_in(batch)
+    for leaf in leaves:
+        if leaf.is_nested:
+            raise DataError(
+                "Expected tensors whose first axis counts the examples, but got a nested one. "
+                "Try torch.nested.to_padded_tensor, with a model that knows the padding."
+            )
     targets = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(batch, tuple | list) and len(batch) == 2:
         targets = batch[1]
@@ -122,6 +128,11 @@ def examples_in(batch: Any) -> int:
             f"Got {len(targets)} targets beside tensors of shape {[tuple(each.shape) for each in leaves]}. "
             "Want as many inputs along the first axis. Do: check that inputs and targets belong together."
         )
+    for leaf in leaves:
+        if leaf.layout != torch.strided and leaf.dim() > 0 and len(leaf) == len(targets):
+            raise DataError(
+                "Expected dense tensors, which can be cut into parts, but got a sparse one. Try to_dense()."
+            )
     return len(targets)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from saltflat.amounts import is_choice
 from saltflat.columns import Dice, plan_from
+from saltflat.data import Batch
 from saltflat.errors import (
     EmptyDataError,
     ModelError,
@@ -22,14 +24,14 @@ from saltflat.errors import (
     first_line,
     unknown,
 )
-from saltflat.evaluating import parts_of
-from saltflat.geometry import geometries
+from saltflat.evaluating import by_unit, parts_of
+from saltflat.geometry import Geometry, geometries
 from saltflat.loan import loan
 from saltflat.logits import normalized
 from saltflat.losses import loss_from
 from saltflat.measures import MEASURES
-from saltflat.measures.request import Request, requests
-from saltflat.probe import TOLERANCE
+from saltflat.measures.request import Request, parsed
+from saltflat.probe import TOLERANCE, checked_outputs
 from saltflat.problem import Problem
 from saltflat.statistic import keywords
 from saltflat.sweep import check_seed
@@ -37,6 +39,7 @@ from saltflat.symmetry.same import difference
 from saltflat.training.differentiable import Live, statistics
 from saltflat.training.trial import reason_against
 from saltflat.training.written_out import WrittenOut
+from saltflat.turns import in_turn
 
 COMPARED = 4  # examples for which the vectorised pass is compared with single ones, once for every model
 
@@ -62,24 +65,37 @@ class Penalty:
         logits: str = "none",
         way: str = "auto",
     ) -> None:
-        if way not in ("auto", "vectorised", "loop"):
+        if not is_choice(way, ("auto", "vectorised", "loop")):
             raise OptionError(f"Got way={way!r}. Want 'auto', 'vectorised' or 'loop'. Do: leave it out for 'auto'.")
-        if mode not in ("eval", "keep"):
+        if not is_choice(mode, ("eval", "keep")):
             raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out for eval mode.")
         self.name, self.request, self.loss = request.key, request, normalized(loss_from(loss), logits)
         self.plan, self.layers, self.dtype, self.mode, self.way = plan_from(columns), layers, dtype, mode, way
         self.seed = check_seed(seed)
         self._loops: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._shapes: WeakKeyDictionary[nn.Module, Mapping[str, Geometry]] = WeakKeyDictionary()
 
+    @in_turn
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The penalty of a batch ``(inputs, targets)``: a scalar to add to its loss."""
         wants_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with loan(model, self.mode), WrittenOut():
+        with loan(model, self.mode):
             problem = Problem.of(model, [batch], self.loss, self.layers, self.dtype, self.mode)
-            live = Live.of(problem, next(problem.batches()))
-            value = self._whichever(live)
+            examples = next(problem.batches())
+            shapes = self._geometries(problem, examples)
+            with WrittenOut():
+                value = self._whichever(Live.of(problem, examples, shapes))
         self.seed += 1
         return value if wants_graph else value.detach()
+
+    def _geometries(self, problem: Problem, batch: Batch) -> Mapping[str, Geometry]:
+        """How the weights are matrices, found once for each model."""
+        usual, known = geometries(problem.network), self._shapes.get(problem.model, {})
+        if not by_unit(self.request):
+            return usual
+        if {name: each.shape for name, each in usual.items()} != {name: each.shape for name, each in known.items()}:
+            known = self._shapes[problem.model] = geometries(problem.network, batch)
+        return known
 
     def _whichever(self, live: Live) -> Tensor:
         """All examples together where that is known to be right, else one at a time."""
@@ -100,6 +116,7 @@ class Penalty:
 
     def _compare(self, live: Live) -> None:
         """Not every operation can be vectorised, and torch gets some of them wrong: try it on a few examples."""
+        checked_outputs(live.problem, live.batch.cut(0, 2))
         few = replace(live, batch=live.batch.cut(0, COMPARED))
         try:
             truth = self._slope(few, looped=True)
@@ -128,7 +145,7 @@ class Penalty:
         needs = self.request.needs
         found = statistics(live, list(needs.values()), self.plan, Dice(self.seed, 0), looped)
         values = {name: found[need.key] for name, need in needs.items()}
-        parts = parts_of(self.request, values, geometries(live.problem.network))
+        parts = parts_of(self.request, values, live.shapes)
         if not parts:
             raise OptionError(
                 f"Got no weights of two or more axes for {self.name}. Want at least one. Do: name others with layers=."
@@ -191,7 +208,7 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
     """
     if not isinstance(measure, str):
         raise OptionError(f"Got measure={measure!r}. Want a name. Do: for instance penalty('fisher_trace').")
-    request, known = requests(measure)[0], keywords(Penalty.__init__)
+    request, known = parsed(measure), keywords(Penalty.__init__)
     for option in options:
         if option not in known:
             raise unknown("option of penalty", option, known)
@@ -209,5 +226,5 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
 
 @cache
 def _refused(measure: str) -> str | None:
-    request = requests(measure)[0]
+    request = parsed(measure)
     return reason_against(request, Penalty(request, way="vectorised"))

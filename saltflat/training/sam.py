@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from saltflat.amounts import check_amount
 from saltflat.training.two_pass import TwoPass
 from saltflat.training.vectors import norm_of
+from saltflat.training.wrapper import Default
 
 
 class SAM(TwoPass):
@@ -22,7 +23,8 @@ class SAM(TwoPass):
     Args:
         model: the module that is trained; with DistributedDataParallel, that.
         base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
-        rho: how far to go; groups of the base may have their own.
+        rho: how far to go; groups of the base may have their own. Around a base that has a ``rho`` itself, its key in
+            the groups is ``sam_rho``; see :meth:`key`.
         sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
         options: of the base, if it is a class.
 
@@ -44,7 +46,7 @@ class SAM(TwoPass):
         self,
         model: nn.Module,
         base: Optimizer | Callable[..., Optimizer],
-        rho: float = 0.05,
+        rho: float = Default(0.05),
         sync: str = "global",
         **options: Any,
     ) -> None:

@@ -10,25 +10,27 @@ from torch import Tensor, nn
 
 from saltflat.errors import OptionError
 from saltflat.training.frozen import frozen_buffers
+from saltflat.turns import moving
 
 
 @contextmanager
 def moved(parameters: list[Tensor], steps: list[Tensor]) -> Iterator[None]:
     """Inside, parameters have moved by ``steps``; afterwards, and after an error, they are back, bit for bit."""
-    kept = [each.detach().clone() for each in parameters]
-    try:
-        if kept:
-            with torch.no_grad():
-                torch._foreach_add_(parameters, steps)
-        # Autocast keeps its low-precision copies of the weights: without this the old ones would be used.
-        torch.clear_autocast_cache()
-        yield
-    finally:
-        if kept:
-            with torch.no_grad():
-                # From a copy: adding and subtracting again would leave rounding behind.
-                torch._foreach_copy_(parameters, kept)
-        torch.clear_autocast_cache()
+    with moving(parameters):
+        kept = [each.detach().clone() for each in parameters]
+        try:
+            if kept:
+                with torch.no_grad():
+                    torch._foreach_add_(parameters, steps)
+            # Autocast keeps its low-precision copies of the weights: without this the old ones would be used.
+            torch.clear_autocast_cache()
+            yield
+        finally:
+            if kept:
+                with torch.no_grad():
+                    # From a copy: adding and subtracting again would leave rounding behind.
+                    torch._foreach_copy_(parameters, kept)
+            torch.clear_autocast_cache()
 
 
 @contextmanager
@@ -53,13 +55,21 @@ def shifted(model: nn.Module, parameters: Iterable[Tensor], steps: Iterable[Tens
         >>> layer.weight.item()
         2.0
     """
-    which, how_far = list(parameters), list(steps)
+    which, how_far = _listed(parameters), _listed(steps)
     known = {id(p) for p in model.parameters()}
     fits = len(which) == len(how_far) and len({id(p) for p in which}) == len(which)
-    if not fits or not all(id(p) in known and p.shape == step.shape for p, step in zip(which, how_far, strict=True)):
+    if not fits or not all(
+        id(p) in known and isinstance(step, Tensor) and p.shape == step.shape
+        for p, step in zip(which, how_far, strict=True)
+    ):
         raise OptionError(
             f"Got {len(which)} parameters and {len(how_far)} steps that do not fit. Want parameters of the model, each "
             "once, and for each a step of its shape. Do: for instance shifted(model, [weight], [0.1 * weight.grad])."
         )
     with frozen_buffers(model), moved(which, how_far):
         yield
+
+
+def _listed(tensors: Iterable[Tensor]) -> list[Tensor]:
+    # A tensor is iterable, too, but that of no dimensions raises.
+    return list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else []

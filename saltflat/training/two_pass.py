@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -17,15 +18,17 @@ from torch.optim import Optimizer
 from saltflat.amounts import check_amount
 from saltflat.errors import OptionError, TrainingError
 from saltflat.randomness import remembered
-from saltflat.training.leftovers import without_leftovers
+from saltflat.training.leftovers import NoGradientError, without_leftovers
 from saltflat.training.processes import averaged
 from saltflat.training.scaling import check_not_unscaled, scale_of
 from saltflat.training.shift import shifted
 from saltflat.training.vectors import norm_of, times
-from saltflat.training.wrapped import base_from, check_model
-from saltflat.training.wrapper import Wrapper
+from saltflat.training.wrapped import base_from, check_model, check_not_ambiguous
+from saltflat.training.wrapper import Default, Wrapper, check_state
+from saltflat.turns import in_turn
 
 STEPPED_WITH = "_stepped_with"  # an attribute of gradients: they belong to the step before
+CLEARED = "_cleared"  # an attribute of gradients: their version when they were set to zero
 COUNTS = "two_pass"  # the key of what state_dict holds beside the base's
 
 
@@ -42,19 +45,22 @@ class TwoPass(Wrapper, ABC):
         sync: under DistributedDataParallel, whose gradient says where to go: that of all processes' examples
             (``"global"``: the same result for any number of processes), or of each process's own (``"local"``:
             m-sharpness as in the paper on SAM, with m the batch size of one process).
-        own: options that this optimizer adds to every group, ``rho`` among them.
+        own: options that this optimizer adds to every group, ``rho`` among them; those that the user did not pass are
+            :class:`~saltflat.training.wrapper.Default`. In what :meth:`ascent` and :meth:`mixed` are given they have
+            these names; for their keys in ``param_groups`` see :meth:`key`.
         options: of the base, if it is a class.
 
     Attributes:
         base: the optimizer that steps.
         perturbed_steps: how many steps were taken with a gradient from shifted weights. Steps that a GradScaler skipped
-            and steps without any gradient to go along (none at all, or one whose length is 0 or infinite in the
-            gradients' precision) are not among them.
+            and steps without a gradient to go along (one whose length is 0 or infinite in the gradients' precision) are
+            not among them.
         perturbation: how far the weights were moved for the last step that was taken, as a Euclidean length.
     """
 
     keeps_first = False  # whether mixed() is to be asked
 
+    @in_turn
     def __init__(
         self,
         model: nn.Module,
@@ -72,7 +78,9 @@ class TwoPass(Wrapper, ABC):
         self.model, self.sync = model, sync
         self._perturbation: Tensor | float = 0.0
         self._perturbed: Tensor | int = 0
-        super().__init__(base_from(model, base, options), own)
+        made = base_from(model, base, options)
+        check_not_ambiguous(type(self), base, made, [name for name in own if not isinstance(own[name], Default)])
+        super().__init__(made, own)
 
     def _begin(self) -> None:
         super()._begin()
@@ -93,12 +101,14 @@ class TwoPass(Wrapper, ABC):
         """The gradient to step with; asked only if ``keeps_first``."""
         return second
 
+    @in_turn
     def step(self, closure: Callable[[], Any] | None = None, scaler: GradScaler | None = None) -> Any:
         """Both passes and the base's step; returns what the closure returned at the weights themselves.
 
         Args:
             closure: clears the gradients, takes the loss of the batch (of all micro-batches), propagates it back and
-                returns it. It is called twice, with the same random numbers.
+                returns it. It is called twice, with the same random numbers. It is an error if it leaves no gradient;
+                one of zero is a gradient.
             scaler: the closure's GradScaler, if it has one.
         """
         if closure is None:
@@ -110,10 +120,22 @@ class TwoPass(Wrapper, ABC):
                     "(With 16-mixed in Lightning: saltflat.integrations.lightning.TwoPassPrecision.)"
                 )
             return self.second_step(scaler) if scaler is not None else self._finish()
+        if not callable(closure):
+            raise TrainingError(
+                f"Expected a closure that computes the loss and its gradient, but got a {type(closure).__name__}. "
+                "Try a function that calls zero_grad(), takes the loss, calls backward() and returns the loss."
+            )
         self._check_not_moved()
         self._back = None
-        with self.first_pass(), without_leftovers(p for _, p, _ in self._gradients()), torch.enable_grad():
-            loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        loss = None
+        try:
+            with self.first_pass(), without_leftovers(parameters), torch.enable_grad():
+                loss = closure()
+        except NoGradientError:
+            if loss is None and _is_lightnings(closure):
+                return None  # a training_step that returns None skips its batch
+            raise
         for _, _, gradient in self._gradients():
             vars(gradient).pop(STEPPED_WITH, None)  # it has been seen to be cleared
         try:
@@ -146,6 +168,7 @@ class TwoPass(Wrapper, ABC):
         # Not after an error: that pass is over.
         self._back, self._is_local = back, True
 
+    @in_turn
     @torch.no_grad()
     def first_step(self, scaler: GradScaler | None = None) -> None:
         """Move the weights to where the second gradient is to be taken, and clear the first.
@@ -162,24 +185,25 @@ class TwoPass(Wrapper, ABC):
             )
         check_not_unscaled(scaler, self)
         for group in self.param_groups:  # schedules may have changed it
-            check_amount(rho=group["rho"])
+            check_amount(**{self.key("rho"): self._options(group)["rho"]})
         groups, parameters, gradients = self._with_gradients()
         if any(STEPPED_WITH in vars(each) for each in gradients):
             raise TrainingError(
                 "Got gradients that the last step was taken with, added to since. Want those of this step alone. "
                 "Do: call optimizer.zero_grad() before the first backward pass."
             )
-        steps: list[Tensor] = []
-        if parameters:
-            directions, length = self.ascent(groups, parameters, gradients)
-            # Nothing to go along: stay. (NaN compares false, too, and stays NaN in the product.)
-            per_length = torch.where(length > 0, 1 / length, 0.0)
-            # Up, which is down for those that are to make the loss large.
-            rhos = [-group["rho"] if group.get("maximize") else group["rho"] for group in groups]
-            steps = times(directions, rhos, per_length)
+        cleared = all(vars(each).get(CLEARED) == each._version for each in gradients)
+        if cleared and not any(bool(each.any()) for each in gradients):
+            raise NoGradientError("Got first_step() without a gradient")
+        directions, length = self.ascent(groups, parameters, gradients)
+        # Nothing to go along: stay. (NaN compares false, too, and stays NaN in the product.)
+        per_length = torch.where(length > 0, 1 / length, 0.0)
+        # Up, which is down for those that are to make the loss large.
+        rhos = [-group["rho"] if group.get("maximize") else group["rho"] for group in groups]
+        steps = times(directions, rhos, per_length)
         if self.keeps_first:
             self._first = {p: g.clone() for p, g in zip(parameters, gradients, strict=True)}
-        self._moved = norm_of(steps) if steps else 0.0
+        self._moved = norm_of(steps)
         self._scaler = scaler
         extra = ExitStack()
         extra.enter_context(shifted(self.model, parameters, steps))
@@ -188,6 +212,7 @@ class TwoPass(Wrapper, ABC):
         if self._back is not None:
             self._back()
 
+    @in_turn
     @torch.no_grad()
     def second_step(self, scaler: GradScaler | None = None) -> Any:
         """Put the weights back and step with the gradient that was taken at the shifted ones.
@@ -211,6 +236,7 @@ class TwoPass(Wrapper, ABC):
         finally:
             self.restore()
 
+    @in_turn
     @torch.no_grad()
     def take_gradient(self) -> None:
         """Put the weights back and leave in ``.grad`` what the base is to step with; second_step() without the step.
@@ -229,6 +255,7 @@ class TwoPass(Wrapper, ABC):
         if self.keeps_first:
             self._mix(first, None)
 
+    @in_turn
     def restore(self) -> None:
         """Put the weights back without a step, after an error between the two passes, say; else nothing happens."""
         extra = self._extra
@@ -253,6 +280,7 @@ class TwoPass(Wrapper, ABC):
         super().zero_grad(set_to_none)
         for _, _, gradient in self._gradients():
             vars(gradient).pop(STEPPED_WITH, None)
+            vars(gradient)[CLEARED] = gradient._version
         if self._extra is None:
             self._back = None  # a new step begins
 
@@ -265,8 +293,12 @@ class TwoPass(Wrapper, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this optimizer, or of a base that was trained alone so far."""
         self._check_not_moved()
-        counts = state_dict.get(COUNTS, {})
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != COUNTS})
+        check_state(state_dict, self.base)
+        counts = state_dict.get(COUNTS)
+        # A base that was trained alone has no counts, and its options are its own.
+        state_dict = {key: value for key, value in state_dict.items() if key != COUNTS}
+        super().load_state_dict(state_dict if counts is None else self._split(state_dict))
+        counts = counts or {}
         self._perturbed = int(counts.get("perturbed_steps", 0))
         self._perturbation = float(counts.get("perturbation", 0.0))
 
@@ -310,8 +342,8 @@ class TwoPass(Wrapper, ABC):
         return found
 
     def _gradients(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
-        """Every parameter that has a gradient, between its group and that."""
-        for group in self.param_groups:
+        """Every parameter that has a gradient, between its group (with this optimizer's options) and that."""
+        for group in map(self._options, self.param_groups):
             for p in group["params"]:
                 if p.grad is not None:
                     yield group, p, p.grad
@@ -330,7 +362,7 @@ class TwoPass(Wrapper, ABC):
             trained = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
             mean = averaged(self._local, trained, {name: first[p] for name, p in trained.items() if p in first})
             first = {trained[name]: each for name, each in mean.items()}
-        for group in self.param_groups:
+        for group in map(self._options, self.param_groups):
             for p in group["params"]:
                 if p not in first and p.grad is None:
                     continue
@@ -345,8 +377,7 @@ class TwoPass(Wrapper, ABC):
 
     def _check_second(self) -> None:
         """Someone may forget the second backward pass."""
-        moved = self._extra is not None and not isinstance(self._moved, float)
-        if moved and next(self._gradients(), None) is None:
+        if self._extra is not None and next(self._gradients(), None) is None:
             self.restore()
             raise TrainingError(
                 "Got no gradient since first_step(). Want one, taken at the shifted weights. "
@@ -367,3 +398,11 @@ class TwoPass(Wrapper, ABC):
                 else "Do: call second_step() or restore() first."
             )
         )
+
+
+def _is_lightnings(closure: Callable[[], Any]) -> bool:
+    """Whether this is Lightning's training step, and not a closure that Lightning was given for manual optimisation."""
+    inner: Any = closure
+    while isinstance(inner, partial) and inner.args:
+        inner = inner.args[-1]
+    return type(inner).__module__.startswith(("lightning.", "pytorch_lightning."))

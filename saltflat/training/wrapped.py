@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import distributed as dist
@@ -11,7 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from saltflat.amounts import is_choice
 from saltflat.errors import ModelError, OptionError
+from saltflat.loan import check_tensors
 from saltflat.training.sharded import check_not_sharded
 
 
@@ -24,7 +27,8 @@ def check_model(model: nn.Module, sync: str) -> None:
             "SAM(model, optimizer) with an optimizer of your own groups."
         )
     check_not_sharded(model)
-    if sync not in ("global", "local"):
+    check_tensors(model, buffers=False)
+    if not is_choice(sync, ("global", "local")):
         raise OptionError(f"Got sync={sync!r}. Want 'global' or 'local'. Do: leave it out for 'global'.")
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if sync == "local" and several and not isinstance(model, DistributedDataParallel):
@@ -56,6 +60,40 @@ def base_from(model: nn.Module, base: Optimizer | Callable[..., Optimizer], opti
     return made  # type: ignore[no-any-return]
 
 
+def check_not_ambiguous(
+    kind: type[Optimizer], base: Optimizer | Callable[..., Optimizer], made: Optimizer, given: Sequence[str]
+) -> None:
+    """Refuse an option that both the wrapper and a base that is still to be made could take.
+
+    Args:
+        kind: the wrapper.
+        base: what the user passed; options for an optimizer that is there already are the wrapper's.
+        made: the optimizer made of it.
+        given: names of the wrapper's options that the user passed.
+    """
+    if isinstance(base, Optimizer):
+        return
+    parameters = parameters_of(base)
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    bound = base.keywords if isinstance(base, partial) else {}
+    for name in given:
+        if name not in bound and (name in parameters or (takes_all and name in made.defaults)):
+            own = type(made).__name__
+            raise OptionError(
+                f"Got {name}= for {kind.__name__} around {own}, and both have an option {name}. Want to know whose it "
+                f"is. Do: make the base yourself; {kind.__name__}(model, {own}(model.parameters(), {name}=...), "
+                f"{name}=...) gives each its own."
+            )
+
+
+def parameters_of(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function or class; none if it does not say."""
+    try:
+        return inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def check_steps_alone(optimizer: Any) -> None:
     """LBFGS, say, cannot: it takes gradients by itself."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -77,6 +115,11 @@ def _made(model: nn.Module, base: Callable[..., Optimizer], options: dict[str, A
         raise ModelError(
             "Got a model without parameters that require a gradient. Want at least one to train. "
             "Do: call requires_grad_() on what you train."
+        )
+    if isinstance(base, type) and not issubclass(base, Optimizer):
+        raise OptionError(
+            f"Got the class {base.__name__} as the base. Want an optimizer or a class of optimizers. "
+            "Do: for instance torch.optim.SGD."
         )
     made = base(trained, **options)
     if not isinstance(made, Optimizer):

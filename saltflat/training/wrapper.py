@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
 from saltflat.amounts import check_amount
+from saltflat.errors import OptionError, TrainingError
+from saltflat.training.wrapped import parameters_of
+
+PREFIX = "sam_"  # of options whose name the base uses for one of its own
+ADDED = "_saltflat_added"  # an attribute of bases: the keys of their defaults that a wrapper has added
+
+
+class Default(float):
+    """The value of an option that the user did not pass."""
 
 
 class Wrapper(Optimizer):
     """To schedulers, hooks and checkpoints it is the optimizer, and what they change is what the base uses.
+
+    The groups hold the wrapper's options beside the base's: under their own names, or with ``sam_`` in front where the
+    base has an option of the same name (``rho`` of ``Adadelta``). :meth:`key` says which.
 
     Args:
         base: the optimizer that steps.
@@ -18,17 +32,53 @@ class Wrapper(Optimizer):
     """
 
     def __init__(self, base: Optimizer, own: dict[str, Any]) -> None:
-        self.base, self.own = base, dict(own)
+        self.base = base
         check_amount(**own)
+        added = vars(base).get(ADDED, frozenset())
+        taken = (set(base.defaults) | set(parameters_of(type(base)))) - added
+        self.keys = {name: _free(name, taken) for name in own}
+        self.own = {self.keys[name]: float(value) for name, value in own.items()}
         for group in base.param_groups:
-            _check(group, own)
+            self._check(group)
         for group in base.param_groups:
             # What an earlier wrapper around the same base has put there is not the user's choice.
-            earlier = {key for key in own if key in base.defaults and group.get(key) == base.defaults[key]}
-            group.update({key: value for key, value in own.items() if key in earlier or key not in group})
-        base.defaults.update(own)
+            earlier = {key for key in self.own if key in added and group.get(key) == base.defaults[key]}
+            group.update({key: value for key, value in self.own.items() if key in earlier or key not in group})
+        base.defaults.update(self.own)
         super().__init__(base.param_groups, base.defaults)
         self._begin()
+        self._mark()
+
+    def key(self, name: str) -> str:
+        """The key of one of this optimizer's options in ``param_groups``, ``defaults`` and checkpoints.
+
+        It is ``name``, unless the base has an option of that name: then it is ``"sam_" + name``.
+
+        >>> import torch
+        >>> from saltflat.training import SAM
+        >>> model = torch.nn.Linear(2, 1)
+        >>> SAM(model, torch.optim.SGD).key("rho"), SAM(model, torch.optim.Adadelta).key("rho")
+        ('rho', 'sam_rho')
+        """
+        return self.keys[name]
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group as this optimizer sees it: its own options under their own names."""
+        # A state that was loaded into the base alone may have left them out.
+        return {**group, **{name: group.setdefault(key, self.own[key]) for name, key in self.keys.items()}}
+
+    def _check(self, group: dict[str, Any]) -> None:
+        check_amount(**{key: group[key] for key in self.own if key in group})
+        for name, key in self.keys.items():
+            if key == name and PREFIX + name in group and PREFIX + name not in self.base.defaults:
+                raise OptionError(
+                    f"Got a group with {PREFIX + name!r}. Want {name!r}: {type(self.base).__name__} has no option of "
+                    f"that name, so {type(self).__name__}'s needs no prefix. Do: rename it."
+                )
+
+    def _mark(self) -> None:
+        """Remember, for a later wrapper, which of the base's defaults are not its own."""
+        vars(self.base)[ADDED] = vars(self.base).get(ADDED, frozenset()) | set(self.own)
 
     def _begin(self) -> None:
         """What is not kept from one step to the next, nor in copies."""
@@ -70,7 +120,7 @@ class Wrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_made:
-            _check(param_group, self.own)
+            self._check(param_group)
             # The base's defaults, which torch fills in, have this optimizer's options.
             self.base.add_param_group(param_group)
 
@@ -84,13 +134,35 @@ class Wrapper(Optimizer):
         for group, own in zip(self.param_groups, before, strict=True):
             group.update({key: value for key, value in own.items() if key not in group})
 
+    def _split(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state from before options of one name were kept apart, with the two of them in their places.
+
+        There the base's own option was overwritten with the wrapper's. It is taken from the base as it is now.
+        """
+        lost: set[str] = set()
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, now in zip(groups, self.param_groups, strict=False):
+            for name, key in self.keys.items():
+                if key != name and name in group and key not in group:
+                    group[key], group[name] = group[name], now[name]
+                    lost.add(name)
+        if lost:
+            names = ", ".join(sorted(lost))
+            warnings.warn(
+                f"In this checkpoint the {names} of {type(self.base).__name__} had been overwritten with that of "
+                f"{type(self).__name__}. The base keeps the value it was made with: check that it is the one you want.",
+                stacklevel=3,
+            )
+        return {**state_dict, "param_groups": groups}
+
     def __getstate__(self) -> dict[str, Any]:
         # Schedulers put a step of their own into the optimizer they are made for: not for a copy.
         return {key: value for key, value in vars(self).items() if not key.startswith("_") and key != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({"keys": {key: key for key in state["own"]}, **state})  # none in older pickles
         self._begin()
+        self._mark()
 
     @Optimizer.profile_hook_step
     def _step_base(self) -> Any:
@@ -98,5 +170,30 @@ class Wrapper(Optimizer):
         return self.base.step()
 
 
-def _check(group: dict[str, Any], own: dict[str, Any]) -> None:
-    check_amount(**{key: group[key] for key in own if key in group})
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name = PREFIX + name
+    return name
+
+
+def check_state(state_dict: Any, base: Optimizer) -> None:
+    """Refuse what is no state of an optimizer with as many groups of as many parameters each."""
+    groups: Any = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    is_state = isinstance(groups, Sequence) and isinstance(state_dict.get("state"), Mapping)
+    if not is_state or not all(isinstance(each, Mapping) and isinstance(each.get("params"), list) for each in groups):
+        raise TrainingError(
+            f"Expected the state of an optimizer, but got {_described(state_dict)}. "
+            "Try what state_dict() gave, of this optimizer or of its base."
+        )
+    sizes, own = [len(each["params"]) for each in groups], [len(each["params"]) for each in base.param_groups]
+    if sizes != own:
+        raise TrainingError(
+            f"Expected the state of an optimizer with groups of {own} parameters, but got one with {sizes}. "
+            "Try the state that was saved for this model and these groups."
+        )
+
+
+def _described(state_dict: Any) -> str:
+    if isinstance(state_dict, Mapping):
+        return f"a dict with the keys {sorted(map(str, state_dict))}"
+    return f"a {type(state_dict).__name__}"

@@ -1,0 +1,279 @@
+r"""How far an optimizer is from diverging on a parabola.
+
+Freeze an optimizer as it is, with its learning rates, momenta and preconditioner, and let it minimize
+:math:`\tfrac12 w^\top H w`. Its steps are then a linear recurrence. With :math:`D` the diagonal matrix of learning
+rates over preconditioner and :math:`W` that of weight decays that are added to the gradient, a mode
+:math:`w_{t+1} = z w_t` satisfies :math:`f(z)\, w = -D (H + W) w`, and on the unit circle the imaginary part of
+:math:`f(z)` vanishes at :math:`z = \pm 1` alone, for all optimizers here. So as :math:`H` grows, the first mode to
+diverge flips its sign at every step, :math:`z = -1`, when the largest eigenvalue of :math:`D^{1/2} (H + W) D^{1/2}`
+reaches the threshold :math:`-f(-1)`:
+
+* gradient descent: 2; with momentum :math:`\mu` and dampening :math:`d`: :math:`2 (1 + \mu) / (1 - d)`; with
+  Nesterov's: :math:`2 (1 + \mu) / (1 + 2 \mu)`;
+* Adam and its kin: :math:`2 (1 + \beta_1) / (1 - \beta_1)`, which is 38 for :math:`\beta_1 = 0.9` (Cohen et al., 2022,
+  "Adaptive gradient methods at the edge of stability"), with :math:`D` the learning rate over
+  :math:`(1 - \beta_1^t) (\sqrt{\hat v} + \epsilon)`;
+* weight decay :math:`\lambda` that is applied to the weights themselves (AdamW): the threshold times
+  :math:`1 - \eta \lambda / 2`.
+
+The imaginary part has the same sign for all of these, so parameter groups may differ in all of it: the rate of a
+parameter whose threshold is :math:`T` counts :math:`T_{\min} / T`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+
+from saltflat.training.two_pass import TwoPass
+
+# Packages whose wrappers around an optimizer leave its steps alone.
+TRANSPARENT = ("accelerate.", "lightning.", "pytorch_lightning.", "saltflat.integrations.")
+
+
+@dataclass(frozen=True)
+class Motion:
+    """How one parameter moves.
+
+    Attributes:
+        rate: the learning rate over the preconditioner, a number or a tensor of the parameter's shape.
+        threshold: of this parameter alone.
+        decay: weight decay that is added to the gradient.
+    """
+
+    rate: Tensor | float
+    threshold: float
+    decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stability:
+    """The matrix whose largest eigenvalue is compared with a threshold: D^1/2 (sign H + W) D^1/2.
+
+    Attributes:
+        rates: the diagonal of D, by the parameters' names; 0 where a parameter does not move.
+        decays: the diagonal of W.
+        sign: -1 for an optimizer that maximizes.
+        threshold: None if the steps are not along the gradient of the loss, so that no threshold is known.
+        note: why there is no threshold.
+    """
+
+    rates: Mapping[str, Tensor | float]
+    decays: Mapping[str, float]
+    sign: int
+    threshold: float | None
+    note: str = ""
+
+    @property
+    def uniform(self) -> tuple[float, float] | None:
+        """The one rate and decay of all parameters, whose matrix is ``rate * (H + decay)``; None if they differ."""
+        rates = {rate if isinstance(rate, float) else None for rate in self.rates.values()}
+        if self.sign < 0 or len(rates) != 1 or None in rates or len(set(self.decays.values())) != 1:
+            return None
+        return next(iter(self.rates.values())), next(iter(self.decays.values()))  # type: ignore[return-value]
+
+
+def stability_of(optimizer: Any, model: nn.Module, changed_by: str = "") -> Stability | str:
+    """What the Hessian is multiplied with in the optimizer's next step; a sentence if nobody knows.
+
+    Args:
+        optimizer: with the ``param_groups`` of the step in question.
+        model: whose parameters it trains.
+        changed_by: what changes the gradient before the optimizer sees it.
+    """
+    groups, inner = optimizer.param_groups, _unwrapped(optimizer)
+    if isinstance(inner, TwoPass):
+        changed_by, inner = type(inner).__name__, inner.base
+    name = type(inner).__name__
+    rule = RULES.get(type(inner))
+    if rule is None:
+        return f"lr_lambda_max is left out: how {name} scales its steps is not known here"
+    if len({bool(group.get("maximize")) for group in groups}) > 1:
+        return f"lr_lambda_max is left out: some groups of {name} maximize and others do not"
+    if any(_momentum(group) >= 1 for group in groups):
+        return f"lr_lambda_max is left out: {name} with a momentum of 1 or more is not stable for any curvature"
+    motions: dict[int, Motion] = {}
+    for group in groups:
+        for p in group["params"]:
+            motion = rule(group, inner.state.get(p, {}))
+            if motion is not None:
+                motions[id(p)] = motion
+    if not motions:
+        return f"lr_lambda_max is left out: {name} has taken no step yet and so has no preconditioner"
+    trained = {each: p for each, p in model.named_parameters() if p.requires_grad}
+    if not any(id(p) in motions for p in trained.values()):
+        return f"lr_lambda_max is left out: {name} has none of the parameters of the measured model"
+    found = {each: motions.get(id(p), Motion(0.0, inf)) for each, p in trained.items()}
+    threshold = min((each.threshold for each in found.values()), default=inf)
+    rates = {
+        each: motion.rate if motion.threshold == threshold else motion.rate * (threshold / motion.threshold)
+        for each, motion in found.items()
+    }
+    note = changed_by and (
+        f"lr_lambda_max has no threshold: {changed_by} changes the gradient, and with it where {name} becomes unstable"
+    )
+    return Stability(
+        rates,
+        {each: motion.decay for each, motion in found.items()},
+        -1 if groups[0].get("maximize") else 1,
+        None if changed_by else threshold,
+        note,
+    )
+
+
+def is_preconditioned(optimizer: Any) -> bool:
+    """Whether the optimizer divides gradients by something of its own."""
+    inner = _unwrapped(optimizer)
+    inner = inner.base if isinstance(inner, TwoPass) else inner
+    return type(inner) in RULES and type(inner) is not SGD
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    while type(optimizer) not in RULES and not isinstance(optimizer, TwoPass):
+        modules = [f"{each.__module__}." for each in type(optimizer).__mro__]
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None or not any(each.startswith(TRANSPARENT) for each in modules):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    return float(group.get("momentum", 0.0))
+
+
+def _number(group: Mapping[str, Any], key: str) -> float:
+    return float(group.get(key, 0.0))
+
+
+def _steps(state: Mapping[str, Any]) -> float:
+    return float(state.get("step", 0.0))
+
+
+def _sgd(group: Mapping[str, Any], _: Mapping[str, Any]) -> Motion:
+    momentum, dampening = _momentum(group), _number(group, "dampening")
+    if momentum == 0:
+        threshold = 2.0
+    elif group.get("nesterov"):
+        threshold = 2 * (1 + momentum) / (1 + 2 * momentum)
+    else:
+        threshold = 2 * (1 + momentum) / (1 - dampening) if dampening < 1 else inf
+    return Motion(_number(group, "lr"), threshold, _number(group, "weight_decay"))
+
+
+def _decoupled(group: Mapping[str, Any], rate: Tensor, threshold: float, decoupled: bool) -> Motion:
+    decay = _number(group, "weight_decay")
+    if decoupled:
+        return Motion(rate, threshold * (1 - _number(group, "lr") * decay / 2))
+    return Motion(rate, threshold, decay)
+
+
+def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    one, two = group["betas"]
+    return float(one), float(two)
+
+
+def _root(state: Mapping[str, Any], key: str) -> Tensor:
+    root: Tensor = state[key].detach().double().sqrt()
+    return root
+
+
+def _adam(group: Mapping[str, Any], state: Mapping[str, Any], decoupled: bool = False) -> Motion | None:
+    t = _steps(state)
+    if not t:
+        return None
+    one, two = _betas(group)
+    second = _root(state, "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
+    preconditioner = (1 - one**t) * (second / (1 - two**t) ** 0.5 + group["eps"])
+    rate = _number(group, "lr") / preconditioner
+    decoupled = decoupled or bool(group.get("decoupled_weight_decay"))
+    return _decoupled(group, rate, 2 * (1 + one) / (1 - one), decoupled)
+
+
+def _adamw(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
+    return _adam(group, state, decoupled=True)
+
+
+def _nadam(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
+    t = _steps(state)
+    if not t:
+        return None
+    one, two = _betas(group)
+    preconditioner = _root(state, "exp_avg_sq") / (1 - two**t) ** 0.5 + group["eps"]
+    # The step is along the gradient, times `direct`, and its running mean, times `mean`.
+    now, after = (one * (1 - 0.5 * 0.96 ** (n * group["momentum_decay"])) for n in (t, t + 1))
+    product = float(state["mu_product"])
+    direct, mean = (1 - now) / (1 - product), after / (1 - product * after)
+    threshold = 2 / (direct + mean * (1 - one) / (1 + one))
+    rate = _number(group, "lr") / preconditioner
+    return _decoupled(group, rate, threshold, bool(group.get("decoupled_weight_decay")))
+
+
+def _radam(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
+    t = _steps(state)
+    if not t:
+        return None
+    one, two = _betas(group)
+    longest = 2 / (1 - two) - 1
+    length = longest - 2 * t * two**t / (1 - two**t)
+    second = _root(state, "exp_avg_sq")
+    factor = torch.ones_like(second)
+    if length > 5:
+        rectified = ((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) ** 0.5
+        factor = rectified * (1 - two**t) ** 0.5 / (second + group["eps"])
+    rate = _number(group, "lr") / (1 - one**t) * factor
+    return _decoupled(group, rate, 2 * (1 + one) / (1 - one), bool(group.get("decoupled_weight_decay")))
+
+
+def _adamax(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
+    t = _steps(state)
+    if not t:
+        return None
+    one, _ = _betas(group)
+    rate = _number(group, "lr") / ((1 - one**t) * state["exp_inf"].detach().double())
+    return Motion(rate, 2 * (1 + one) / (1 - one), _number(group, "weight_decay"))
+
+
+def _rmsprop(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
+    if not _steps(state):
+        return None
+    square = state["square_avg"].detach().double()
+    if group["centered"]:
+        square = (square - state["grad_avg"].detach().double().square()).clamp_min(0)
+    rate = _number(group, "lr") / (square.sqrt() + group["eps"])
+    return Motion(rate, 2 * (1 + _momentum(group)), _number(group, "weight_decay"))
+
+
+def _adagrad(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
+    t = _steps(state)
+    if not t:
+        return None
+    rate = _number(group, "lr") / (1 + (t - 1) * group["lr_decay"]) / (_root(state, "sum") + group["eps"])
+    return Motion(rate, 2.0, _number(group, "weight_decay"))
+
+
+def _adadelta(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
+    if not _steps(state):
+        return None
+    above, below = (state[key].detach().double() + group["eps"] for key in ("acc_delta", "square_avg"))
+    return Motion(_number(group, "lr") * (above / below).sqrt(), 2.0, _number(group, "weight_decay"))
+
+
+# Exactly these classes: one derived from them may step otherwise.
+RULES: dict[type, Callable[[Mapping[str, Any], Mapping[str, Any]], Motion | None]] = {
+    SGD: _sgd,
+    Adam: _adam,
+    AdamW: _adamw,
+    NAdam: _nadam,
+    RAdam: _radam,
+    Adamax: _adamax,
+    RMSprop: _rmsprop,
+    Adagrad: _adagrad,
+    Adadelta: _adadelta,
+}
