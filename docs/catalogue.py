@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import saltflat
 from saltflat.catalogue import Entry
-from saltflat.measures import MEASURES, SYMMETRIES
+from saltflat.measures import MEASURES, PRESETS, SYMMETRIES
 from saltflat.measures.references import REFERENCES
+from saltflat.statistic import COSTS
 
 HEAD = """# Measures
 
@@ -16,6 +19,12 @@ same. [choosing.md](choosing.md) says which to take, [misprints.md](misprints.md
 must visibly fail.
 """
 
+COST = """*Cost* is what a measure needs beside the model and the data, with its usual options:
+"""
+
+SEVERAL = """Some names stand for several measures, those first that rescaling cannot fool:
+"""
+
 
 def main() -> None:
     print(page(), end="")
@@ -24,7 +33,7 @@ def main() -> None:
 def page() -> str:
     """The whole file."""
     entries = list(saltflat.catalogue())
-    parts = [HEAD, *(f"* `{name}`: {meaning}." for name, meaning in SYMMETRIES.items()), ""]
+    parts = [HEAD, *described(SYMMETRIES), "", COST, *described(COSTS), "", SEVERAL, *described(PRESETS), ""]
     family = ""
     for entry in entries:
         if family_of(entry) != family:
@@ -34,6 +43,10 @@ def page() -> str:
     used = dict.fromkeys(entry.reference for entry in entries)
     parts += ["## References", "", *(f"* **{key}**: {REFERENCES[key]}" for key in sorted(used))]
     return "\n".join(parts) + "\n"
+
+
+def described(names: Mapping[str, str]) -> list[str]:
+    return [f"* `{name}`: {meaning}." for name, meaning in names.items()]
 
 
 def family_of(entry: Entry) -> str:
@@ -52,6 +65,7 @@ def section(entry: Entry) -> list[str]:
         f"* Unchanged by: {', '.join(f'`{each}`' for each in entry.invariant_to) or 'no rescaling'}",
         f"* Smaller is: {entry.smaller}",
         f"* Needs: {', '.join(f'`{each}`' for each in entry.needs)}",
+        f"* Cost: {entry.cost}",
         *([f"* Options: {options}"] if options else []),
         f"* From: {entry.reference}",
     ]

@@ -1,13 +1,38 @@
-"""Options that are amounts: sizes and counts."""
+"""Options that are amounts, counts, flags or one of several names."""
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Container
+from typing import Any, SupportsIndex
 
 from saltflat.errors import OptionError
 
 LARGEST = sys.float_info.max  # whole numbers of Python's go beyond, and are infinite as others
 MOST = 10**7  # of anything: a slip of the keyboard beyond
+
+
+def is_choice(value: Any, choices: Container[str]) -> bool:
+    """Whether a value is one of some names; arrays and tensors, which have no single truth, are not."""
+    return isinstance(value, str) and value in choices
+
+
+def whole_number(value: Any) -> int | None:
+    """The value as a whole number; None if it is not one."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays and classes have the method, too
+        return None
+
+
+def check_flag(**given: bool) -> None:
+    """Switches are True or False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"Got {name}={value!r}. Want True or False. Do: leave it out for the usual one.")
 
 
 def check_positive(**given: float) -> None:

@@ -27,6 +27,7 @@ class Entry:
         needs: the statistics it is made of.
         reference: where it comes from.
         options: what can be chosen, with the usual values.
+        cost: ``"sweep"``, ``"passes"`` or ``"search"``; see :data:`saltflat.statistic.COSTS`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Entry:
     needs: tuple[str, ...]
     reference: str
     options: Mapping[str, Any]
+    cost: str
 
 
 class Catalogue(Sequence[Entry]):
@@ -61,7 +63,9 @@ class Catalogue(Sequence[Entry]):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for each in self:
             unchanged = ", ".join(each.invariant_to) or "no rescaling"
-            yield Text.assemble((each.name, "bold"), f" (unchanged by {unchanged}; smaller is {each.smaller})")
+            yield Text.assemble(
+                (each.name, "bold"), f" (unchanged by {unchanged}; smaller is {each.smaller}; cost: {each.cost})"
+            )
             lines = [Text(each.meaning), Text(each.formula, style="dim")]
             lines.append(Text(f"needs {', '.join(each.needs)}; from {each.reference}", style="dim"))
             if each.options:
@@ -77,7 +81,7 @@ class Catalogue(Sequence[Entry]):
 
 
 def catalogue() -> Catalogue:
-    """Every measure: what it says, its formula, what leaves it unchanged, what it needs and where it comes from.
+    """Every measure: what it says, its formula, what leaves it unchanged, what it needs and costs, and its source.
 
     >>> [entry.invariant_to for entry in catalogue() if entry.name == "kappa"]
     [('layer_scale',)]
@@ -93,6 +97,7 @@ def catalogue() -> Catalogue:
                 each.statistics,
                 each.reference,
                 dict(each.options),
+                each.cost,
             )
             for each in MEASURES.values()
         ]

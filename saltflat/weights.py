@@ -6,21 +6,24 @@ import re
 import stat
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from saltflat.errors import SaltflatError
+from saltflat.report.file import path_from, replacing
 
 # Where training scripts keep the weights beside optimizers and epochs; the first that is there.
 NESTS = ("state_dict", "model_state_dict", "model")
+# What a file says of weights whose model was folded.
+FOLDED = "saltflat.folded"
 
 
 class WeightsError(SaltflatError, ValueError):
@@ -32,11 +35,12 @@ class Weights(dict[str, Tensor]):
 
     Attributes:
         notes: what was done to the names in the file.
+        folded: whether they are of a model whose BatchNorm layers were folded.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], notes: tuple[str, ...] = (), folded: bool = False) -> None:
         super().__init__(tensors)
-        self.notes = notes
+        self.notes, self.folded = notes, folded
 
 
 def load_weights(path: str | Path) -> Weights:
@@ -47,23 +51,59 @@ def load_weights(path: str | Path) -> Weights:
     ``state_dict``, ``model_state_dict`` or ``model``; what ``DataParallel`` (``module.``) and ``torch.compile``
     (``_orig_mod.``) add to the names is taken away. Both are said in ``notes``.
     """
-    path = Path(path)
+    path = path_from(path, WeightsError)
     _check_file(path)
     found = _safe(path) if path.suffix == ".safetensors" else _unpickled(path)
     tensors, notes = _unnested(found, path)
     names = plain_names(list(tensors))
     if any(name != plain for name, plain in names.items()):
-        notes = (*notes, f"Names in {path.name}: the prefixes of DataParallel or torch.compile were taken away.")
-    return Weights({names[name]: tensor for name, tensor in tensors.items()}, notes)
+        notes = (*notes, f"Names in {path.name}: the prefixes of DataParallel or torch.compile were removed.")
+    return Weights({names[name]: tensor for name, tensor in tensors.items()}, notes, is_folded(path))
+
+
+def is_folded(path: str | Path) -> bool:
+    """Whether a file of weights says that they are of a folded model, as :func:`save_weights` has it say."""
+    if Path(path).suffix != ".safetensors":
+        return False
+    with safe_open(str(path), framework="pt") as file:
+        return (file.metadata() or {}).get(FOLDED) == "true"
+
+
+def save_weights(model: nn.Module, path: str | Path, folded: bool = False) -> int:
+    """Write the model's weights to a ``.safetensors`` file, a tied weight once; return how many tensors that were.
+
+    Args:
+        model: any module.
+        path: a file that was there is replaced, whole or not at all.
+        folded: say in the file that they are of a folded model: what reads it has to fold its own.
+    """
+    tensors: dict[str, Tensor] = {}
+    held: list[Tensor] = []
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise WeightsError(
+                f"Got {name!r} in the state of the model, a {type(value).__name__}. Want tensors alone in a file of "
+                "weights. Do: save the model's state_dict with torch.save."
+            )
+        if not any(value is other for other in held):
+            held.append(value)
+            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    metadata = {"format": "pt", **({FOLDED: "true"} if folded else {})}
+    with replacing(path) as part:
+        save_file(tensors, part, metadata)
+    return len(tensors)
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Give the model these weights, all of them, and say what was rounded; if they do not fit, it is left as it is."""
+    """Give the model these weights, all of them; if they do not fit, it is left as it is.
+
+    Returns notes: which prefix was taken from the names or put before them, and what was rounded.
+    """
     found = fitted(model, weights)
     own = model.state_dict()
     coarse = {name: own[name].dtype for name, value in found.items() if _is_rounded(value, own[name].dtype)}
     model.load_state_dict(found)
-    return tuple(
+    return found.notes + tuple(
         f"Weights of type {_plain_type(kind)} were rounded to {_plain_type(to)}, the model's own."
         for kind, to in dict.fromkeys((found[name].dtype, to) for name, to in coarse.items())
     )
@@ -77,19 +117,96 @@ def _plain_type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def fitted(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the model's own names, if names and shapes agree. A tied weight may be there once."""
+def fitted(model: nn.Module, weights: Mapping[str, Tensor]) -> Weights:
+    """The weights under the model's own names, if names and shapes agree. A tied weight may be there once.
+
+    A prefix that all names in the file have and the model's do not (``net.``, ``backbone.``), or the other way round,
+    is no obstacle, provided that everything fits without it; ``notes`` say so.
+    """
     wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     own = plain_names(list(wanted))
+    # A tied weight has several names; its own comes first.
+    aliases = {
+        name: [own[name], *(own[other] for other, tensor in wanted.items() if tensor is value)]
+        for name, value in wanted.items()
+    }
     given = {plain: weights[name] for name, plain in plain_names(list(weights)).items()}
-    found: dict[str, Tensor] = {}
-    for name, value in wanted.items():
-        same = [own[other] for other, tensor in wanted.items() if tensor is value]
-        stored = next((given[each] for each in [own[name], *same] if each in given), None)
-        if stored is not None:
-            found[name] = stored
+    names, notes = _renamed(list(given), list(own.values()), list(aliases.values()))
+    given = {names[name]: tensor for name, tensor in given.items()}
+    stored = {name: [given[each] for each in others if each in given] for name, others in aliases.items()}
+    found = {name: tensors[0] for name, tensors in stored.items() if tensors}
     _check_fit(found, wanted, own, given)
-    return found
+    _check_tied({own[name]: tensors for name, tensors in stored.items()})
+    return Weights(found, notes)
+
+
+def _renamed(given: list[str], known: list[str], aliases: list[list[str]]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The names in a file as the model has them: without, or with, a prefix that all of them have or lack."""
+    same = {name: name for name in given}
+    if _names_fit(given, known, aliases):
+        return same, ()
+    shorter = {
+        f"The prefix {prefix!r} was removed from all names in the file: the model's names do not have it.": {
+            name: name.removeprefix(prefix) for name in given
+        }
+        for prefix in _common_prefixes(given)
+    }
+    longer = {
+        f"All names in the model begin with {prefix!r}, and those in the file do not: it was put before them.": {
+            name: prefix + name for name in given
+        }
+        for prefix in _common_prefixes(known)
+    }
+    fits = {note: names for note, names in {**shorter, **longer}.items() if _names_fit(names.values(), known, aliases)}
+    if len(fits) > 1:
+        raise WeightsError(
+            f"Got weights whose names fit the model in {len(fits)} ways: {' Or: '.join(fits)} Want one way only. "
+            "Do: rename them in the file."
+        )
+    _check_parts(given, known, aliases)
+    return next(((names, (note,)) for note, names in fits.items()), (same, ()))
+
+
+def _check_parts(given: list[str], known: list[str], aliases: list[list[str]]) -> None:
+    """Refuse a file in which the model's weights are one part, beside others: what those are for is not known."""
+    ends = tuple(f".{name}" for name in known[:1])
+    for prefix in dict.fromkeys(name.removesuffix(known[0]) for name in given if name.endswith(ends)):
+        others = [name for name in given if not name.startswith(prefix)]
+        if others and _names_fit((name.removeprefix(prefix) for name in given if name not in others), known, aliases):
+            raise WeightsError(
+                f"Got weights of which those that begin with {prefix!r} fit the model, and {len(others)} more do not "
+                f"belong to it: {_listed(list(map(repr, others)))}. Want the weights of the model alone. "
+                f"Do: save those that begin with {prefix!r} in a file of their own."
+            )
+
+
+def _names_fit(names: Iterable[str], known: list[str], aliases: list[list[str]]) -> bool:
+    there = set(names)
+    return there <= set(known) and all(any(each in there for each in others) for others in aliases)
+
+
+def _common_prefixes(names: list[str]) -> list[str]:
+    """
+    >>> _common_prefixes(["net.body.0.weight", "net.body.1.weight"])
+    ['net.', 'net.body.']
+    """
+    parts = names[0].split(".")[:-1] if names else []
+    prefixes = [".".join(parts[:count]) + "." for count in range(1, len(parts) + 1)]
+    return [prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)]
+
+
+def _check_tied(stored: Mapping[str, list[Tensor]]) -> None:
+    """One weight cannot have two values: which of them was trained is not known."""
+    torn = [
+        name
+        for name, (first, *others) in stored.items()
+        if any(not _same_values(first, other) for other in others if other is not first)
+    ]
+    if torn:
+        raise WeightsError(
+            f"Got different values for weights that are one in the model: {_listed(list(map(repr, torn)))}. "
+            "Want the same under each of its names. Do: untie them in the model, or save the weights again."
+        )
 
 
 def plain_names(names: list[str]) -> dict[str, str]:
@@ -210,6 +327,10 @@ def _check_fit(
             f"Got weights that do not fit the model. {told}. Want every weight of the model once, dense and real, "
             "in its shape. Do: check that the file belongs to this model, and that it is made as it was for training."
         )
+
+
+def _same_values(one: Tensor, two: Tensor) -> bool:
+    return one.shape == two.shape and _odd_kind(two) is None and torch.equal(one.double(), two.double())
 
 
 def _odd_kind(tensor: Tensor) -> str | None:

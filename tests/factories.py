@@ -61,3 +61,36 @@ def torn() -> Torn:
 
 def loader() -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=4)
+
+
+def normed() -> nn.Module:
+    """BatchNorm that can go into a layer, and one that cannot."""
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(inputs).relu())
+        return out
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    inputs, targets = pair()
+    return [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
+
+
+def stream() -> DataLoader[Any]:
+    return DataLoader(dataset(), batch_size=2, shuffle=True)
+
+
+def words() -> dict[str, Tensor]:
+    inputs, targets = pair()
+    return {"input": inputs, "labels": targets}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -12,10 +13,10 @@ from torch import Tensor
 import saltflat
 from saltflat.catalogue import Catalogue, Entry
 from saltflat.errors import OptionError, UnknownNameError
-from saltflat.measures import MEASURES, measure
+from saltflat.measures import GIVEN, MEASURES, PRESETS, measure
 from saltflat.measures.references import REFERENCES
 from saltflat.measures.request import requests
-from saltflat.statistic import COMPUTED, STATISTICS
+from saltflat.statistic import COMPUTED, COSTS, STATISTICS
 
 
 @pytest.fixture
@@ -35,13 +36,22 @@ def test_the_catalogue_says_everything_of_every_measure() -> None:
         assert entry.smaller
         assert entry.needs
         assert entry.reference in REFERENCES
+        assert entry.cost in COSTS
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_catalogue_prints_in_the_width_there_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     entry = Entry(
-        "gauge", "Square [bold] brackets.", "[/dim] formula", (), "flatter", ("weight",), "somewhere", {"p": 2}
+        "gauge",
+        "Square [bold] brackets.",
+        "[/dim] formula",
+        (),
+        "flatter",
+        ("weight",),
+        "somewhere",
+        {"p": 2},
+        "passes",
     )
     text = str(Catalogue([*saltflat.catalogue(), entry]))
     assert max(map(len, text.splitlines())) <= width
@@ -50,12 +60,13 @@ def test_the_catalogue_prints_in_the_width_there_is(width: int, monkeypatch: pyt
     assert "[/dim] formula" in text
     assert "needs weight; from somewhere" in text
     assert "options: p=2" in text
+    assert "cost: passes)" in " ".join(text.split())
 
 
 def test_every_reference_and_statistic_is_used() -> None:
     assert {each.reference for each in MEASURES.values()} == set(REFERENCES)
     needed = {need for each in MEASURES.values() for need in each.statistics}
-    elsewhere = {"gradient_second_moment", "finite_difference", "average_rise", "worst_rise"}
+    elsewhere = {"gradient_second_moment", "mean_gradient", "finite_difference", "average_rise", "worst_rise"}
     assert {*STATISTICS, *COMPUTED} <= needed | elsewhere
 
 
@@ -112,10 +123,71 @@ def test_a_measure_is_asked_for_with_its_options(asked: str, key: str) -> None:
     assert [each.key for each in requests(asked)] == [key]
 
 
+QUICK = {
+    *("fisher_rao_norm", "fisher_rao_diagonal", "rho", "rho_max", "relative_flatness", "minimum_unit_sharpness"),
+    *("normalized_sharpness", "normalized_sharpness_arxiv", "normalized_sharpness_printed"),
+    *("parameterwise_normalized_sharpness", "minimum_sharpness", "kappa_trace", "kappa_trace_max", "hessian_trace"),
+    *("squared_norm", "distance_from_init", "fisher_trace", "fisher_frobenius"),
+}
+
+
+def test_the_quick_measures_are_those_that_one_sweep_gives() -> None:
+    assert {each.key for each in requests(None)} == QUICK
+    assert [each.key for each in requests("quick")] == [each.key for each in requests(None)]
+    for request in requests("quick"):
+        assert {*request.measure.statistics} <= {*STATISTICS, *GIVEN, "feature_deviation", "rescalings"}
+
+
+def test_a_preset_stands_for_its_measures_those_first_that_rescaling_cannot_fool() -> None:
+    assert {each.key for each in requests("all")} == set(MEASURES)
+    assert {each.key for each in requests("invariant")} == {n for n, each in MEASURES.items() if each.invariant_to}
+    for preset in PRESETS:
+        claims = [len(each.measure.invariant_to) for each in requests(preset)]
+        assert claims == sorted(claims, reverse=True)
+
+
+def test_presets_and_names_can_be_mixed_and_each_measure_comes_once() -> None:
+    keys = [each.key for each in requests(["kappa", "quick", "rho", "rho(axis='row')", "all", "quick"])]
+    assert keys[0] == "kappa"
+    assert len(keys) == len(set(keys)) == len(MEASURES) + 1
+    named = {each.key for each in requests(["kappa", "quick", "rho", "all"]) if each.named}
+    assert named == {"kappa", "rho"}
+
+
+def test_what_only_a_preset_asks_for_is_left_out_and_what_is_named_is_nan() -> None:
+    case = CHAINS["mlp_with_biases"]()
+    report = saltflat.measure(case.model, case.batches, measures=["quick", "kappa"], certificate=False)
+    assert set(report) == QUICK - {"distance_from_init"} | {"kappa"}
+    assert set(report.left_out) == {"distance_from_init"}
+    report = saltflat.measure(case.model, case.batches, measures=["quick", "distance_from_init"], certificate=False)
+    assert not report.left_out
+    assert math.isnan(report["distance_from_init"].value)
+
+
+def test_the_cost_of_a_measure_is_its_own_or_that_of_what_it_needs() -> None:
+    costs = {each.name: each.cost for each in saltflat.catalogue()}
+    assert costs["hessian_trace"] == costs["relative_flatness"] == costs["minimum_sharpness"] == "sweep"
+    assert costs["adaptive_sharpness"] == costs["input_robustness"] == "passes"
+    assert costs["regularized_normalized_sharpness"] == "search"
+    assert costs["kappa"] == costs["hessian_top_eigenvalue"] == costs["pac_bayes_flatness"] == "search"
+
+
+def test_a_preset_is_no_name_for_a_measure(register: None) -> None:
+    with pytest.raises(OptionError, match="stands for"):
+
+        @measure(on="weights", reference="petzka2021relative", formula="anything at all")
+        def quick(weight: Tensor) -> Tensor:
+            """Nothing."""
+            return weight.sum()
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
         ("rhoo", UnknownNameError, "use 'rho'"),
+        ("quik", UnknownNameError, "use 'quick'"),
+        ("quick()", OptionError, "one measure is wanted"),
+        (["all", "fast"], UnknownNameError, "'fast'"),
         ("rho(axes='row')", UnknownNameError, "use 'axis'"),
         ("rho('row')", OptionError, "name=value"),
         ("rho(axis=", OptionError, "name=value"),
@@ -162,7 +234,7 @@ def test_an_option_that_means_nothing_is_refused(asked: str) -> None:
 
 def test_measures_share_what_they_need_and_do_not_disturb_each_other() -> None:
     case = CHAINS["convolutions_with_biases"]()
-    every = saltflat.measure(case.model, case.batches)
+    every = saltflat.measure(case.model, case.batches, measures="all")
     for name in ("kappa", "fisher_logdet", "adaptive_sharpness", "relative_flatness"):
         alone = saltflat.measure(case.model, case.batches, measures=name, certificate=False)
         assert alone[name].value == pytest.approx(every[name].value, rel=1e-9)
@@ -175,7 +247,7 @@ def test_measures_share_what_they_need_and_do_not_disturb_each_other() -> None:
 def test_progress_tells_what_is_being_done() -> None:
     case = CHAINS["mlp_with_biases"]()
     seen: list[tuple[str, int, int | None]] = []
-    saltflat.measure(case.model, case.batches, progress=lambda *step: seen.append(step))
+    saltflat.measure(case.model, case.batches, measures="all", progress=lambda *step: seen.append(step))
     assert len({step for step, _, _ in seen}) > 5
     assert all(done <= total for _, done, total in seen if total is not None)
 
@@ -209,3 +281,23 @@ def test_the_diagonal_may_be_an_estimate() -> None:
         assert reading.value == pytest.approx(exact["fisher_rao_diagonal"].value, rel=0.9)
     with pytest.raises(UnknownNameError, match="hutchinson"):
         saltflat.measure(case.model, case.batches, diagonal="hutchison")
+
+
+def test_a_reading_is_found_under_the_name_it_was_asked_for_with() -> None:
+    case = CHAINS["mlp_with_biases"]()
+    asked = ["rho(axis='column')", "fisher_logdet( subset=2,draws=3 )"]
+    report = saltflat.measure(case.model, case.batches, measures=asked, certificate=False)
+    audit = saltflat.audit(case.model, case.batches, measures=asked[0], draws=1, kinds="layer")
+    both = saltflat.compare(report, report, names=asked)
+    for found in (report, both):
+        assert list(found) == ["rho", "fisher_logdet(draws=3, subset=2)"]
+        assert all(name in found for name in asked)
+        assert found[asked[0]] is found.get("rho(axis=column)") is found["rho"]
+    assert audit[asked[0]] is audit.get(asked[0]) is audit["rho"]
+    assert asked[0] in audit
+    for unknown in ("rho(axis='row')", "rho(axis='column'", "no such measure", ""):
+        assert unknown not in report
+        assert report.get(unknown) is None
+        with pytest.raises(UnknownNameError, match="rho"):
+            report[unknown]
+    assert 3 not in report  # type: ignore[comparison-overlap]

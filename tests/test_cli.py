@@ -209,6 +209,28 @@ def test_weights_are_put_into_the_model_and_noted(measured: Call, tmp_path: Path
         assert said in notes
 
 
+def test_random_weights_are_said_to_be_random(measured: Call, tmp_path: Path) -> None:
+    result = run(*REQUIRED, "--out", tmp_path / "report.json")
+    assert result.exit_code == 0, result.output
+    first, *_ = Report.load(tmp_path / "report.json").notes
+    assert first.startswith("No weights were given (--weights): these are the random initial weights of factories:mlp")
+    assert "No weights were given" in " ".join(result.stdout.split())
+
+
+def test_a_prefix_in_the_file_is_noted(measured: Call, tmp_path: Path) -> None:
+    trained = mlp()
+    path = tmp_path / "checkpoint.pt"
+    torch.save({f"net.{name}": value for name, value in trained.state_dict().items()}, path)
+    words = ("--weights", path, "--initial", path, "--out", tmp_path / "report.json")
+    result = run(*REQUIRED, *words)
+    assert result.exit_code == 0, result.output
+    assert_close(dict(measured.args[0].state_dict()), dict(trained.state_dict()), rtol=0, atol=0)
+    assert_close(dict(measured.options["initial"]), dict(trained.state_dict()), rtol=0, atol=0)
+    notes = Report.load(tmp_path / "report.json").notes
+    assert sum("The prefix 'net.' was removed" in note for note in notes) == 2
+    assert not any("No weights" in note for note in notes)
+
+
 def test_named_data_is_read_with_its_options(measured: Call) -> None:
     words = ("--data", "digits", "--split", "test", "--skip", 2, "--limit", 3, "--normalize", "half")
     result = run("measure", "--model", "factories:mlp", *words)
@@ -419,7 +441,7 @@ def test_list_prints_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("list").stdout == f"{saltflat.catalogue()}\n"
     found = json.loads(run("list", "--json").stdout)
     assert [each["name"] for each in found] == [each.name for each in saltflat.catalogue()]
-    facts = {"name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options"}
+    facts = {"name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options", "cost"}
     assert all(each.keys() == facts for each in found)
     assert all(each["meaning"] and each["reference"] for each in found)
 

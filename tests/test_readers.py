@@ -179,7 +179,6 @@ def test_channels_are_standardized_each_by_itself(tmp_path: Path, monkeypatch: p
         (EmptyDataError, ("1200 examples",), {"source": "digits", "skip": 1200}),
         (OptionError, ("split='test'",), {"source": "factories:pair", "split": "test"}),
         (OptionError, ("normalize='half'",), {"source": "factories:pair", "normalize": "half"}),
-        (OptionError, ("DataLoader",), {"source": "factories:loader", "limit": 2}),
         (EmptyDataError, ("6 examples",), {"source": "factories:pair", "skip": 6}),
         (UnknownNameError, ("'loadre'", "use 'loader'"), {"source": "factories:loadre"}),
         (OptionError, ("no module 'nowhere'",), {"source": "nowhere.at_all:data"}),
@@ -195,7 +194,7 @@ def test_bad_requests_are_named(kind: type[SaltflatError], words: tuple[str, ...
 
 def test_without_scikit_learn_digits_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    refused(DataError, lambda: read("digits"), "scikit-learn", "pip install")
+    refused(DataError, lambda: read("digits"), "Do: pip install scikit-learn.")
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -490,6 +489,8 @@ def test_a_factory_gives_what_it_gives() -> None:
     part = read("factories:dataset", skip=1, limit=2)
     assert isinstance(part, Subset)
     assert [int(part[n][1]) for n in range(len(part))] == [1, 2]
+    (_, targets), (_, rest) = read("factories:loader", skip=1, limit=4)
+    assert torch.cat([targets, rest]).tolist() == [1, 2, 0, 1]
 
 
 def test_what_a_users_module_lacks_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,85 @@ def test_a_tied_weight_may_be_there_once(kept: str) -> None:
     assert model.head.weight is model.embedding.weight
 
 
+def test_one_weight_with_two_values_is_refused() -> None:
+    model = Tied()
+    both = {"embedding.weight": torch.ones(5, 3), "head.weight": torch.ones(5, 3).double()}
+    put_weights(model, both)
+    both["head.weight"][2, 1] = 1.5
+    refused(lambda: put_weights(model, both), "'embedding.weight'", "one in the model")
+    assert_close(model.head.weight.detach(), torch.ones(5, 3), rtol=0, atol=0)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.backbone = inside
+
+
+def numbered(model: nn.Module) -> dict[str, Tensor]:
+    """Weights that tell from which name they come."""
+    state = model.state_dict()
+    return {name: torch.full_like(value, number + 1) for number, (name, value) in enumerate(state.items())}
+
+
+@pytest.mark.parametrize("prefix", ["net.", "backbone.", "model.", "a.b.", "0.", "module.net."])
+def test_a_prefix_of_all_names_is_taken_away_and_said(prefix: str, tmp_path: Path) -> None:
+    wanted = numbered(mlp())
+    # As Lightning keeps the weights of a module that holds the model.
+    torch.save(
+        {"state_dict": {prefix + name: value for name, value in wanted.items()}, "epoch": 3}, tmp_path / "w.ckpt"
+    )
+    model = mlp()
+    (note,) = put_weights(model, load_weights(tmp_path / "w.ckpt"))
+    assert_close(dict(model.state_dict()), wanted, rtol=0, atol=0)
+    assert f"The prefix {prefix.removeprefix('module.')!r}" in note
+    assert "removed" in note
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prefix_that_only_the_model_has_is_added_and_said(depth: int) -> None:
+    inside, model = mlp(), mlp()
+    for _ in range(depth):
+        model = Wrapper(model)
+    (note,) = put_weights(model, numbered(inside))
+    prefix = "backbone." * depth
+    wanted = {prefix + name: value for name, value in numbered(inside).items()}
+    assert_close(dict(model.state_dict()), wanted, rtol=0, atol=0)
+    assert f"All names in the model begin with {prefix!r}" in note
+    assert put_weights(model, model.state_dict()) == ()
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_prefix_and_a_tied_weight_go_together(wrap: bool) -> None:
+    model: nn.Module = Wrapper(Tied()) if wrap else Tied()
+    name = "head.weight" if wrap else "net.head.weight"
+    (note,) = put_weights(model, {name: torch.full((5, 3), 2.0)})
+    assert ("put before" if wrap else "removed") in note
+    assert all(bool((value == 2).all()) for value in model.state_dict().values())
+
+
+def test_two_ways_to_fit_are_none() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2))
+    model.a = nn.Module()
+    model.a.weight = model.weight
+    refused(lambda: put_weights(model, {"a.a.weight": torch.ones(2)}), "in 2 ways", "'a.'", "'a.a.'")
+    assert not model.weight.any()
+
+
+def test_a_prefix_does_not_make_weights_of_other_shapes_fit() -> None:
+    given = {f"net.{name}": value for name, value in mlp(width=7).state_dict().items()}
+    refused(lambda: put_weights(mlp(), given), "'1.weight' is (7, 4) there and (3, 4) in the model")
+
+
+def test_names_of_which_only_some_have_the_prefix_are_refused() -> None:
+    given = {f"net.{name}": value for name, value in mlp().state_dict().items()}
+    refused(lambda: put_weights(mlp(), {**given, "criterion.weight": torch.ones(3)}), "'net.'", "'criterion.weight'")
+    refused(lambda: put_weights(mlp(), {**given, "1.weight": torch.ones(3, 4)}), "'net.'", "'1.weight'")
+    given["1.bias"] = given.pop("net.1.bias")
+    refused(lambda: put_weights(mlp(), given), "3 missing", "'net.1.weight'")
+
+
 def test_lazy_layers_take_the_shape_of_the_file() -> None:
     model = nn.LazyLinear(3)
     put_weights(model, {"weight": torch.ones(3, 7), "bias": torch.zeros(3)})

@@ -92,7 +92,7 @@ def landscape(
                 seed=seed,
                 progress=False if quiet else None,
             )
-    found = dataclasses.replace(found, notes=(*found.notes, *notes, source.told()))
+    found = dataclasses.replace(found, notes=(*notes, *found.notes, source.told()))
     if not quiet:
         show_on_screen(found)
     keep(found, out, plot, quiet)

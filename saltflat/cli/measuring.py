@@ -65,7 +65,7 @@ def measure(
     with users_session(show_traceback):
         network, notes = source.network(seed)
         examples = source.examples(network, precision)
-        before = weights_before(network, initial)
+        before, more = weights_before(network, initial)
         with source.running():
             report = saltflat.measure(
                 network,
@@ -83,7 +83,7 @@ def measure(
                 initial=before,
                 certificate=certificate,
             )
-    report = dataclasses.replace(report_worded(report), notes=(*report.notes, *notes, source.told()))
+    report = dataclasses.replace(report_worded(report), notes=(*notes, *more, *report.notes, source.told()))
     if not quiet:
         show_on_screen(report)
     keep(report, out, plot, quiet)

@@ -32,7 +32,11 @@ Normalize: TypeAlias = Annotated[
 ]
 Loss: TypeAlias = Annotated[str, typer.Option(help="cross_entropy, mse or bce_with_logits.")]
 Measures: TypeAlias = Annotated[
-    list[str] | None, typer.Option(help="Names, with commas or one by one; all that can be taken if not given.")
+    list[str] | None,
+    typer.Option(
+        help="Names, with commas or one by one; quick (if not given: what one sweep over the data gives), invariant "
+        "(what rescaling leaves unchanged) or all."
+    ),
 ]
 Columns: TypeAlias = Annotated[str, typer.Option(help="exact, top (top:5) or sampled (sampled:16).")]
 Layers: TypeAlias = Annotated[list[str] | None, typer.Option(help="Names of modules or parameters; all if not given.")]

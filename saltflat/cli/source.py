@@ -18,7 +18,9 @@ from saltflat.readers.factory import made
 from saltflat.readers.foreign import users_model
 from saltflat.readers.placed import placed
 from saltflat.sweep import check_seed
-from saltflat.weights import fitted, load_weights, put_weights
+from saltflat.symmetry.example import example_of
+from saltflat.symmetry.fold import fold
+from saltflat.weights import fitted, is_folded, load_weights, put_weights
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,28 @@ class Source:
             raise ModelError(
                 f"Got a {type(network).__name__} from {self.model!r}. Want a torch.nn.Module. Do: return the model."
             )
-        notes: list[str] = []
-        if self.weights is not None:
+        if self.weights is None:
+            notes = [
+                f"No weights were given (--weights): these are the random initial weights of {self.model}, unless it "
+                "loads trained ones itself."
+            ]
+        else:
             loaded = load_weights(self.weights)
-            rounded = put_weights(network, loaded)
-            notes = [f"Weights: {self.weights}.", *loaded.notes, *rounded]
+            notes = [f"Weights: {self.weights}.", *loaded.notes]
+            if loaded.folded:
+                network = self._folded(network)
+                notes.append("These are weights without BatchNorm: the model was folded before it was given them.")
+            notes += put_weights(network, loaded)
         return network.to(self.device), notes
+
+    def is_folded(self) -> bool:
+        """Whether the weights are of the model without BatchNorm."""
+        return self.weights is not None and is_folded(self.weights)
+
+    def _folded(self, network: nn.Module) -> nn.Module:
+        network = network.to(self.device)
+        with self.running():
+            return fold(network, example_of(self.examples(network)))
 
     def examples(self, network: nn.Module, dtype: torch.dtype | None = None) -> Any:
         """The data, where the model is; in its precision if no other is given."""
@@ -85,6 +103,10 @@ class Source:
         return given
 
 
-def weights_before(network: nn.Module, path: Path | None) -> dict[str, Tensor] | None:
-    """The weights before training, by the network's own names."""
-    return None if path is None else fitted(network, load_weights(path))
+def weights_before(network: nn.Module, path: Path | None) -> tuple[dict[str, Tensor] | None, list[str]]:
+    """The weights before training, by the network's own names; and what is to be said of them."""
+    if path is None:
+        return None, []
+    loaded = load_weights(path)
+    found = fitted(network, loaded)
+    return found, [f"Weights before training: {path}.", *loaded.notes, *found.notes]

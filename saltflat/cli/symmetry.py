@@ -83,7 +83,7 @@ def audit(
     with users_session(show_traceback):
         network, notes = source.network(seed)
         examples = source.examples(network)
-        before = weights_before(network, initial)
+        before, more = weights_before(network, initial)
         with source.running():
             found = auditing.audit(
                 network,
@@ -102,7 +102,7 @@ def audit(
                 diagonal=diagonal,
                 initial=before,
             )
-    found = dataclasses.replace(audit_worded(found), notes=(*found.notes, *notes, source.told()))
+    found = dataclasses.replace(audit_worded(found), notes=(*notes, *more, *found.notes, source.told()))
     if not quiet:
         show_on_screen(found)
     keep(found, out, plot, quiet)

@@ -10,6 +10,7 @@ A named data set says where torchvision puts it and how its numbers are scaled:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
 
-from saltflat.errors import DataError, EmptyDataError, OptionError, unknown
+from saltflat.errors import DataError, OptionError, unknown
 from saltflat.readers.arrays import FORMATS
 from saltflat.readers.checksum import is_there
 from saltflat.readers.factory import made
+from saltflat.report.file import path_from
+from saltflat.selection import check_amounts, select
 
 SPLITS = ("train", "test")
 SCALES = ("none", "half", "standard")
@@ -92,11 +94,15 @@ def read(
     Returns:
         ``(inputs, targets)``, float32 and int64 for a named data set; or what the factory gave.
     """
-    _check(skip, limit, normalize)
+    check_amounts(skip, limit)
+    path_from(source, DataError)
+    source = os.fspath(source)
+    if normalize not in SCALES:
+        raise unknown("normalization", normalize, SCALES)
     if Path(source).suffix in FORMATS or _is_factory(source):
         _check_unnamed(source, split, normalize)
         found = FORMATS[Path(source).suffix](Path(source)) if Path(source).suffix in FORMATS else made(source, "data")
-        return _cut(found, source, skip, limit)
+        return select(found, skip, limit)
     if is_there(Path(source)):
         raise DataError(
             f"Got the file {source!r}. Want one that ends in {' or '.join(FORMATS)}, or the name of a data set. "
@@ -105,22 +111,12 @@ def read(
     named = reader(source)
     if split is not None and split not in SPLITS:
         raise unknown("split", split, SPLITS)
-    inputs, labels = _cut(named.read(Path(folder), split or "train"), source, skip, limit)
+    inputs, labels = select(named.read(Path(folder), split or "train"), skip, limit)
     return _scaled(inputs, named, normalize), labels
 
 
 def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[\w.]+:[\w.]+", source) is not None
-
-
-def _check(skip: int, limit: int | None, normalize: str) -> None:
-    if skip < 0 or (limit is not None and limit < 1):
-        raise OptionError(
-            f"Got skip={skip} and limit={limit}. Want to skip none or more examples, and to take at least one. "
-            "Do: leave both out to take all."
-        )
-    if normalize not in SCALES:
-        raise unknown("normalization", normalize, SCALES)
 
 
 def _check_unnamed(source: str, split: str | None, normalize: str) -> None:
@@ -130,29 +126,6 @@ def _check_unnamed(source: str, split: str | None, normalize: str) -> None:
             f"Got {option} for {source!r}, whose splits and scales are not known. Want it for a named data set only. "
             "Do: leave it out, and split and scale where the data is made."
         )
-
-
-def _cut(data: Any, source: str, skip: int, limit: int | None) -> Any:
-    """The examples after ``skip``, at most ``limit``."""
-    if skip == 0 and limit is None:
-        return data
-    stop = None if limit is None else skip + limit
-    if isinstance(data, tuple) and all(isinstance(part, Tensor) and part.dim() > 0 for part in data):
-        count = min(len(part) for part in data)
-        cut: Any = tuple(part[skip:stop] for part in data)
-    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        count = len(data)  # type: ignore[arg-type]
-        cut = Subset(data, range(count)[skip:stop])
-    else:
-        raise OptionError(
-            f"Got skip={skip} and limit={limit} for a {type(data).__name__} from {source!r}. "
-            "Want a pair of tensors or a dataset to take examples from. Do: take them inside of the factory."
-        )
-    if skip >= count:
-        raise EmptyDataError(
-            f"Got skip={skip} for {source!r}, which has {count} examples. Want some to be left. Do: skip fewer."
-        )
-    return cut
 
 
 def _scaled(inputs: Tensor, named: Reader, normalize: str) -> Tensor:

@@ -19,7 +19,7 @@ def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     except ImportError as error:
         raise DataError(
             f"Got 'digits' without scikit-learn, which holds them ({error}). Want it installed. "
-            "Do: pip install 'saltflat[demo]'."
+            "Do: pip install scikit-learn."
         ) from error
     images, classes = load_digits(return_X_y=True)
     chosen = slice(None, TRAINING_EXAMPLES) if split == "train" else slice(TRAINING_EXAMPLES, None)

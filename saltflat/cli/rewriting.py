@@ -1,0 +1,197 @@
+"""saltflat fold and rebalance: other weights for the same function"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+from rich.text import Text
+from torch import nn
+
+from saltflat.cli import options
+from saltflat.cli.names import dtype_named
+from saltflat.cli.program import app, users_session
+from saltflat.cli.screen import say, show_on_screen
+from saltflat.cli.source import Source
+from saltflat.errors import ModelError, OptionError
+from saltflat.layers.affine import Affine
+from saltflat.report.file import checked
+from saltflat.report.text import number, printable
+from saltflat.sweep import statistics_of
+from saltflat.symmetry.example import example_of
+from saltflat.symmetry.fold import fold as folded_model
+from saltflat.symmetry.group import check_kind
+from saltflat.symmetry.rebalance import rebalance as rebalanced_model
+from saltflat.symmetry.running import inputs_of
+from saltflat.symmetry.same import COARSE, apart
+from saltflat.symmetry.uses import is_norm
+from saltflat.weights import save_weights
+
+COMPARED = 8  # examples
+
+Out: TypeAlias = Annotated[Path, typer.Option(help="Write the new weights to this file, .safetensors.")]
+Overwrite: TypeAlias = Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")]
+
+
+@app.command(
+    help="Fold BatchNorm into the layers before it and write the weights of the network without it.\n\n"
+    "The function stays the same: both networks are compared on the first examples of the data before anything is "
+    "written. The other commands fold the model themselves when they are given the new file as --weights."
+)
+def fold(
+    model: options.Model,
+    data: options.Data,
+    out: Out,
+    model_args: options.ModelArgs = "{}",
+    weights: options.Weights = None,
+    data_dir: options.DataDir = Path("data"),
+    split: options.Split = None,
+    normalize: options.Normalize = "none",
+    device: options.Device = "cpu",
+    seed: Annotated[int, typer.Option(help="Of weights that the model's function draws.")] = 0,
+    overwrite: Overwrite = False,
+    quiet: options.Quiet = False,
+    show_traceback: options.Traceback = False,
+) -> None:
+    """Fold BatchNorm into the layers before it and write the weights of the network without it."""
+    _check_out(out, weights, overwrite)
+    source = Source.of(
+        device,
+        model=model,
+        model_args=model_args,
+        weights=weights,
+        data=data,
+        data_dir=data_dir,
+        split=split,
+        skip=0,
+        limit=None,
+        normalize=normalize,
+    )
+    with users_session(show_traceback):
+        network, notes = source.network(seed)
+        examples = source.examples(network)
+        with source.running():
+            new = folded_model(network, example_of(examples))
+            off = _difference(network, new, examples)
+    norms = {name: new.get_submodule(name) for name, each in network.named_modules() if is_norm(each)}
+    if not norms:
+        raise ModelError(
+            f"Got a {type(network).__name__} without a BatchNorm that can be folded. Want one that has some. "
+            "Do: go on with the weights as they are; nothing was written."
+        )
+    affine = sum(isinstance(each, Affine) for each in norms.values())
+    kept = sum(is_norm(each) for each in norms.values())
+    lines = [
+        *(f"Note: {note}" for note in notes),
+        f"{len(norms)} BatchNorm layers: {len(norms) - affine - kept} folded into the layer before, {affine} became a "
+        f"factor and a shift of their own, {kept} stayed.",
+    ]
+    _write(new, out, off, lines, quiet, folded=True)
+
+
+@app.command(
+    help="Rescale a network so that its Hessian has the smallest trace, and write the new weights.\n\n"
+    "The function stays the same: both networks are compared on the first examples of the data before anything is "
+    "written. The file fits the same model."
+)
+def rebalance(
+    model: options.Model,
+    data: options.Data,
+    out: Out,
+    model_args: options.ModelArgs = "{}",
+    weights: options.Weights = None,
+    data_dir: options.DataDir = Path("data"),
+    split: options.Split = None,
+    skip: options.Skip = 0,
+    limit: options.Limit = None,
+    normalize: options.Normalize = "none",
+    loss: options.Loss = "cross_entropy",
+    kind: Annotated[
+        str, typer.Option(help="unit for a size of each unit, layer for one factor of each whole parameter.")
+    ] = "unit",
+    columns: options.Columns = "exact",
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision to measure in, float32 or float64; the model's own if not given.")
+    ] = None,
+    device: options.Device = "cpu",
+    memory: options.Memory = "1GiB",
+    seed: options.Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: options.Quiet = False,
+    show_traceback: options.Traceback = False,
+) -> None:
+    """Rescale a network so that its Hessian has the smallest trace, and write the new weights."""
+    check_kind(kind)
+    _check_out(out, weights, overwrite)
+    source = Source.of(
+        device,
+        model=model,
+        model_args=model_args,
+        weights=weights,
+        data=data,
+        data_dir=data_dir,
+        split=split,
+        skip=skip,
+        limit=limit,
+        normalize=normalize,
+    )
+    precision = dtype_named(dtype)
+    shown: dict[str, Any] = {"columns": columns, "memory": memory, "dtype": precision, "seed": seed}
+    shown["progress"] = False if quiet else None
+    with users_session(show_traceback):
+        network, notes = source.network(seed)
+        examples = source.examples(network, precision)
+        with source.running(), warnings.catch_warnings(record=True) as doubts:
+            warnings.simplefilter("always")
+            new = rebalanced_model(network, examples, loss, kind, **shown)
+            off = _difference(network, new, examples)
+            before, after = (_trace(each, examples, loss, shown) for each in (network, new))
+    lines = [f"Note: {note}" for note in [*notes, *(str(each.message) for each in doubts), source.told()]]
+    share = f" ({number(100 * after / before, 3)} %)" if before else ""
+    lines.append(f"Gauss-Newton trace: {number(before)} before, {number(after)} now{share}.")
+    _write(new, out, off, lines, quiet, folded=source.is_folded())
+
+
+def _check_out(out: Path, weights: Path | None, overwrite: bool) -> None:
+    """Find out before the work whether its result can be kept, and that nothing is lost by it."""
+    if out.suffix != ".safetensors":
+        raise OptionError(
+            f"Got --out {str(out)!r}. Want a name that ends in .safetensors. Do: for instance new.safetensors."
+        )
+    place = checked(out, "--out")
+    if weights is not None and place == weights.resolve():
+        raise OptionError(
+            f"Got {str(out)!r} for both --out and --weights. Want the old weights to stay. Do: choose another name."
+        )
+    if place.exists() and not overwrite:
+        raise OptionError(
+            f"Got --out {str(out)!r}, which exists. Want a new file. Do: choose another name, or add --overwrite."
+        )
+
+
+def _difference(network: nn.Module, new: nn.Module, examples: Any) -> float:
+    """How far the outputs are apart, in the model's own precision, if that is no more than rounding."""
+    off = apart(network, new, inputs_of(example_of(examples, count=COMPARED)))
+    if not off <= COARSE:
+        raise ModelError(
+            f"Got outputs of the new network that differ by {off:.1e} of their largest. Want the same up to rounding. "
+            "Do: try a model in float64; nothing was written."
+        )
+    return off
+
+
+def _trace(network: nn.Module, examples: Any, loss: str, shown: dict[str, Any]) -> float:
+    found = statistics_of(network, examples, "curvature_trace", loss, **shown)["curvature_trace"]
+    return sum(float(each) for each in found.values())
+
+
+def _write(new: nn.Module, out: Path, off: float, lines: list[str], quiet: bool, folded: bool) -> None:
+    done = "Replaced" if out.exists() else "Wrote"
+    count = save_weights(new, out, folded)
+    if quiet:
+        return
+    lines.append(f"Outputs differ by {off:.1e} of their largest, on the first examples (at most {COMPARED}).")
+    show_on_screen(Text("\n".join(map(printable, lines))))
+    say(f"{done} {out}: {count} tensors.")
