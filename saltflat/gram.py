@@ -68,8 +68,6 @@ def _window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -> int
                     block = before[name].gram(forms[name]).double().cpu()
                     result[row : row + block.shape[0], first : first + block.shape[1]] += block
         setting.tick("Gradients of single examples", min(batch.first + batch.examples, len(chosen)), len(chosen))
-    if keeper.examples == setting.problem.expected:  # all the data has just been counted
-        setting.count(keeper.examples, keeper.share, keeper.loss)
     result[start:end] /= setting.mean_share**2
     return end
 
@@ -102,7 +100,8 @@ class _Keeper(Totals):
                 yield first, self._side_by_side(forms)
             self.found = {}
 
-    def _collector(self, kind: str, layout: Layout, sign: int, first: int) -> Emit:
+    def _collector(self, kind: str, layout: Layout, sign: int, batch: Batch) -> Emit:
+        first = batch.first
         self.found[first] = {}
 
         def emit(name: str, form: Form) -> None:

@@ -14,9 +14,12 @@ import scipy
 import torch
 from torch import Tensor, nn
 
+from saltflat.amounts import check_flag, is_choice
 from saltflat.certificate import certify
 from saltflat.columns import plan_from
+from saltflat.doubtful_input import notes_on_input
 from saltflat.errors import NonFiniteError, OptionError, first_line, unknown
+from saltflat.evaluating import claims
 from saltflat.gathering import DIAGONALS, Search
 from saltflat.loan import loan
 from saltflat.logits import normalized
@@ -26,13 +29,16 @@ from saltflat.measures.request import Request, requests
 from saltflat.problem import Problem, finite
 from saltflat.progress import steps_shown
 from saltflat.report import Reading, Report
+from saltflat.selection import select
 from saltflat.setting import Setting
 from saltflat.statistic import STATISTICS
 from saltflat.sweep import bytes_from, check_seed, described
+from saltflat.turns import in_turn
 
 __all__ = ["measure"]
 
 
+@in_turn
 def measure(
     model: nn.Module,
     data: Any,
@@ -44,12 +50,14 @@ def measure(
     memory: str | int = "1GiB",
     dtype: torch.dtype | None = None,
     seed: int = 0,
-    progress: bool | Callable[[str, int, int | None], None] | None = None,
+    progress: bool | Callable[..., None] | None = None,
     mode: str = "eval",
     logits: str = "none",
     diagonal: str = "exact",
     initial: nn.Module | Mapping[str, Tensor] | None = None,
     certificate: bool = True,
+    sampling: bool = True,
+    limit: int | None = None,
 ) -> Report:
     """How flat the minimum is that a trained network sits in, by every measure asked for.
 
@@ -58,8 +66,11 @@ def measure(
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
         loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.losses`, the matching loss
             module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
-        measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; if None, all that this
-            model allows, and the report says which were left out and why. :func:`saltflat.catalogue` lists them.
+        measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; ``"quick"`` (as None),
+            all that one sweep over the data gives; ``"invariant"``, all that rescaling layers leaves unchanged;
+            ``"all"``; or some of these, such as ``["quick", "kappa"]``. What only a preset asks for and this model does
+            not allow is left out, and the report says why. :func:`saltflat.catalogue` lists the measures and their
+            cost.
         columns: ``"exact"``, ``"top"`` or ``"sampled"``: how the loss's curvature is taken; see
             :mod:`saltflat.columns`.
         layers: names of modules or parameters to measure; all parameters that require a gradient if None.
@@ -67,7 +78,8 @@ def measure(
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
         seed: of everything random.
         progress: True or False for a progress bar (shown on a terminal if None), or a function of
-            ``(step, done, total)``.
+            ``(step, done, total)``. If that has a parameter ``seconds_left``, it is also given about how many seconds
+            are left of all the steps together, or None as long as that is not known.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
         logits: ``"none"``, or ``"std"`` or ``"l2"`` to bring each example's outputs to unit deviation or length before
             the loss, so that their scale plays no part.
@@ -75,6 +87,9 @@ def measure(
             ``"finite_difference"``, ``"finite_difference_printed"`` and ``"hutchinson"`` of the true Hessian's.
         initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
         certificate: whether to measure how far the Gauss-Newton blocks are from the Hessian's.
+        sampling: whether to estimate how far each number depends on the choice of the examples
+            (``sampling_stderr``), by leaving out groups of them.
+        limit: take at most so many examples, the first ones; all if None.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -86,19 +101,22 @@ def measure(
     """
     started = time.perf_counter()
     asked = requests(measures)
-    plan, limit, seed = plan_from(columns), bytes_from(memory), check_seed(seed)
-    if not isinstance(certificate, bool):
-        raise OptionError(f"Got certificate={certificate!r}. Want True or False. Do: leave it out for True.")
-    if not isinstance(diagonal, str) or diagonal not in DIAGONALS:
+    plan, room, seed = plan_from(columns), bytes_from(memory), check_seed(seed)
+    data = select(data, limit=limit)
+    check_flag(certificate=certificate, sampling=sampling)
+    if not is_choice(diagonal, DIAGONALS):
         raise unknown("diagonal", diagonal, DIAGONALS)
     chosen = normalized(loss_from(loss), logits)
     with loan(model, mode, data) as notes, steps_shown(progress) as tick:
         problem = Problem.of(model, data, chosen, layers, dtype, mode)
-        setting = Setting(problem, plan, seed, limit, _initial(initial, problem), tick)
+        setting = Setting(problem, plan, seed, room, _initial(initial, problem), tick, sampling)
         search = Search(setting, DIAGONALS[diagonal])
-        search.gather(asked, strict=measures is not None)
-        readings, left_out = search.readings(asked, explicit=measures is not None)
+        search.gather(asked)
+        readings, left_out = search.readings(asked)
         examples, mean_loss = setting.examples, setting.mean_loss
+        if setting.first is not None:
+            notes += notes_on_input(problem, setting.first, mean_loss)
+        notes += search.notes
     agreement = None
     if certificate:
         with search.timed("certificate"):
@@ -108,11 +126,11 @@ def measure(
     return Report(
         readings=readings,
         left_out=left_out,
-        legend={each.key: _legend(each) for each in asked if each.key in readings},
+        legend={each.key: _legend(each, readings[each.key]) for each in asked if each.key in readings},
         model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         examples=examples,
         loss=mean_loss,
-        settings={**described(setting, loss), "logits": logits, "diagonal": diagonal},
+        settings={**described(setting), "logits": logits, "diagonal": diagonal},
         versions={
             "saltflat": version(),
             "torch": torch.__version__,
@@ -126,6 +144,7 @@ def measure(
         certificate=agreement,
         notes=tuple(notes),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        **search.overview,
     )
 
 
@@ -195,14 +214,15 @@ def is_gauss_newton(request: Request) -> bool:
     )
 
 
-def _legend(request: Request) -> dict[str, Any]:
+def _legend(request: Request, reading: Reading) -> dict[str, Any]:
     of = request.measure
     return {
         "meaning": of.meaning,
         "formula": of.formula,
-        "invariant_to": list(of.invariant_to),
+        "invariant_to": list(claims(of, reading)),
         "reference": REFERENCES[of.reference],
         "smaller": of.smaller,
+        "logarithmic": of.logarithmic,
     }
 
 

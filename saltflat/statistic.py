@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class Statistic:
         degree: how the value scales with the gradients: 2 for squares.
         features: whether it needs the standard deviations of the layer's inputs.
         options: keyword arguments of ``total``, with defaults.
+        by_group: whether sums over groups of examples are worth their memory.
     """
 
     name: str
@@ -59,22 +60,53 @@ class Statistic:
     degree: int = 2
     features: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    by_group: bool = True
 
     def bound(self, key: str, options: Mapping[str, Any]) -> Statistic:
         """The same with options filled in, under another name."""
         total = partial(self.total, **options) if options else self.total
-        return Statistic(key, self.of, total, self.spread, self.meaning, self.kind, self.degree, self.features)
+        return replace(self, name=key, total=total, options={})
+
+
+# What a measure costs, cheapest first.
+COSTS = {
+    "sweep": "at most the one sweep over the data that all measures share",
+    "passes": "also some forward passes over the data, a few dozen at most",
+    "search": "also hundreds of passes, or a search for every single weight",
+}
+# Up to so many forward passes over the data are nearly free beside a sweep, and up to so many are a few sweeps.
+NEARLY_FREE, FEW = 2, 50
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A statistic with passes of its own."""
+    """A statistic with passes of its own.
+
+    Attributes:
+        name: how measures ask for it.
+        per: what its value has one part for.
+        function: of a setting.
+        meaning: for the reader.
+        options: keyword arguments of ``function``, with defaults.
+        passes: about how much time it takes, in forward passes over the data; or a function of its options.
+    """
 
     name: str
     per: Literal["layer", "network"]
     function: Callable[..., Found]
     meaning: str
     options: Mapping[str, Any]
+    passes: float | Callable[..., float]
+
+    def passes_with(self, options: Mapping[str, Any]) -> float:
+        """About how many forward passes over the data it takes with these options."""
+        return self.passes(**{**self.options, **options}) if callable(self.passes) else self.passes
+
+    @property
+    def cost(self) -> str:
+        """One of :data:`COSTS`, for the usual options."""
+        passes = self.passes_with({})
+        return "sweep" if passes <= NEARLY_FREE else "passes" if passes <= FEW else "search"
 
 
 STATISTICS: dict[str, Statistic] = {}
@@ -86,12 +118,18 @@ def register(statistic: Statistic) -> Statistic:
     return statistic
 
 
-def statistic(per: Literal["layer", "network"], meaning: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """Register a statistic that is a function of a setting; its keyword-only arguments are its options."""
+def statistic(
+    per: Literal["layer", "network"], meaning: str, passes: float | Callable[..., float] = 100
+) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """Register a statistic that is a function of a setting; its keyword-only arguments are its options.
+
+    ``passes`` says about how much time it takes, in forward passes over the data: a number, or a function of the
+    options. It decides what the measures cost that need it, and is what remaining times are estimated from.
+    """
 
     def enter(function: Callable[..., Found]) -> Callable[..., Found]:
         name = getattr(function, "__name__", "")
-        COMPUTED[name] = Computed(name, per, function, meaning, keywords(function))
+        COMPUTED[name] = Computed(name, per, function, meaning, keywords(function), passes)
         return function
 
     return enter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +11,21 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from saltflat.amounts import whole_number
 from saltflat.columns import plan_from
+from saltflat.doubtful_input import notes_on_input
 from saltflat.errors import OptionError
 from saltflat.features import input_deviations
 from saltflat.loan import loan
+from saltflat.logits import Normalized
+from saltflat.losses import describe
 from saltflat.problem import Problem
 from saltflat.progress import Progress, shown
+from saltflat.selection import select
 from saltflat.setting import Setting
 from saltflat.statistic import statistics_named
 from saltflat.totals import Totals
+from saltflat.turns import in_turn
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Statistics(Mapping[str, Mapping[str, Tensor]]):
         return len(self.table)
 
 
+@in_turn
 def statistics_of(
     model: nn.Module,
     data: Any,
@@ -68,6 +74,7 @@ def statistics_of(
     seed: int = 0,
     progress: bool | Progress | None = None,
     mode: str = "eval",
+    limit: int | None = None,
 ) -> Statistics:
     """Curvature and gradient statistics of every parameter, from one pass over the data.
 
@@ -88,6 +95,7 @@ def statistics_of(
         progress: True or False for a progress bar (shown on a terminal if None), or a function of ``(done, total)``
             examples.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
+        limit: take at most so many examples, the first ones; all if None.
 
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
@@ -99,22 +107,24 @@ def statistics_of(
         14.0
     """
     started = time.perf_counter()
-    wanted, plan, limit = statistics_named(names), plan_from(columns), bytes_from(memory)
-    seed = check_seed(seed)
+    wanted, plan, room = statistics_named(names), plan_from(columns), bytes_from(memory)
+    seed, data = check_seed(seed), select(data, limit=limit)
     with loan(model, mode, data) as notes:
         problem = Problem.of(model, data, loss, layers, dtype, mode)
-        setting = Setting(problem, plan, seed, limit)
+        setting = Setting(problem, plan, seed, room)
         deviations = input_deviations(setting)[0] if any(each.features for each in wanted) else {}
         totals = Totals(setting, wanted, deviations)
         with shown(progress, problem.data) as report:
             totals.sweep(report)
+        if setting.first is not None:
+            notes += notes_on_input(problem, setting.first, totals.mean_loss())
     values, errors = totals.values(), totals.errors()
-    settings = described(totals.setting, loss)
+    settings = described(totals.setting)
     seconds = time.perf_counter() - started
     return Statistics(values, errors, totals.examples, totals.mean_loss(), seconds, settings, tuple(notes))
 
 
-def described(setting: Setting, loss: Any) -> dict[str, Any]:
+def described(setting: Setting) -> dict[str, Any]:
     """How it was measured, in words that can be written down."""
     problem = setting.problem
     first = next(iter(problem.network.measured.values()))
@@ -123,7 +133,7 @@ def described(setting: Setting, loss: Any) -> dict[str, Any]:
         "dtype": str(first.dtype).removeprefix("torch."),
         "device": str(first.device),
         "layers": list(problem.network.measured),
-        "loss": loss if isinstance(loss, str) else type(problem.loss).__name__,
+        "loss": describe(problem.loss.inner if isinstance(problem.loss, Normalized) else problem.loss),
         "memory": setting.limit,
         "mode": problem.mode,
         "seed": setting.seed,
@@ -145,6 +155,7 @@ def bytes_from(memory: str | int) -> int:
 
 
 def check_seed(seed: SupportsIndex) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or not 0 <= operator.index(seed) < 2**63:
+    number = whole_number(seed)
+    if number is None or not 0 <= number < 2**63:
         raise OptionError(f"Got seed={seed!r}. Want a whole number from 0 to 2^63 - 1. Do: for instance seed=0.")
-    return operator.index(seed)
+    return number

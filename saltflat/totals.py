@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,11 +16,21 @@ from saltflat.errorbars import standard_error
 from saltflat.errors import EmptyDataError, NonFiniteError
 from saltflat.forms import Dense, Form, Layout
 from saltflat.geometry import geometries
-from saltflat.probe import LOOPED, Probe
+from saltflat.probe import Probe
 from saltflat.problem import finite, real
+from saltflat.sampling import Groups, by_group
 from saltflat.scratch import scratch
 from saltflat.setting import Setting
 from saltflat.statistic import Site, Statistic
+
+
+@dataclass
+class Seen:
+    """What has been read of a group of examples."""
+
+    examples: int = 0
+    loss: float = 0.0
+    share: float = 0.0
 
 
 class Totals:
@@ -30,6 +42,7 @@ class Totals:
         deviations: standard deviations of the layers' inputs, for statistics that ask for them.
         replicate: keep every random draw's part of a sum, instead of the scatter within single examples.
         only: the parameters to look at; all that are measured if None.
+        groups: keep the sums of each group of examples apart, for :meth:`without`.
     """
 
     def __init__(
@@ -39,28 +52,53 @@ class Totals:
         deviations: Mapping[str, Tensor] | None = None,
         replicate: bool = False,
         only: Collection[str] | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.setting, self.problem, self.wanted, self.replicate = setting, setting.problem, wanted, replicate
-        shapes, deviations = geometries(self.problem.network), deviations or {}
+        self.groups, self.group = groups, 0
+        # Which axes count what is asked for by statistics of rows or columns only.
+        by_unit = any(each.kind == "matrix" for each in wanted)
+        shapes = setting.geometries if by_unit else geometries(self.problem.network)
+        deviations = deviations or {}
         self.sites = {
             name: Site(name, value, shapes.get(name), deviations.get(name))
             for name, value in self.problem.network.measured.items()
             if only is None or name in only
         }
         self.column_counts: dict[tuple[torch.Size, ...], int] = {}
-        self.examples = self.draws = self.emitted = 0
-        self.loss = self.share = 0.0
-        self.sums: dict[str, dict[str, Tensor]] = {each.name: {} for each in wanted}
+        self.draws = self.emitted = 0
+        self.seen = [Seen() for _ in range(groups.count if groups else 1)]
+        # Sums of every group of examples; of all examples in one place where they would not fit in memory.
+        self.sums: dict[str, list[dict[str, Tensor]]] = {each.name: self._sums(each) for each in wanted}
         self.parts: dict[str, list[dict[str, Tensor]]] = {each.name: [] for each in wanted}
-        self.rows: dict[str, list[tuple[str, int, Tensor]]] = {each.name: [] for each in wanted}
+        self.rows: dict[str, list[tuple[str, Tensor, Tensor]]] = {each.name: [] for each in wanted}
         self.variances: dict[str, dict[str, Tensor]] = {
             each.name: {} for each in wanted if setting.plan.random and each.of == "curvature" and each.spread
         }
+
+    def _sums(self, statistic: Statistic) -> list[dict[str, Tensor]]:
+        shapes = [site.value.shape for site in self.sites.values()]
+        sizes = {"entries": (s.numel() for s in shapes), "matrix": (s[0] ** 2 for s in shapes if len(s) > 1)}
+        fits = 8 * len(self.seen) * sum(sizes.get(statistic.kind, ())) <= self.setting.limit // 2
+        return [{} for _ in self.seen] if statistic.by_group and fits else [{}]
+
+    @property
+    def examples(self) -> int:
+        return sum(each.examples for each in self.seen)
+
+    @property
+    def loss(self) -> float:
+        return math.fsum(each.loss for each in self.seen)
+
+    @property
+    def share(self) -> float:
+        return math.fsum(each.share for each in self.seen)
 
     def add(self, batch: Batch) -> Iterator[None]:
         """Cut a batch into chunks that fit and add them one by one."""
         found = self.setting.probe(batch)
         start, size = 0, self._chunk_size(batch, found)
+        size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small rest would cost as much
         while start < batch.examples:
             chunk = batch.cut(start, start + size)
             counted = self.emitted
@@ -70,18 +108,26 @@ class Totals:
                 if self.emitted != counted:  # running out of memory half-way, say: taking it again would count twice
                     raise
                 for n in range(chunk.examples):
-                    self._add(chunk.cut(n, n + 1), found, LOOPED)
+                    self._add(chunk.cut(n, n + 1), found, found.fallback)
             start += size
-            self.examples += chunk.examples
+            self.seen[self.group].examples += chunk.examples
             yield
 
     def sweep(self, report: Callable[[int], None] = lambda done: None) -> Totals:
         """Add all the data."""
+        batches = self._probed()
+        grouped = by_group(batches, self.groups, self.setting.limit // 8) if self.groups else ((0, b) for b in batches)
         with scratch():
-            for batch in self.problem.batches():
+            for self.group, batch in grouped:
                 for _ in self.add(batch):
                     report(self.examples)
         return self
+
+    def _probed(self) -> Iterator[Batch]:
+        """The data, looked at before groups take single examples out of batches."""
+        for batch in self.problem.batches():
+            self.setting.probe(batch)
+            yield batch
 
     def _chunk_size(self, batch: Batch, found: Probe) -> int:
         if found.way.startswith("single"):
@@ -103,7 +149,7 @@ class Totals:
         kinds = {each.of for each in self.wanted}
         if "curvature" in kinds:
             curvature = self.problem.loss.curvature(outputs, targets)
-            found = columns_of(curvature, self.setting.plan, Dice(self.setting.seed, batch.first))
+            found = columns_of(curvature, self.setting.plan, Dice(self.setting.seed, batch.first, batch.places))
             sets += [("curvature", columns) for columns in found]
         if "gradient" in kinds:
             gradient = self.problem.loss.gradient(outputs, targets)
@@ -130,12 +176,16 @@ class Totals:
                 stop = min(start + step, layout.total)
                 last = number == len(sets) - 1 and stop == layout.total
                 block = Layout(stop - start) if not layout.draws else layout
-                collect = self._collector(kind, block, columns.sign, batch.first)
+                collect = self._collector(kind, block, columns.sign, batch)
                 backward(columns.block(start, stop).to(raw), collect, last)
-        self.loss += float(loss)
-        self.share += float(self.problem.loss.share(outputs, targets).sum())
+        self.seen[self.group].loss += float(loss)
+        self.seen[self.group].share += float(self.problem.loss.share(outputs, targets).sum())
+        self._saw(batch, outputs, targets)
 
-    def _collector(self, kind: str, layout: Layout, sign: int, first: int) -> passes.Emit:
+    def _saw(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
+        """Called once with every chunk that was added."""
+
+    def _collector(self, kind: str, layout: Layout, sign: int, batch: Batch) -> passes.Emit:
         def emit(name: str, form: Form) -> None:
             self.emitted += 1
             if name not in self.sites:
@@ -145,25 +195,30 @@ class Totals:
                 if each.of != kind or (each.kind == "matrix" and site.geometry is None):
                     continue
                 if each.kind == "example":
-                    self.rows[each.name].append((name, first, each.total(form, site).double()))
+                    self.rows[each.name].append((name, batch.numbers, each.total(form, site).double()))
                 elif layout.draws and self.replicate:
                     self._add_draws(each, name, form, layout, sign)
                 else:
-                    _accumulate(self.sums[each.name], name, each.total(form, site), sign)
+                    _accumulate(self._current(each), name, each.total(form, site), sign)
                     if layout.draws and each.spread is not None:
                         _accumulate(self.variances[each.name], name, each.spread(form, layout), 1)
 
         return emit
 
+    def _current(self, statistic: Statistic) -> dict[str, Tensor]:
+        """The sums that the examples at hand belong to."""
+        sums = self.sums[statistic.name]
+        return sums[self.group if len(sums) > 1 else 0]
+
     def _add_draws(self, statistic: Statistic, name: str, form: Form, layout: Layout, sign: int) -> None:
-        site, parts = self.sites[name], self.parts[statistic.name]
+        site, parts, sums = self.sites[name], self.parts[statistic.name], self._current(statistic)
         if layout.fixed:
-            _accumulate(self.sums[statistic.name], name, statistic.total(form.part(slice(layout.fixed)), site), sign)
+            _accumulate(sums, name, statistic.total(form.part(slice(layout.fixed)), site), sign)
         parts += [{} for _ in range(layout.draws - len(parts))]
         for part, group in zip(parts, layout.groups(), strict=True):
             value = statistic.total(form.part(group), site)
             _accumulate(part, name, value, sign)
-            _accumulate(self.sums[statistic.name], name, value, sign)
+            _accumulate(sums, name, value, sign)
 
     def mean_loss(self) -> float:
         return self.loss / self._share()
@@ -176,17 +231,31 @@ class Totals:
             )
         return self.share
 
-    def _scale(self, statistic: Statistic) -> float:
+    def _scale(self, statistic: Statistic, without: Seen | None = None) -> float:
         # Curvature is of the mean loss, L = loss / share.
         # The gradients are of l_n with L = mean of l_n, so l_n = (N / share) total_n.
+        examples, share = self.examples, self._share()
+        if without is not None:
+            examples, share = examples - without.examples, share - without.share
         if statistic.of == "curvature":
-            return 1 / self._share()
-        per_gradient = (self.examples / self._share()) ** statistic.degree
-        return per_gradient if statistic.kind == "example" else per_gradient / self.examples
+            return 1 / share
+        per_gradient = (examples / share) ** statistic.degree
+        return per_gradient if statistic.kind == "example" else per_gradient / examples
+
+    def _total(self, statistic: Statistic) -> dict[str, Tensor]:
+        """The sums over all examples."""
+        first, *others = self.sums[statistic.name]
+        if not others:
+            return first
+        total: dict[str, Tensor] = {}
+        for sums in [first, *others]:
+            for name, value in sums.items():
+                _accumulate(total, name, value, 1)
+        return total
 
     def values(self) -> dict[str, dict[str, Tensor]]:
         """Every wanted statistic of every parameter."""
-        found = {each.name: self._scaled(each, self.sums[each.name]) for each in self.wanted}
+        found = {each.name: self._scaled(each, self._total(each), self._scale(each)) for each in self.wanted}
         for statistic, values in found.items():
             for name, value in values.items():
                 if not finite(value):
@@ -209,12 +278,47 @@ class Totals:
             for name, found in self.variances.items()
         }
 
+    def without(self, statistic: Statistic) -> Callable[[int], dict[str, Tensor]] | None:
+        """The statistic with one group of examples left out, as a function of the group's number.
+
+        The groups are those that have examples. None where the groups' sums did not fit in memory.
+        """
+        kept = [(seen, number) for number, seen in enumerate(self.seen) if seen.examples]
+        # A group that holds all the share (every other example is ignored) leaves nothing to divide by.
+        if len(kept) < 2 or any(self._share() - seen.share <= 0 for seen, _ in kept):
+            return None
+        if statistic.kind == "example":
+            assert self.groups is not None
+            values = self._scaled(statistic, {}, 1.0)
+            group = self.groups.of(torch.arange(self.examples))
+
+            def rows(left_out: int) -> dict[str, Tensor]:
+                seen, number = kept[left_out]
+                scale = self._scale(statistic, seen)
+                return {name: each[(group != number).to(each.device)] * scale for name, each in values.items()}
+
+            return rows
+        sums = self.sums[statistic.name]
+        if len(sums) == 1:
+            return None
+        total = self._total(statistic)
+
+        def others(left_out: int) -> dict[str, Tensor]:
+            seen, number = kept[left_out]
+            rest = {
+                name: value - sums[number][name] if name in sums[number] else value for name, value in total.items()
+            }
+            return self._scaled(statistic, rest, self._scale(statistic, seen))
+
+        return others
+
     def replicates(self, statistic: Statistic) -> tuple[dict[str, Tensor], ...] | None:
         """The values with one draw left out at a time; None if nothing was drawn."""
         parts = self.parts[statistic.name]
         if not parts:
             return None
-        values, scale, draws = self._scaled(statistic, self.sums[statistic.name]), self._scale(statistic), len(parts)
+        scale, draws = self._scale(statistic), len(parts)
+        values = self._scaled(statistic, self._total(statistic), scale)
 
         def without(left_out: Mapping[str, Tensor], name: str, value: Tensor) -> Tensor:
             # v = fixed + sum_e c_e and the others alone estimate fixed + D / (D - 1) sum_{e != d} c_e.
@@ -225,15 +329,14 @@ class Totals:
 
         return tuple({name: without(part, name, value) for name, value in values.items()} for part in parts)
 
-    def _scaled(self, statistic: Statistic, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _scaled(self, statistic: Statistic, sums: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
         """In the order of the model's parameters; one that no output depends on has zeros."""
-        scale = self._scale(statistic)
         kept = [name for name, site in self.sites.items() if statistic.kind != "matrix" or site.geometry is not None]
         if statistic.kind == "example":
             device = next(iter(self.sites.values())).value.device
             table = {name: torch.zeros(self.examples, dtype=torch.float64, device=device) for name in kept}
-            for name, first, values in self.rows[statistic.name]:
-                table[name][first : first + len(values)] = values * scale
+            for name, numbers, values in self.rows[statistic.name]:
+                table[name][numbers.to(device)] = values * scale
             return table
 
         def zero(site: Site) -> Tensor:
@@ -244,11 +347,13 @@ class Totals:
             shape = () if statistic.kind == "scalar" else site.value.shape
             return torch.zeros(shape, dtype=torch.float64, device=site.value.device)
 
-        return {name: sums[name] * scale if name in sums else zero(self.sites[name]) for name in kept}
+        return {name: sums[name].double() * scale if name in sums else zero(self.sites[name]) for name in kept}
 
 
 def _accumulate(sums: dict[str, Tensor], name: str, value: Tensor, sign: int) -> None:
-    if name in sums:
-        sums[name].add_(value, alpha=sign)
-    else:
-        sums[name] = value.double() * sign
+    if name not in sums:
+        sums[name] = value * sign  # in its own precision: most groups of examples are one chunk
+        return
+    if sums[name].dtype != torch.float64:
+        sums[name] = sums[name].double()
+    sums[name].add_(value, alpha=sign)

@@ -380,10 +380,19 @@ def weights(case: Case) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in trainable(case.model).items() if parameter.ndim >= 2}
 
 
+# Weights of no layer of torch: an einsum multiplies the first axis by the inputs, and only then the second, so that
+# pairs of the others are what it feeds.
+BY_HAND: dict[tuple[str, str], Callable[[NDArray[np.intp]], NDArray[np.intp]]] = {
+    ("leaf_module_of_a_user", "0.core"): lambda index: index.reshape(1, 3, 12, 1).swapaxes(1, 2)
+}
+
+
 def positions(case: Case, name: str) -> NDArray[np.intp]:
     """Where the entries of a weight lie in its flattened block, as ``(groups, out, in, kernel positions)``."""
     shape = tuple(case.model.get_parameter(name).shape)
     index = np.arange(int(np.prod(shape)))
+    if (case.name, name) in BY_HAND:
+        return BY_HAND[case.name, name](index.reshape(shape))
     owner = owner_of(case.model, name)
     groups = int(getattr(owner, "groups", 1))
     grouped = index.reshape(groups, shape[0] // groups, shape[1], -1)
@@ -406,7 +415,8 @@ def spreads(case: Case, name: str) -> list[float]:
     layer = owner_of(model, name)
     if not isinstance(layer, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)):
         raise TypeError(f"the inputs of {name} are not features")
-    features_at = -1 if isinstance(layer, nn.Linear) else 1
+    # Counted from behind: a convolution may be given a single image without an axis for the batch.
+    features_at = -1 if isinstance(layer, nn.Linear) else -1 - len(layer.kernel_size)
     seen: list[Array] = []
 
     def see(module: nn.Module, args: Any) -> None:
@@ -418,7 +428,7 @@ def spreads(case: Case, name: str) -> list[float]:
     if not seen:
         raise TypeError(f"the layer of {name} was given no inputs")
     features = np.concatenate([inputs.reshape(-1, inputs.shape[-1]) for inputs in seen])
-    return [float(f.std()) if f.max() > f.min() else float(f.any()) for f in features.T]
+    return [float(f.std()) if len(f) and f.max() > f.min() else float(f.any()) for f in features.T]
 
 
 def diagonal(case: Case, name: str) -> Array:
@@ -594,8 +604,8 @@ def minimizer(function: Callable[[Array], Expansion], still: Array) -> Array:
         value, slope, bend = pinned(z)
         step = -np.linalg.solve(bend, slope)
         gain = float(-slope @ step)
-        # Half of this is how much lower the minimum lies, up to higher orders.
-        if abs(gain) < 1e-18:
+        # Half of this is how much lower the minimum lies, up to higher orders. Less than rounding cannot be gained.
+        if abs(gain) < 1e-15 * max(1.0, abs(value)):
             return z + step
         length = 1.0
         while pinned(z + length * step)[0] > value - 0.25 * length * gain + 1e-15 * abs(value) and length > 1e-9:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import measure_oracle as dense
 import pytest
 import torch
 from cases import CASES
 from chains import CHAINS
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import saltflat
 from saltflat.columns import plan_from
 from saltflat.gram import gradient_rows, gram
 from saltflat.loan import loan
@@ -72,3 +76,17 @@ def test_a_parameter_that_is_first_used_late_is_in_its_place() -> None:
         setting = Setting(Problem.of(net, (x, y)), plan_from("exact"), 0, 1 << 30)
         torch.testing.assert_close(gram(setting, torch.arange(6)), expected @ expected.mT)
         torch.testing.assert_close(torch.cat(list(gradient_rows(setting))), expected)
+
+
+@pytest.mark.parametrize("options", [{"drop_last": True}, {"sampler": range(14)}])
+def test_only_examples_that_a_loader_yields_are_drawn(options: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(20, 4, generator=generator, dtype=torch.float64), torch.arange(20) % 3
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    names = ["fisher_logdet", "fisher_spectral_radius"]
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=7, **options)
+    wanted = saltflat.measure(model, (inputs[:14], labels[:14]), measures=names, certificate=False)
+    found = saltflat.measure(model, loader, measures=names, certificate=False)
+    for name in names:
+        assert found[name].value == pytest.approx(wanted[name].value, rel=1e-9)

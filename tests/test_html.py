@@ -426,7 +426,9 @@ def test_a_page_of_a_report_says_what_the_report_says(pages: dict[str, str]) -> 
 def test_a_page_of_a_comparison_has_verdicts_and_doubts() -> None:
     first, second = report(), report(readings={"trace": Reading("trace", 6.0)}, model="Other")
     page = Page(comparison_page(compare({"a": first, "b": second})))
-    assert ["trace", "3", "6", "2", "different", ""] in [[cell.strip() for cell in cells] for cells in page.rows]
+    assert ["trace", "layers", "3", "6", "2", "not judged", ""] in [
+        [cell.strip() for cell in cells] for cells in page.rows
+    ]
     assert "Different models" in page.words
 
 

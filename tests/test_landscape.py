@@ -180,7 +180,7 @@ def test_a_model_that_cannot_be_mapped_is_run_point_by_point(make: Callable[[], 
 
 
 class Moody(nn.Module):
-    """Can be mapped for two examples of small weights, and fails later."""
+    """Can be mapped for two examples, and not for more: it reads a number, whatever that is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Moody(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inside(x)
-        return y if len(x) <= 2 or float(y.detach().sum()) > 0 else -y
+        return y if len(x) <= 2 or float(y.detach().sum()) > -1e9 else -y
 
 
 def test_a_model_that_can_be_mapped_only_at_first_gives_the_same() -> None:
@@ -407,7 +407,7 @@ def test_a_second_eigenvalue_below_zero_is_found() -> None:
 
     data = torch.zeros(3, 2).double(), torch.zeros(3, 2).double()
     found = saltflat.landscape(
-        Hill(), data, lambda y, t: -y.square().sum() / 2, directions="eigenvectors", dimensions=2, points=3
+        Hill(), data, lambda y, t: -y.square().sum(1).mean() / 2, directions="eigenvectors", dimensions=2, points=3
     )
     assert [each["eigenvalue"] for each in found.directions] == pytest.approx([-1, -2])
     assert found.curvature == pytest.approx((-1, -2))
@@ -724,7 +724,7 @@ def test_second_derivatives_that_torch_gets_wrong_are_noticed() -> None:
 
 def test_a_loss_without_curvature_says_that_its_eigenvectors_mean_nothing() -> None:
     net = nn.Linear(4, 3, bias=False).double()
-    found = saltflat.landscape(net, rows(), lambda y, t: y.sum(), directions="eigenvectors", points=3)
+    found = saltflat.landscape(net, rows(), lambda y, t: y.sum(1).mean(), directions="eigenvectors", points=3)
     assert any("is 0" in note for note in found.notes)
 
 
@@ -874,10 +874,10 @@ def test_the_code_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pyt
 # Where names are found.
 
 
-def test_there_are_at_most_fifteen_public_names_and_moved_ones_are_found() -> None:
+def test_there_are_at_most_sixteen_public_names_and_moved_ones_are_found() -> None:
     import saltflat.symmetry as symmetry
 
-    assert len(saltflat.__all__) <= 15
+    assert len(saltflat.__all__) <= 16
     assert all(hasattr(saltflat, name) for name in saltflat.__all__)
     assert not {"canonical", "same_up_to_rescaling"} & set(saltflat.__all__)
     assert saltflat.canonical is symmetry.canonical

@@ -1,6 +1,7 @@
 """Every statistic on every case against the oracle, and the laws that hold for all of them."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import oracle
 import pytest
@@ -41,7 +42,11 @@ def mean_over_examples(case: Case) -> bool:
     """Whether every example weighs the same in the loss, whatever its labels."""
     if any((targets_of(batch) < 0).any() and not targets_of(batch).is_floating_point() for batch in case.batches):
         return False
-    return not isinstance(case.loss, nn.CrossEntropyLoss) or (case.loss.weight is None and case.loss.ignore_index < 0)
+    if isinstance(case.loss, partial):
+        return case.loss.keywords.get("weight") is None
+    if not isinstance(case.loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return True
+    return case.loss.weight is None and case.loss.ignore_index < 0
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
@@ -53,6 +58,20 @@ def test_a_statistic_agrees_with_its_definition(name: str, statistic: str) -> No
     loss = float(oracle.loss(case))
     assert result.loss == pytest.approx(loss, rel=1e-10, abs=0)
     assert result.examples == len(examples_of(case.batches))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_example_has_its_own_gradient(name: str) -> None:
+    """Sums over the examples do not notice examples that were taken for each other."""
+    case = CASES[name]()
+    found = saltflat.statistics_of(case.model, case.batches, "gradient_norms", loss=case.loss)["gradient_norms"]
+    parts = oracle.linearized(case)
+    shares = len(parts.slopes) * parts.slopes
+    wanted = {
+        parameter: torch.einsum("nkp,nk->np", jacobian, shares).square().sum(1)
+        for parameter, jacobian in parts.jacobians.items()
+    }
+    assert_agree(found, wanted, 1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,3 +135,75 @@ def test_traces_between_units_are_of_normalised_features() -> None:
     curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     sizes = (x / x.std(0, correction=0)).square().sum(1)
     torch.testing.assert_close(found, (curvature * sizes[:, None, None]).mean(0))
+
+
+def test_a_layer_that_a_chunk_sends_no_rows_to_has_its_traces() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.spare = nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, out = x[:, 0] > 0, x.new_zeros(len(x), 3)
+            out[first], out[~first] = self.one(x[first]), self.two(x[~first])
+            result: Tensor = out + self.spare(x[:0]).sum()
+            return result
+
+    torch.manual_seed(0)
+    net, y = Experts().double(), torch.randint(3, (8,))
+    x = torch.randn(8, 2).double().abs() * torch.tensor([1.0, -1.0]).repeat_interleave(4)[:, None]
+    found = saltflat.statistics_of(net, [(x[:4], y[:4]), (x[4:], y[4:])], "unit_trace")["unit_trace"]
+    alone = [net.one, net.two], [slice(0, 4), slice(4, 8)]
+    for name, layer, part in zip(("one.weight", "two.weight"), *alone, strict=True):
+        wanted = saltflat.statistics_of(layer, (x[part], y[part]), "unit_trace")["unit_trace"]["weight"]
+        assert_close(2 * found[name], wanted)
+    assert not found["spare.weight"].any()
+
+
+def test_inputs_that_require_gradients_are_measured_in_any_precision() -> None:
+    torch.manual_seed(0)
+    net, x, y = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(6, 3), torch.randint(3, (6,))
+    for dtype in (None, torch.float64):
+        wanted = saltflat.statistics_of(net, (x, y), STATISTICS, dtype=dtype)
+        found = saltflat.statistics_of(net, (x.clone().requires_grad_(), y), STATISTICS, dtype=dtype)
+        for name in STATISTICS:
+            assert_agree(found[name], wanted[name], 1e-12)
+
+
+def test_traces_between_units_are_the_same_where_a_model_maps_itself_over_its_examples() -> None:
+    class Mapped(nn.Module):
+        def __init__(self, layer: nn.Module, head: nn.Module) -> None:
+            super().__init__()
+            self.layer, self.head = layer, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            mapped: Tensor = torch.func.vmap(lambda row: self.head(self.layer(row).tanh()))(x)
+            return mapped
+
+    torch.manual_seed(0)
+    layer, head = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+    data = torch.randn(6, 3).double(), torch.randint(3, (6,))
+    found = saltflat.statistics_of(Mapped(layer, head), data, "unit_trace")["unit_trace"]
+    plain = saltflat.statistics_of(nn.Sequential(layer, nn.Tanh(), head), data, "unit_trace")["unit_trace"]
+    assert_close(found["layer.weight"], plain["0.weight"])
+    assert_close(found["head.weight"], plain["2.weight"])
+
+
+class WithTemperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs / self.temperature, targets)
+
+
+@pytest.mark.filterwarnings("ignore")  # with errors for warnings torch takes another way to second derivatives
+def test_parameters_of_the_loss_are_constants() -> None:
+    case = CASES["class_token_and_position_parameters"]()
+    found = saltflat.statistics_of(case.model, case.batches, STATISTICS, loss=WithTemperature())
+    wanted = saltflat.statistics_of(
+        case.model, case.batches, STATISTICS, loss=lambda o, t: nn.functional.cross_entropy(o / 2, t)
+    )
+    for name in STATISTICS:
+        assert_agree(found[name], wanted[name], 1e-12)

@@ -21,6 +21,7 @@ class Balanced:
             ``attained``) the parts that remain drift apart without end; inside each part the first row or node has
             0. ``nan`` for what belongs to no part; 0 for what has no edges at all.
         column_potentials: logarithms of the columns' scales, where columns have some.
+        slopes: derivative of ``value`` by every entry of F, or weight of an edge; 0 for those that add nothing.
         residual: the largest ``|ln(out / in)|`` of any node, with what flows out of it and into it; 0 if nothing flows.
         converged: whether ``residual`` is within the tolerance. If not, ``value`` is only an upper bound.
         attained: whether some finite scales reach ``value``; if not, they only come as close to it as one likes.
@@ -32,6 +33,7 @@ class Balanced:
     values: Tensor
     potentials: Tensor
     column_potentials: Tensor | None
+    slopes: Tensor
     residual: float
     converged: bool
     attained: bool

@@ -60,6 +60,7 @@ def balance_graph(
         values=z.new_tensor([found.value]),
         potentials=torch.where(live, z, torch.where(had, torch.nan, 0.0)),
         column_potentials=None,
+        slopes=torch.where(kept | (tails == heads), (z[tails] - z[heads]).exp(), 0.0),
         residual=found.residual,
         converged=found.converged,
         attained=found.attained,

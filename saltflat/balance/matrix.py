@@ -98,22 +98,26 @@ def _balanced(F: Tensor, U: Tensor, power: float, tolerance: float, limit: int, 
         F, U = torch.where(kept, F, 0.0), torch.where(kept, U, 0.0)
     has = F > 0
     x, y, values = F.new_zeros(F.shape[:2]), F.new_zeros(F.shape[::2]), F.new_zeros(len(F))
-    residual, sweeps = 0.0, 0
+    residual, sweeps, slopes = 0.0, 0, torch.zeros_like(F)
     if bool(has.any()):
         flow = Columns(F.log(), U.log(), power)
         x, residual, sweeps = settle(flow, flow.start(), tolerance, limit)
         point = flow.at(x)
         y = (point.log_b - point.log_a) / 2
         values = point.log_w.exp().sum(1) / power
+        # d/dF_ij of (a_j b_j)^p / p at fixed potentials, which is all there is at a minimum.
+        through = power * (point.log_a + point.log_b) - point.log_a
+        slopes = torch.where(has, (x[:, :, None] + through[:, None, :]).exp(), 0.0)
     rows = _marked(x, had.any(2), has.any(2))
     columns = _marked(y, had.any(1), has.any(1))
     if turned:
-        rows, columns = columns, rows
+        rows, columns, slopes = columns, rows, slopes.mT
     return Balanced(
         value=float(values.sum()),
         values=values,
         potentials=rows[0] if single else rows,
         column_potentials=None if power == 1 else columns[0] if single else columns,
+        slopes=slopes[0] if single else slopes,
         residual=residual,
         converged=residual <= tolerance,
         attained=kept is None,

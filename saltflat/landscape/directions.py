@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from saltflat.amounts import is_choice
 from saltflat.errors import OptionError, ParameterError, unknown
 from saltflat.landscape.eigenvectors import eigenvectors
 from saltflat.landscape.given import given_vector
@@ -54,7 +55,7 @@ class Wanted:
 
 def wanted_from(directions: Any, dimensions: int, normalize: str | None, biases: str) -> Wanted:
     """What is asked for, if it makes sense."""
-    if biases not in BIASES:
+    if not is_choice(biases, BIASES):
         raise unknown("treatment of biases", biases, BIASES)
     if isinstance(directions, str):
         if directions not in USUAL or directions == "given":
@@ -90,7 +91,7 @@ def directions_of(setting: Setting, wanted: Wanted, count: int) -> tuple[list[Di
     else:
         found = [Direction("random", _without_biases(network, normals(setting, n), wanted)) for n in range(count)]
     change = NORMALIZATIONS[wanted.normalize]
-    done = [Direction(each.kind, _moving(change(network, each.vector)), each.eigenvalue) for each in found]
+    done = [Direction(each.kind, _moving(change(setting, each.vector)), each.eigenvalue) for each in found]
     for each in done:
         if not each.vector:
             raise ParameterError(

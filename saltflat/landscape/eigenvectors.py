@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saltflat.lanczos import Vectors, basis_within, rounding, top_eigenvalues
 from saltflat.noise import normals
 from saltflat.setting import Setting
-from saltflat.spectrum import Vectors, basis_within, rounding, top_eigenvalues
 from saltflat.whole import check_symmetric, hessian_product
 
 

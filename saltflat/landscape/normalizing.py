@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import unknown
-from saltflat.geometry import geometries
-from saltflat.network import Network
+from saltflat.setting import Setting
 from saltflat.whole import norm_of
 
 Vector = Mapping[str, Tensor]
 
 
-def by_filter(network: Network, vector: Vector) -> dict[str, Tensor]:
+def by_filter(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     r"""Every filter of the direction as long as the filter of the weights (Li et al., 2018).
 
     .. math::
@@ -24,10 +23,9 @@ def by_filter(network: Network, vector: Vector) -> dict[str, Tensor]:
     A filter is all the weights into one unit: a row of a Linear layer, an output channel of a convolution. A number
     that stands alone (a bias, a factor of a norm) is a filter of its own. Filters of zeros do not move.
     """
-    shapes = geometries(network)
-    found = {}
+    shapes, found = setting.geometries, {}
     for name, direction in vector.items():
-        weight = network.measured[name].double()
+        weight = setting.problem.network.measured[name].double()
         if name not in shapes:
             found[name] = direction.sign() * weight.abs()
             continue
@@ -41,31 +39,33 @@ def by_filter(network: Network, vector: Vector) -> dict[str, Tensor]:
     return found
 
 
-def by_layer(network: Network, vector: Vector) -> dict[str, Tensor]:
+def by_layer(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """Every parameter of the direction as long as that parameter of the weights."""
     return {
-        name: direction * _ratio(network.measured[name].double().norm(), direction.norm())
+        name: direction * _ratio(setting.problem.network.measured[name].double().norm(), direction.norm())
         for name, direction in vector.items()
     }
 
 
-def by_entry(network: Network, vector: Vector) -> dict[str, Tensor]:
+def by_entry(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """Every entry of the direction times the size of its weight: no rescaling of units changes the slice."""
-    return {name: direction * network.measured[name].double().abs() for name, direction in vector.items()}
+    return {
+        name: direction * setting.problem.network.measured[name].double().abs() for name, direction in vector.items()
+    }
 
 
-def by_length(network: Network, vector: Vector) -> dict[str, Tensor]:
+def by_length(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """The whole direction of length one."""
     length = norm_of(vector)
     return {name: direction / length if length else direction for name, direction in vector.items()}
 
 
-def as_it_is(network: Network, vector: Vector) -> dict[str, Tensor]:
+def as_it_is(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """The direction unchanged."""
     return dict(vector)
 
 
-Normalize = Callable[[Network, Vector], dict[str, Tensor]]
+Normalize = Callable[[Setting, Vector], dict[str, Tensor]]
 NORMALIZATIONS: dict[str, Normalize] = {
     "filter": by_filter,
     "layer": by_layer,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from saltflat.amounts import check_count
+from saltflat.amounts import check_count, is_choice
 from saltflat.errors import OptionError, unknown
 from saltflat.landscape.view import name_of
 from saltflat.report.optional import package
@@ -100,7 +100,7 @@ def plot_together(
 
 
 def _values(landscape: Landscape, what: str) -> NDArray[np.float64]:
-    if what not in WHAT:
+    if not is_choice(what, WHAT):
         raise unknown("quantity to draw", what, WHAT)
     if what == "loss":
         return landscape.losses

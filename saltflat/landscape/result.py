@@ -17,7 +17,9 @@ from saltflat.landscape.plot import figure_of
 from saltflat.landscape.view import Described, page_of
 from saltflat.report.file import LANDSCAPE, check_schema, read, write
 from saltflat.report.plain import coded, decoded, plain
+from saltflat.report.schema import MAPPING, check
 from saltflat.report.table import rendered
+from saltflat.report.text import printable
 
 Array = NDArray[np.float64]
 
@@ -111,7 +113,7 @@ class Landscape:
 
     def __repr__(self) -> str:
         size = " x ".join(str(len(each)) for each in self.coordinates)
-        return f"<Landscape of {self.model}: {size} points; print() describes it, .plot() draws it>"
+        return f"<Landscape of {printable(self.model)}: {size} points; print() describes it, .plot() draws it>"
 
     def __str__(self) -> str:
         return rendered(Described(self))
@@ -150,6 +152,8 @@ class Landscape:
             # Reading is lenient: what does not come out again as it went in was not written by us.
             if found.to_dict() != given:
                 raise TypeError("a field has a value of another kind")
+            check(found.settings, MAPPING, "the settings")
+            check(list(found.directions), [MAPPING], "the directions")
             check_landscape(found)
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
             raise ReportError(

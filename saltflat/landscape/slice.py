@@ -26,11 +26,13 @@ from saltflat.problem import Problem
 from saltflat.progress import steps_shown
 from saltflat.setting import NotDefinedError, Setting
 from saltflat.sweep import bytes_from, check_seed, described
+from saltflat.turns import in_turn
 from saltflat.whole import check_loss
 
 BATCH_NORM = ("running", "recompute")
 
 
+@in_turn
 def landscape(
     model: nn.Module,
     data: Any,
@@ -112,7 +114,7 @@ def landscape(
             directions=tuple({**each.told(), "normalize": wanted.normalize} for each in along),
             model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
             examples=found.examples,
-            settings=_settings(setting, loss, wanted, grid, batch_norm, points_),
+            settings=_settings(setting, wanted, grid, batch_norm, points_),
             versions={
                 "saltflat": version(),
                 "torch": torch.__version__,
@@ -142,10 +144,8 @@ def _directions(setting: Setting, wanted: Wanted, count: int) -> tuple[list[Dire
     return found, notes
 
 
-def _settings(
-    setting: Setting, loss: Any, wanted: Wanted, grid: Grid, batch_norm: str, points: Points
-) -> dict[str, Any]:
-    general = described(setting, loss)
+def _settings(setting: Setting, wanted: Wanted, grid: Grid, batch_norm: str, points: Points) -> dict[str, Any]:
+    general = described(setting)
     # There are no columns here, and the way of the sweeps is not that of the points.
     del general["columns"]
     return {

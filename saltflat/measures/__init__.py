@@ -21,8 +21,9 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from saltflat.errors import unknown
+from saltflat.errors import OptionError, unknown
 from saltflat.measures.references import REFERENCES
+from saltflat.statistic import COSTS
 from saltflat.statistics import COMPUTED, STATISTICS, keywords
 
 # Of which a measure may claim to be independent.
@@ -32,6 +33,12 @@ SYMMETRIES = {
 }
 # Not found in a sweep, but at hand: the parameters, and what they were before training.
 GIVEN = ("weight", "initial_weight")
+# Names that stand for several measures.
+PRESETS = {
+    "quick": "every measure that the one shared sweep gives: what is measured if nothing is named",
+    "invariant": "every measure that rescaling layers, or layers and single units, leaves unchanged, whatever it costs",
+    "all": "every measure there is",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,12 @@ class Part:
         converged: whether that is close enough to call it one.
         exact: False for estimates, bounds and searches.
         stderr: standard error, where the measure knows it itself.
+        sampling_stderr: standard error over examples, where the measure knows it itself.
+        depends_on_all: whether it is made of something that is known of all examples together alone, so that its
+            standard error over examples is not known.
+        slopes: the derivative of ``value`` by each statistic, in its shape: where evaluating the measure again is
+            expensive, its standard error over examples is found with these. At a minimum over scales they are the
+            terms' own factors (the envelope theorem).
         units: one number per unit.
         layers: one number per parameter, for measures on the network.
         notes: plain sentences for the reader.
@@ -55,6 +68,9 @@ class Part:
     converged: bool = True
     exact: bool = True
     stderr: float | None = None
+    sampling_stderr: float | None = None
+    depends_on_all: bool = False
+    slopes: Mapping[str, Any] = field(default_factory=dict)
     units: tuple[float, ...] | None = None
     layers: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -72,15 +88,23 @@ class Measure:
     formula: str
     smaller: str
     logarithmic: bool
+    by_matrix: bool
     statistics: tuple[str, ...]
     own_options: tuple[str, ...]
     options: Mapping[str, Any]
     fixed: Mapping[str, Any]
+    own_cost: str = "sweep"
 
     @property
     def meaning(self) -> str:
         """The first sentence of its documentation."""
         return (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def cost(self) -> str:
+        """One of :data:`COSTS`: that of the dearest statistic it needs, with the usual options, or its own."""
+        costs = [COMPUTED[need].cost for need in self.statistics if need in COMPUTED]
+        return max([self.own_cost, *costs], key=list(COSTS).index)
 
 
 MEASURES: dict[str, Measure] = {}
@@ -96,7 +120,9 @@ def measure(
     total: Literal["sum", "max"] = "sum",
     smaller: str = "flatter",
     logarithmic: bool = False,
+    by_matrix: bool = False,
     fixed: Mapping[str, Any] | None = None,
+    cost: Literal["sweep", "passes", "search"] = "sweep",
 ) -> Callable[[Function], Function]:
     """Register a measure and its claims.
 
@@ -109,11 +135,19 @@ def measure(
         total: how the layers make one number.
         smaller: what a smaller value says of the minimum.
         logarithmic: whether differences, not ratios, tell.
+        by_matrix: whether factors of units leave it as it is because each is one of a row times one of a column of the
+            weight; where they are not, the reading of that weight withdraws the claim.
         fixed: options of the statistics that this measure is about and that nobody else may choose.
+        cost: of the function itself, where it takes long beside its statistics.
     """
 
     def enter(function: Function) -> Function:
         name = getattr(function, "__name__", "")
+        if name in PRESETS:
+            raise OptionError(
+                f"Got a measure of the name {name!r}, which stands for {PRESETS[name]}. Want another name. "
+                "Do: rename the function."
+            )
         arguments = inspect.signature(function).parameters.values()
         needs = tuple(a.name for a in arguments if a.kind is not inspect.Parameter.KEYWORD_ONLY)
         own = options = keywords(function)
@@ -139,10 +173,12 @@ def measure(
             formula,
             smaller,
             logarithmic,
+            by_matrix,
             needs,
             tuple(own),
             options,
             fixed or {},
+            cost,
         )
         return function
 

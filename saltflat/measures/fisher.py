@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saltflat.amounts import check_count
+from saltflat.errorbars import stretch
 from saltflat.errors import OptionError
 from saltflat.measures import Part, measure
 from saltflat.noise import mean_and_error
@@ -64,10 +66,13 @@ def fisher_logdet(
         notes = (*notes, f"{floored} of {values.numel()} eigenvalues were at the floor: the value is an upper bound")
     each = torch.maximum(values, least).log().sum(1) / (2 if convention == "half" else 1)
     value, stderr = _average(each)
+    # The error of a bound is not known: how far below it the value lies is not.
+    sampling = None if floored else _sampling_error(each, size, len(gradient_gram["gram"]))
     return Part(
         value,
         exact=False,
-        stderr=stderr,
+        stderr=None if floored else stderr,
+        sampling_stderr=sampling,
         notes=notes,
         details={
             "floored_eigenvalues": floored,
@@ -95,7 +100,8 @@ def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 10
     """
     values, notes = _spectra(gradient_gram, subset, draws)
     value, stderr = _average(values[:, -1])
-    return Part(value, exact=False, stderr=stderr, notes=notes)
+    sampling = _sampling_error(values[:, -1], values.shape[1], len(gradient_gram["gram"]))
+    return Part(value, exact=False, stderr=stderr, sampling_stderr=sampling, notes=notes)
 
 
 @measure(
@@ -219,3 +225,15 @@ def _spectra(gram: Mapping[str, Any], subset: int, draws: int) -> tuple[Tensor, 
 
 def _average(values: Tensor) -> tuple[float, float | None]:
     return mean_and_error(values.tolist()) if len(values) > 1 else (float(values[0]), None)
+
+
+def _sampling_error(values: Tensor, subset: int, pool: int) -> float | None:
+    r"""Standard error over examples of a mean over random subsets of a pool.
+
+    To first order in the examples the mean over all subsets varies as that over the pool's ``pool / subset`` disjoint
+    ones; the scatter of subsets of one pool is short of the full one by what they share.
+    """
+    if len(values) < 2 or subset >= pool:
+        return None
+    scatter = float(values.std()) * math.sqrt(subset / pool / (1 - subset / pool))
+    return scatter * float(stretch(max(pool / subset - 1, 1)))

@@ -1,14 +1,18 @@
-"""Measures as people ask for them: a name, or a name with options, such as ``"rho(axis='row')"``."""
+"""Measures as people ask for them: a name, a name with options, such as ``"rho(axis='row')"``, or a preset.
+
+The presets are :data:`saltflat.measures.PRESETS`: ``"quick"``, ``"invariant"`` and ``"all"``. In each of them the
+measures that rescaling cannot fool come first.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from saltflat.errors import OptionError, unknown
-from saltflat.measures import MEASURES, Measure, options_of
+from saltflat.errors import OptionError, SaltflatError, unknown
+from saltflat.measures import MEASURES, PRESETS, Measure, options_of
 
 
 @dataclass(frozen=True)
@@ -32,38 +36,74 @@ class Request:
         measure: what is asked for.
         options: of the measure's own function.
         needs: the statistic behind each of its parameters.
+        named: whether it was asked for by its name. What only a preset asks for may be left out, with the reason.
     """
 
     key: str
     measure: Measure
     options: Mapping[str, Any]
     needs: Mapping[str, Need]
+    named: bool = True
 
 
 def requests(measures: str | Sequence[str] | None) -> list[Request]:
-    """What is asked for, each once; every measure there is if None.
+    """What is asked for, each once; the preset ``"quick"`` if None.
 
     >>> [each.key for each in requests(["kappa", "rho( axis = 'row' )"])]
     ['kappa', "rho(axis='row')"]
+    >>> [each.key for each in requests(["kappa", "quick"])][:3]
+    ['kappa', 'fisher_rao_norm', 'minimum_unit_sharpness']
     """
-    if measures is None:
-        return [_request(measure, {}) for measure in MEASURES.values()]
-    texts = [measures] if isinstance(measures, str) else measures
+    texts = ["quick"] if measures is None else [measures] if isinstance(measures, str) else measures
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise OptionError(
             f"Got measures={measures!r}. Want a name or a list of names. Do: for instance ['kappa', 'rho']."
         )
     if not texts:
-        raise OptionError("Got no measures. Want at least one name. Do: leave measures out for all of them.")
-    return list({each.key: each for each in map(_parsed, texts)}.values())
+        raise OptionError("Got no measures. Want at least one name. Do: leave measures out for the quick ones.")
+    found: dict[str, Request] = {}
+    for text in texts:
+        several = _preset(text.strip()) if text.strip() in PRESETS else [parsed(text)]
+        for each in several:
+            # A measure that is both in a preset and named is named.
+            found[each.key] = each if each.named else found.get(each.key, each)
+    return list(found.values())
 
 
-def _parsed(text: str) -> Request:
+def _preset(name: str) -> list[Request]:
+    chosen = {
+        "quick": [each for each in MEASURES.values() if each.cost == "sweep"],
+        "invariant": [each for each in MEASURES.values() if each.invariant_to],
+        "all": list(MEASURES.values()),
+    }[name]
+    first = sorted(chosen, key=lambda each: len(each.invariant_to), reverse=True)
+    return [replace(_request(measure, {}), named=False) for measure in first]
+
+
+def parsed(text: str) -> Request:
+    """One measure, by its name and options."""
     name, opened, rest = text.strip().partition("(")
     name = name.strip()
+    if name in PRESETS:
+        raise OptionError(
+            f"Got {text.strip()!r} where one measure is wanted; {name} is {PRESETS[name]}. Want the name of a measure. "
+            f"Do: take one of the list that saltflat.catalogue() prints, or plain {name!r} where several can be."
+        )
     if name not in MEASURES:
-        raise unknown("measure", name, MEASURES)
+        raise unknown("measure", name, (*MEASURES, *PRESETS))
     return _request(MEASURES[name], _options(text, rest) if opened else {})
+
+
+def key_of(text: str) -> str:
+    """The name under which a report keeps what was asked for as ``text``; the text itself if that is no measure.
+
+    >>> key_of("rho( axis = 'column' )"), key_of("rho(axis=row)"), key_of("of another version")
+    ('rho', "rho(axis='row')", 'of another version')
+    """
+    try:
+        return parsed(text).key
+    except SaltflatError:
+        return text
 
 
 def _options(text: str, rest: str) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from saltflat.report.change_text import many
 from saltflat.report.file import AUDIT, check_schema, read, write
 from saltflat.report.plain import coded, coded_key, decoded, plain
 from saltflat.report.reading import Reading
-from saltflat.report.report import Report, absent
+from saltflat.report.report import Report, absent, known_as
 from saltflat.report.table import rendered
+from saltflat.report.text import printable
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +60,7 @@ class AuditLine:
 
     def __repr__(self) -> str:
         told = "; ".join(f"{kind} {verdict}" for kind, verdict in self.verdicts.items())
-        return f"<AuditLine of {self.reading.name}: {told or 'no draws'}>"
+        return f"<AuditLine of {printable(self.reading.name)}: {told or 'no draws'}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -125,15 +126,16 @@ class Audit(Mapping[str, AuditLine]):
         return [name for name, line in self.items() if BROKEN in line.verdicts.values()]
 
     def __getitem__(self, name: str) -> AuditLine:
-        if name in self.lines:
-            return self.lines[name]
-        raise absent(name, self.report.left_out, self.lines)
+        key = known_as(name, self.lines)
+        if key in self.lines:
+            return self.lines[key]
+        raise absent(key, self.report.left_out, self.lines)
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        return self.lines.get(name, default)
+        return self.lines.get(known_as(name, self.lines), default)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.lines
+        return known_as(name, self.lines) in self.lines
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.lines)
@@ -148,7 +150,7 @@ class Audit(Mapping[str, AuditLine]):
 
     def __repr__(self) -> str:
         size = f"{many(len(self), 'measure')}, {many(self.draws, 'draw')}"
-        return f"<Audit of {self.report.model}: {size}; print() shows it>"
+        return f"<Audit of {printable(self.report.model)}: {size}; print() shows it>"
 
     def __str__(self) -> str:
         return rendered(Audited(self))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saltflat.amounts import is_choice
 from saltflat.errors import ReportError, unknown
-from saltflat.report.doubts import doubts_about
+from saltflat.report.answer import answer_of
+from saltflat.report.doubts import doubts_about, reservations
 from saltflat.report.frame import TOTAL, frame_of, rows_of
 from saltflat.report.plain import coded
-from saltflat.report.plot import figure_of
+from saltflat.report.plot import figure_of, ratio_figure
 from saltflat.report.reading import Reading
-from saltflat.report.report import Report, absent
+from saltflat.report.report import Report, absent, known_as, listed_names
 from saltflat.report.side_by_side import SideBySide, page_of
 from saltflat.report.table import rendered
-from saltflat.report.verdict import difference, flattest, judged, ratio
+from saltflat.report.text import listed, printable
+from saltflat.report.verdict import ROUNDING, difference, error_of_difference, flattest, judge, ratio
 
 Source = Report | str | os.PathLike[str]
 
@@ -31,8 +34,11 @@ class Contrast:
         readings: by the label of the report.
         differences: how much each exceeds the first.
         ratios: how many times the first each is; nan where the first is zero.
-        verdicts: ``different``, ``same`` (both exact), ``within errors``, ``not judged`` (an error is not known) or
+        errors: standard error of each difference, over examples and random draws; None where it is not known.
+        verdicts: ``different``, ``same`` (up to rounding), ``within errors``, ``not judged`` (an error is not known) or
             ``undefined``, each against the first.
+        invariant_to: what leaves the measure unchanged.
+        logarithmic: whether differences, not ratios, tell.
         flattest: the label of the flattest by this measure; None where none stands out or the measure does not tell.
         sure: whether the errors say so too; False where some are not known.
     """
@@ -41,7 +47,10 @@ class Contrast:
     readings: Mapping[str, Reading]
     differences: Mapping[str, float]
     ratios: Mapping[str, float]
+    errors: Mapping[str, float | None]
     verdicts: Mapping[str, str]
+    invariant_to: tuple[str, ...]
+    logarithmic: bool
     flattest: str | None
     sure: bool
 
@@ -53,23 +62,32 @@ class Comparison(Mapping[str, Contrast]):
     Attributes:
         reports: by label; differences are from the first.
         contrasts: what the mapping shows.
+        paired: whether all reports saw the same examples, so that errors are those of paired differences.
         doubts: sentences, the weightiest first; empty where nothing is known against it.
     """
 
     reports: Mapping[str, Report]
     contrasts: Mapping[str, Contrast]
     doubts: tuple[str, ...]
+    paired: bool
+
+    @property
+    def answer(self) -> str:
+        """Which network is flatter, by the measures that rescaling cannot fool, in one sentence."""
+        said, but = answer_of(self.contrasts.values()), reservations(self.reports)
+        return f"{said} But {listed(but)}." if but else said
 
     def __getitem__(self, name: str) -> Contrast:
-        if name not in self.contrasts:
+        key = known_as(name, self.contrasts)
+        if key not in self.contrasts:
             raise unknown("measure", name, self.contrasts)
-        return self.contrasts[name]
+        return self.contrasts[key]
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        return self.contrasts.get(name, default)
+        return self.contrasts.get(known_as(name, self.contrasts), default)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.contrasts
+        return known_as(name, self.contrasts) in self.contrasts
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.contrasts)
@@ -78,7 +96,7 @@ class Comparison(Mapping[str, Contrast]):
         return len(self.contrasts)
 
     def __repr__(self) -> str:
-        return f"<Comparison of {', '.join(self.reports)}: {len(self)} measures; print() shows it>"
+        return f"<Comparison of {printable(', '.join(self.reports))}: {len(self)} measures; print() shows it>"
 
     def __str__(self) -> str:
         return rendered(SideBySide(self))
@@ -97,7 +115,9 @@ class Comparison(Mapping[str, Contrast]):
                 "stderr": {label: reading.stderr for label, reading in each.readings.items()},
                 "differences": each.differences,
                 "ratios": each.ratios,
+                "errors": each.errors,
                 "verdicts": each.verdicts,
+                "invariant_to": list(each.invariant_to),
                 "flattest": each.flattest,
                 "sure": each.sure,
             }
@@ -107,6 +127,8 @@ class Comparison(Mapping[str, Contrast]):
             {
                 "schema": "saltflat.comparison/1",
                 "models": {label: report.model for label, report in self.reports.items()},
+                "answer": self.answer,
+                "paired": self.paired,
                 "contrasts": contrasts,
                 "doubts": self.doubts,
             }
@@ -127,10 +149,20 @@ class Comparison(Mapping[str, Contrast]):
         columns = ["measure", "layer", "report", "value", "stderr", "difference", "ratio", "verdict"]
         return frame_of(self._rows(), columns)
 
-    def plot(self, names: str | Sequence[str] | None = None) -> Any:
-        """A ``matplotlib`` Figure, one panel per measure with a bar per layer and report; nothing is shown or kept."""
-        wanted = list(self) if names is None else [names] if isinstance(names, str) else list(names)
-        return figure_of({name: self[name].readings for name in wanted}, " / ".join(self.reports))
+    def plot(self, names: str | Sequence[str] | None = None, by: str = "measure") -> Any:
+        """A ``matplotlib`` Figure; nothing is shown or kept.
+
+        Args:
+            names: the measures to draw; all if None.
+            by: ``"measure"``: the ratio to the first report with its 99 % interval, a row per measure; or ``"layer"``:
+                one panel per measure with a bar per layer and report.
+        """
+        wanted = list(self) if names is None else listed_names(names)
+        if not is_choice(by, ("measure", "layer")):
+            raise unknown("choice of by", by, ("measure", "layer"))
+        if by == "layer":
+            return figure_of({name: self[name].readings for name in wanted}, " / ".join(self.reports))
+        return ratio_figure([self[name] for name in wanted], list(self.reports), self.answer)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for name, contrast in self.items():
@@ -144,8 +176,15 @@ class Comparison(Mapping[str, Contrast]):
                         "report": label,
                         "difference": difference(theirs, ours),
                         "ratio": ratio(theirs, ours),
-                        "verdict": "" if reading is first else judged(theirs, ours),
+                        "verdict": "" if reading is first else self._judge_part(name, label, row["layer"]),
                     }
+
+    def _judge_part(self, name: str, label: str, layer: str) -> str:
+        contrast = self[name]
+        first, other = next(iter(contrast.readings.values())), contrast.readings[label]
+        if layer == TOTAL:
+            return contrast.verdicts[label]
+        return judge(_part(first, layer), _part(other, layer), None, _rounding(self.reports))
 
 
 def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] | None = None) -> Comparison:
@@ -155,33 +194,54 @@ def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] 
         reports: reports, paths of saved ones, or a single mapping of either by the labels to show.
         names: the measures to compare; all that any of the reports has if left out.
 
-    Numbers with standard errors differ when they are more than 1.96 standard errors of their difference apart, numbers
-    without when they are not the same up to rounding. Estimates whose error is not known, and numbers whose solver
-    stopped early, are not judged.
+    Values differ when they are more than 2.58 standard errors of their difference apart. The error is over the choice
+    of the examples and over random draws. If all reports saw the same examples, differences are *paired*: what the
+    examples do to both networks cancels. Otherwise the errors of both add up. Where an error is not known, or a solver
+    stopped early, the difference is not judged.
     """
     found = _labelled(reports)
     if len(found) < 2:
         raise ReportError(f"Got {len(found)} report{'s' * (len(found) != 1)}. Want two or more. Do: give another.")
     known = list(dict.fromkeys(name for report in found.values() for name in report))
-    wanted = known if names is None else [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    given = known if names is None else listed_names(names)
+    wanted = list(dict.fromkeys(known_as(name, known) for name in given))
     for name in wanted:
         if name not in known:
             raise absent(name, {k: v for report in found.values() for k, v in report.left_out.items()}, known)
-    contrasts = {name: _contrast(name, found) for name in wanted}
-    return Comparison(found, contrasts, tuple(doubts_about(found, contrasts)))
+    sizes = _shared_groups(list(found.values()))
+    contrasts = {name: _contrast(name, found, sizes) for name in wanted}
+    return Comparison(found, contrasts, tuple(doubts_about(found, contrasts)), paired=sizes is not None)
 
 
-def _contrast(name: str, reports: Mapping[str, Report]) -> Contrast:
+def _shared_groups(reports: Sequence[Report]) -> list[int] | None:
+    """The sizes of the groups of examples, if all reports saw the same examples."""
+    first, *others = (report.sample for report in reports)
+    same = bool(first.get("fingerprint")) and bool(first.get("groups")) and all(each == first for each in others)
+    return list(first["groups"]) if same else None
+
+
+def _rounding(reports: Mapping[str, Report]) -> float:
+    return max(ROUNDING.get(str(report.settings.get("dtype")), ROUNDING["float64"]) for report in reports.values())
+
+
+def _contrast(name: str, reports: Mapping[str, Report], sizes: Sequence[int] | None) -> Contrast:
     readings = {label: report[name] for label, report in reports.items() if name in report}
-    (_, first), *others = readings.items()
+    (start, first), *others = readings.items()
     legend: Mapping[str, Any] = next((r.legend[name] for r in reports.values() if name in r.legend), {})
-    best, sure = flattest(readings, legend.get("smaller"))
+
+    def judged(one: str, two: str) -> str:
+        return judge(readings[one], readings[two], sizes, _rounding(reports))
+
+    best, sure = flattest(readings, legend.get("smaller"), judged)
     return Contrast(
         name,
         readings,
         {label: difference(first, other) for label, other in others},
         {label: ratio(first, other) for label, other in others},
-        {label: judged(first, other) for label, other in others},
+        {label: error_of_difference(first, other, sizes) for label, other in others},
+        {label: judged(start, label) for label, _ in others},
+        tuple(legend.get("invariant_to", ())),
+        bool(legend.get("logarithmic")),
         best,
         sure,
     )
@@ -192,7 +252,14 @@ def _part(reading: Reading, layer: str) -> Reading:
     if layer == TOTAL:
         return reading
     value, stderr = reading.layers.get(layer, float("nan")), reading.layer_stderr.get(layer)
-    return replace(reading, value=value, stderr=stderr, layers={}, units={}, layer_stderr={})
+    return Reading(
+        reading.name,
+        value,
+        stderr=stderr,
+        sampling_stderr=reading.layer_sampling_stderr.get(layer),
+        exact=reading.exact,
+        converged=reading.converged,
+    )
 
 
 def _labelled(given: Sequence[Source | Mapping[str, Source]]) -> dict[str, Report]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from saltflat.doubtful_input import GUESSING
+from saltflat.loan import TRAIN_MODE
+from saltflat.report.reading import Reading
 from saltflat.report.report import Report
 from saltflat.report.text import listed
 from saltflat.report.verdict import DIFFERENT
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 # the errors account for. The device is compared by itself.
 HARMLESS = {"memory", "way", "seed", "progress", "device"}
 
+# That modes were changed and given back changes no number.
+HARMLESS_NOTES = {TRAIN_MODE}
+
 WHY = {
     "columns": "exact values have no error, others do",
     "loss": "curvature of different functions",
@@ -24,12 +30,23 @@ WHY = {
 }
 
 
+# Losses that differ by more than this factor are not equal.
+LOSS_RATIO = 1.25
+# At a minimum of the data single examples' gradients cancel, up to about one part in their number. Training leaves a
+# little more; a larger share than this is no minimum.
+AGREEMENT = 0.005
+
+
 def doubts_about(reports: Mapping[str, Report], contrasts: Mapping[str, Contrast]) -> list[str]:
     """Every reason to be careful, the weightiest first."""
     names = list(contrasts)
     found = [
         *_split(reports, "models", lambda r: r.model, "sums over layers grow with the network"),
-        *_split(reports, "numbers of examples", lambda r: r.examples, "not the same data"),
+        *_data(reports),
+        *_groups(reports),
+        *_losses(reports),
+        *_minima(reports),
+        *_notes(reports),
         *_settings(reports),
         *_certificates(reports),
         *_formulas(reports, names),
@@ -42,6 +59,19 @@ def doubts_about(reports: Mapping[str, Report], contrasts: Mapping[str, Contrast
     return found
 
 
+def reservations(reports: Mapping[str, Report]) -> list[str]:
+    """What makes a verdict worth little, in a few words each."""
+    found = {
+        "the models differ": _split(reports, "models", lambda r: r.model, ""),
+        "the loss functions differ": _split(reports, "losses", _entry("settings", "loss"), ""),
+        "the examples differ": _data(reports),
+        "the losses are unequal": _losses(reports),
+        "not all are at a minimum": _minima(reports),
+        "not all do better than guessing": [note for note in _notes(reports) if GUESSING in note],
+    }
+    return [words for words, sentences in found.items() if sentences]
+
+
 def _split(reports: Mapping[str, Report], what: str, of: Callable[[Report], Any], why: str) -> list[str]:
     """One sentence if the reports differ in this, saying which has which."""
     sides: dict[str, list[str]] = {}
@@ -51,6 +81,57 @@ def _split(reports: Mapping[str, Report], what: str, of: Callable[[Report], Any]
         return []
     said = "; ".join(f"{value} in {listed(labels)}" for value, labels in sides.items())
     return [f"Different {what}{f' ({why})' if why else ''}: {said}."]
+
+
+def _data(reports: Mapping[str, Report]) -> list[str]:
+    numbers = _split(reports, "numbers of examples", lambda r: r.examples, "not the same data")
+    prints = {report.sample.get("fingerprint") for report in reports.values()}
+    if numbers or len(prints) == 1:
+        return numbers
+    unknown = [label for label, report in reports.items() if not report.sample]
+    if unknown:
+        return [f"Whether these are the same examples is not known of {listed(unknown)}: measure again to find out."]
+    return ["Different examples, or in another order: errors are those of independent samples, not of pairs."]
+
+
+def _groups(reports: Mapping[str, Report]) -> list[str]:
+    """The same examples, but not in groups that can be compared one by one."""
+    samples = [report.sample for report in reports.values()]
+    if len({each.get("fingerprint") for each in samples}) > 1 or all(each == samples[0] for each in samples):
+        return []
+    return [
+        "The same examples in other groups (data of unknown length, or sampling=False): differences are not paired."
+    ]
+
+
+def _losses(reports: Mapping[str, Report]) -> list[str]:
+    """Curvature falls with the loss, whatever the minimum is like."""
+    losses = {label: report.loss for label, report in reports.items() if report.loss > 0}
+    if len(losses) < 2 or max(losses.values()) <= LOSS_RATIO * min(losses.values()):
+        return []
+    said = "; ".join(f"{loss:.3g} in {label}" for label, loss in losses.items())
+    return [f"Unequal loss (curvature falls as the outputs grow more certain; compare at equal training loss): {said}."]
+
+
+def _minima(reports: Mapping[str, Report]) -> list[str]:
+    moving = {
+        label: report
+        for label, report in reports.items()
+        if (report.gradient_agreement or 0.0) > max(AGREEMENT, 5 / max(report.examples, 1))
+    }
+    return [
+        f"{label} is not at a minimum: {report.gradient_agreement:.1%} of the squared length of single examples' "
+        f"gradients is left in their mean (gradient norm {report.gradient_norm:.3g}), and at a minimum about "
+        f"{1 / max(report.examples, 1):.2%} would be."
+        for label, report in moving.items()
+    ]
+
+
+def _notes(reports: Mapping[str, Report]) -> list[str]:
+    """What the reports themselves say against their numbers."""
+    return [
+        f"{label}: {note}" for label, report in reports.items() for note in report.notes if note not in HARMLESS_NOTES
+    ]
 
 
 def _entry(table: str, key: str) -> Callable[[Report], Any]:
@@ -90,11 +171,24 @@ def _readings(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
     for label, report in reports.items():
         taken = [report[name] for name in names if name in report]
         loose = [reading.name for reading in taken if not reading.converged]
-        blind = [each.name for each in taken if each.converged and not each.exact and each.stderr is None]
+        unknown = [each for each in taken if each.stderr is None and each.sampling_stderr is None]
+        blind = [each.name for each in unknown if each.converged and not each.exact]
         if loose:
             said.setdefault(("Not converged", f"{listed(loose)}."), []).append(label)
         if blind:
             said.setdefault(("Estimates, bounds or searches of unknown error", f"{listed(blind)}."), []).append(label)
+        endless = [each.name for each in taken if _attained(each) is False]
+        floored = [each.name for each in taken if each.details.get("floored_eigenvalues")]
+        blank = [each.name for each in unknown if each.converged and each.exact]
+        if endless:
+            said.setdefault(("Limits that no weights attain", f"{listed(endless)}."), []).append(label)
+        if floored:
+            said.setdefault(("Eigenvalues at the floor of rounding (upper bounds)", f"{listed(floored)}."), []).append(
+                label
+            )
+        if blank:
+            why = "no standard error over examples, so differences are not judged."
+            said.setdefault((f"{listed(blank)}", why), []).append(label)
         missing: dict[str, list[str]] = {}
         for name in names:
             if name not in report:
@@ -102,6 +196,13 @@ def _readings(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
         for reason, absent in missing.items():
             said.setdefault((f"No {listed(absent)}", reason), []).append(label)
     return [f"{what} in {listed(labels)}: {which}" for (what, which), labels in said.items()]
+
+
+def _attained(reading: Reading) -> bool | None:
+    """Whether a minimum is attained in every layer; None for what is no minimum."""
+    details = [reading.details, *(each for each in reading.details.values() if isinstance(each, dict))]
+    known = [bool(each["attained"]) for each in details if "attained" in each]
+    return all(known) if known else None
 
 
 def _rounding(reports: Mapping[str, Report], contrasts: Iterable[Contrast]) -> list[str]:

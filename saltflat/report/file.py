@@ -1,9 +1,10 @@
-"""Reports, audits and landscapes on disk: strict JSON that names its schema, written whole or not at all."""
+"""Reports, audits, landscapes and spectra on disk: strict JSON that names its schema, written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
+import reprlib
 import stat
 import tempfile
 import uuid
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from saltflat.errors import ReportError
+from saltflat.errors import ReportError, SaltflatError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Form:
 REPORT = Form("saltflat.report/1", "a report", "Report.save")
 AUDIT = Form("saltflat.audit/1", "an audit", "Audit.save")
 LANDSCAPE = Form("saltflat.landscape/1", "a landscape", "Landscape.save")
+SPECTRUM = Form("saltflat.spectrum/1", "a spectrum", "Spectrum.save")
+# Reading a file takes a few stack frames per level; how many there are differs between versions of Python.
+MAX_DEPTH = 100
 
 
 def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -47,10 +51,26 @@ def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def path_from(given: Any, error: type[SaltflatError] = ReportError) -> Path:
+    """A path as the user gave it; what can be no path on this system is refused with the kind of error given."""
+    try:
+        path = Path(given)
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it holds a NUL character")
+    except (TypeError, ValueError) as problem:
+        raise error(
+            f"Expected the path of a file, but got {reprlib.repr(given)} ({problem}). Try a str or a pathlib.Path."
+        ) from problem
+    return path
+
+
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name beside the place to write to; what was written there is renamed to the place if all went well."""
-    target = checked(path)
+def replacing(path: str | os.PathLike[str], *, follow_links: bool = True) -> Iterator[Path]:
+    """A name beside the place to write to; what was written there is renamed to the place if all went well.
+
+    Without ``follow_links`` a link at the place is itself replaced, and what it leads to is left alone.
+    """
+    target = checked(path, follow_links=follow_links)
     part = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
         try:
@@ -64,9 +84,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise _unwritable("the path", path, problem) from problem
 
 
-def checked(path: str | os.PathLike[str], what: str = "the path") -> Path:
+def checked(path: str | os.PathLike[str], what: str = "the path", *, follow_links: bool = True) -> Path:
     """Where the file will be, links followed, if one can be there; ``what`` names the path in the error."""
-    target, shown = Path(os.path.realpath(path)), f"{what} {os.fspath(path)!r}"
+    given = path_from(path)
+    target, shown = Path(os.path.realpath(given)) if follow_links else given, f"{what} {os.fspath(path)!r}"
     try:
         if not target.parent.is_dir():
             raise ReportError(
@@ -77,7 +98,7 @@ def checked(path: str | os.PathLike[str], what: str = "the path") -> Path:
             mode = target.lstat().st_mode
             if stat.S_ISDIR(mode):
                 raise ReportError(f"Got {shown}, which is a folder. Want a file. Do: add a file name.")
-            if not stat.S_ISREG(mode):
+            if not stat.S_ISREG(mode) and (follow_links or not stat.S_ISLNK(mode)):
                 raise ReportError(
                     f"Got {shown}, which exists and is no regular file. Want a file to replace, or a new one. "
                     "Do: choose another name."
@@ -98,14 +119,14 @@ def _unwritable(what: str, path: str | os.PathLike[str], problem: OSError) -> Re
 
 def read(path: str | os.PathLike[str], form: Form = REPORT) -> dict[str, Any]:
     """What was written, once it is known to be whole and of the form understood here."""
-    content = _parsed(path, f"{form.what} written by {form.writer}")
+    content = _parsed(path_from(path), f"{form.what} written by {form.writer}")
     check_schema(content, f"the file {os.fspath(path)!r}", form)
     return dict(content)
 
 
 def form_of(path: str | os.PathLike[str], *forms: Form) -> Form:
     """Which of these forms the file has; the first where it has none of them, which then says what is wrong with it."""
-    content = _parsed(path, " or ".join(f"{form.what} written by {form.writer}" for form in forms))
+    content = _parsed(path_from(path), " or ".join(f"{form.what} written by {form.writer}" for form in forms))
     schema = content.get("schema") if isinstance(content, Mapping) else None
     family = schema.partition("/")[0] if isinstance(schema, str) else None
     return next((form for form in forms if form.family == family), forms[0])
@@ -121,7 +142,7 @@ def check_schema(content: Any, source: str, form: Form = REPORT) -> None:
             f"Got {source} with the schema {schema!r}. Want {form.schema!r}. "
             "Do: read it with the saltflat that wrote it."
         )
-    other = next((each for each in (REPORT, AUDIT, LANDSCAPE) if schema == each.schema), None)
+    other = next((each for each in (REPORT, AUDIT, LANDSCAPE, SPECTRUM) if schema == each.schema), None)
     if other is not None:
         raise ReportError(
             f"Got {source}, which is not {form.what} but {other.what}. Want {form.what}, written by {form.writer}. "
@@ -135,7 +156,9 @@ def check_schema(content: Any, source: str, form: Form = REPORT) -> None:
 def _parsed(path: str | os.PathLike[str], want: str) -> Any:
     shown = os.fspath(path)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
+        _check_depth(content)
+        return content
     except OSError as problem:
         raise ReportError(
             f"Got the path {shown!r}, which cannot be read ({problem.strerror}). Want {want}. Do: check the path."
@@ -145,6 +168,19 @@ def _parsed(path: str | os.PathLike[str], want: str) -> Any:
             f"Got the file {shown!r}, which is broken or cut short ({problem}). Want {want}. "
             "Do: measure again, or take the file from a backup."
         ) from problem
+
+
+def _check_depth(content: Any) -> None:
+    """Raise ValueError if containers are nested deeper than any file of ours, without recursion of its own."""
+    level = [content] if isinstance(content, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inner = (
+            each for container in level for each in (container.values() if isinstance(container, dict) else container)
+        )
+        level = [each for each in inner if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -12,7 +12,7 @@ from saltflat.report.html_audit import audited
 from saltflat.report.html_bars import chart
 from saltflat.report.html_page import filled, told
 from saltflat.report.html_study import study_content
-from saltflat.report.text import number
+from saltflat.report.side_by_side import difference_with_error, unchanged_by
 from saltflat.report.view import SIGNS, certified, facts, layers_of, marks, notes_of, signs
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def report_page(report: Report) -> str:
             (name, marks(reading, notes), reading.value, reading, dict(report.legend.get(name, {})))
             for name, reading in report.items()
         ],
+        sampled=any(reading.sampling_stderr is not None for reading in report.values()),
         signs=[(sign, meaning) for sign, meaning in SIGNS.items() if sign in used],
         notes=notes,
         charts=charts,
@@ -98,10 +99,8 @@ def comparison_page(comparison: Comparison) -> str:
                 told(each.readings[label].value, each.readings[label].stderr) if label in each.readings else ""
                 for label in labels
             ],
-            "against": [
-                (label, number(each.differences[label]), number(each.ratios[label]), each.verdicts[label])
-                for label in each.verdicts
-            ],
+            "unchanged_by": unchanged_by(each),
+            "apart": {label: difference_with_error(each, label) for label in each.verdicts},
             "whole": chart(each.name, each.readings, labels, layers=False),
             "layers": chart(each.name, each.readings, labels) if layers_of(each.readings.values()) else None,
         }

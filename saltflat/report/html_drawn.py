@@ -51,7 +51,8 @@ def small(name: str, values: Sequence[float | None], gaps: Sequence[float | None
     across, up = [x for x, _ in pairs], [y for _, y in pairs]
     log = logarithmic(across)
     places = zip(_spread([math.log(x) for x in across] if log else across, WIDTH), _spread(up, HEIGHT), strict=True)
-    path = "".join(f"M{x:.0f} {HEIGHT - y:.0f}h0" for x, y in places)
+    # Dots in the same place look like one.
+    path = "".join(dict.fromkeys(f"M{x:.0f} {HEIGHT - y:.0f}h0" for x, y in places))
     return Small(name, path, number(min(across), 3), number(max(across), 3), log, len(pairs))
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from saltflat.report.optional import package
 from saltflat.report.reading import Reading
 from saltflat.report.table import foremost
 from saltflat.report.text import printable, quantity
+from saltflat.report.verdict import WIDTH
 from saltflat.report.view import layers_of
+
+if TYPE_CHECKING:
+    from saltflat.report.compare import Contrast
 
 ACROSS = 3
 MOST_LAYERS = 30
@@ -123,3 +128,58 @@ def _heading(name: str, series: Mapping[str, Reading], bars: int) -> str:
 def _short(name: str, longest: int = LONGEST_NAME) -> str:
     """The end of a long name, which tells layers apart."""
     return name if len(name) <= longest else "..." + name[3 - longest :]
+
+
+def ratio_figure(contrasts: Sequence[Contrast], labels: Sequence[str], title: str) -> Any:
+    """The ratio of every report to the first, with the 99 % interval that verdicts are made with: a row per measure.
+
+    Logarithmic measures have no ratio, and are left out, as is what is undefined or zero in the first report.
+    """
+    figures = package("matplotlib.figure", "plot()")
+    shown = [each for each in contrasts if any(_has_ratio(each, label) for label in each.verdicts)]
+    figure = figures.Figure(figsize=(7.5, 1.3 + 0.28 * max(len(shown), 1)), layout="constrained")
+    axis = figure.add_subplot()
+    axis.axvline(1.0, color="0.6", linewidth=1)
+    thick = 0.6 / max(1, len(labels) - 1)
+    for place, each in enumerate(shown):
+        first = next(iter(each.readings.values())).value
+        for label in [label for label in each.verdicts if _has_ratio(each, label)]:
+            index = list(labels).index(label)
+            error = each.errors[label]
+            ratio = each.ratios[label]
+            # An interval of the logarithm stays positive, as ratios of these measures are.
+            width = 0.0 if error is None else min(WIDTH * error / abs(first * ratio), 20.0)
+            spread = None if error is None else [[ratio * -math.expm1(-width)], [ratio * math.expm1(width)]]
+            axis.errorbar(
+                ratio,
+                place + (index - len(labels) / 2) * thick,
+                xerr=spread,
+                fmt="o",
+                markersize=4,
+                capsize=2,
+                color=f"C{index}",
+                # Without a known error the place is all there is to see.
+                fillstyle="none" if spread is None else "full",
+            )
+    names = [f"{printable(each.name)}{'' if 'unit_scale' in each.invariant_to else ' *'}" for each in shown]
+    axis.set_yticks(range(len(shown)), names, fontsize=8, parse_math=False)
+    axis.set_ylim(len(shown) - 0.4, -0.6)
+    if shown:
+        axis.set_xscale("log")
+        ticks = package("matplotlib.ticker", "plot()")
+        axis.xaxis.set_major_locator(ticks.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter(ticks.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.xaxis.set_minor_locator(ticks.NullLocator())
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("\n".join(textwrap.wrap(printable(title), 95)), fontsize=9, x=0.01, ha="left", parse_math=False)
+    axis.set_xlabel(f"ratio to {_short(printable(labels[0]))}, 99 % interval (* rescaling can change it)", fontsize=8)
+    patch = package("matplotlib.patches", "plot()").Patch
+    handles = [patch(color=f"C{i}", label=_short(printable(label))) for i, label in enumerate(labels) if i]
+    for text in axis.legend(handles=handles, fontsize=8).get_texts():
+        text.set_parse_math(False)
+    return figure
+
+
+def _has_ratio(contrast: Contrast, label: str) -> bool:
+    value = contrast.ratios[label]
+    return math.isfinite(value) and value > 0 and not contrast.logarithmic

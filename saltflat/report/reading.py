@@ -23,6 +23,11 @@ class Reading:
         units: the same per unit of a layer, where that is defined.
         stderr: value +- 1.96 stderr is a 95 % interval; None where nothing is random.
         layer_stderr: the same for each layer.
+        sampling_stderr: standard error over the choice of the examples: the data is taken as a random sample, and
+            value +- 1.96 sampling_stderr as a 95 % interval for what other samples of this size give. 0 for what does
+            not depend on the data, None where it is not known.
+        layer_sampling_stderr: the same for each layer.
+        without_group: the value with one group of the examples left out at a time, see :mod:`saltflat.sampling`.
         exact: False for an estimate, a bound or the result of a search.
         converged: False where a solver stopped before it was done.
         residual: how far that solver was from its end, where there is one.
@@ -40,6 +45,9 @@ class Reading:
     units: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     stderr: float | None = None
     layer_stderr: Mapping[str, float] = field(default_factory=dict)
+    sampling_stderr: float | None = None
+    layer_sampling_stderr: Mapping[str, float] = field(default_factory=dict)
+    without_group: tuple[float, ...] = field(default=(), repr=False)
     exact: bool = True
     converged: bool = True
     residual: float | None = None
@@ -54,6 +62,9 @@ class Reading:
             "units": {str(name): tuple(float(value) for value in values) for name, values in self.units.items()},
             "stderr": None if self.stderr is None else float(self.stderr),
             "layer_stderr": {str(name): float(value) for name, value in self.layer_stderr.items()},
+            "sampling_stderr": None if self.sampling_stderr is None else float(self.sampling_stderr),
+            "layer_sampling_stderr": {str(name): float(each) for name, each in self.layer_sampling_stderr.items()},
+            "without_group": tuple(float(value) for value in self.without_group),
             "exact": bool(self.exact),
             "converged": bool(self.converged),
             "residual": None if self.residual is None else float(self.residual),
@@ -70,7 +81,7 @@ class Reading:
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        return {each.name: coded(getattr(self, each.name)) for each in fields(self)}
+        return {each.name: coded(getattr(self, each.name)) for each in fields(self) if not _is_unknown(self, each.name)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Reading:
@@ -85,3 +96,11 @@ class Reading:
                 f"Got a reading that cannot be understood ({problem}). Want what Reading.to_dict gives. "
                 "Do: measure again, or take the file from a backup."
             ) from problem
+
+
+# Files written before these were known do without them.
+LATER = ("sampling_stderr", "layer_sampling_stderr", "without_group")
+
+
+def _is_unknown(reading: Reading, name: str) -> bool:
+    return name in LATER and getattr(reading, name) in (None, {}, ())

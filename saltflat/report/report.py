@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from saltflat.errors import ReportError, UnknownNameError, unknown
+from saltflat.errors import OptionError, ReportError, UnknownNameError, unknown
 from saltflat.report.file import REPORT, check_schema, read, write
 from saltflat.report.frame import frame_of, rows_of
 from saltflat.report.page import page_of
 from saltflat.report.plain import coded, coded_key, decoded, plain
 from saltflat.report.plot import figure_of
 from saltflat.report.reading import Reading
+from saltflat.report.schema import CERTIFICATE, LEGEND, MAPPING, SAMPLE, check
 from saltflat.report.table import Printed, rendered
+from saltflat.report.text import printable
+
+# Files written before these were known do without them.
+LATER = ("accuracy", "gradient_norm", "gradient_agreement", "sample")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,6 +44,12 @@ class Report(Mapping[str, Reading]):
         certificate: whether the Gauss-Newton blocks are the Hessian's; None where that was not asked.
         notes: what a reader should know besides.
         created: when, ISO time in UTC.
+        accuracy: the fraction of targets that the network gets right; None where there are no classes.
+        gradient_norm: length of the gradient of the mean loss over the measured parameters; 0 at a minimum.
+        gradient_agreement: the squared length of the mean gradient over the mean squared length of single examples'
+            gradients: about 1 / examples at a minimum of this data, 1 if all examples pull the same way.
+        sample: what is known of the examples as a sample: a ``fingerprint`` that is the same for the same examples in
+            the same order, and the sizes of the ``groups`` that standard errors over examples come from.
     """
 
     readings: Mapping[str, Reading]
@@ -55,6 +66,10 @@ class Report(Mapping[str, Reading]):
     certificate: Mapping[str, Any] | None
     notes: tuple[str, ...]
     created: str
+    accuracy: float | None = None
+    gradient_norm: float | None = None
+    gradient_agreement: float | None = None
+    sample: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tidy: dict[str, Any] = {
@@ -72,20 +87,23 @@ class Report(Mapping[str, Reading]):
             "certificate": plain(self.certificate, "the certificate"),
             "notes": (self.notes,) if isinstance(self.notes, str) else tuple(str(note) for note in self.notes),
             "created": str(self.created),
+            **{name: None if (value := getattr(self, name)) is None else float(value) for name in LATER[:-1]},
+            "sample": plain(self.sample, "the sample"),
         }
         for key, value in tidy.items():
             object.__setattr__(self, key, value)
 
     def __getitem__(self, name: str) -> Reading:
-        if name in self.readings:
-            return self.readings[name]
-        raise absent(name, self.left_out, self.readings)
+        key = known_as(name, self.readings)
+        if key in self.readings:
+            return self.readings[key]
+        raise absent(key, self.left_out, self.readings)
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        return self.readings.get(name, default)
+        return self.readings.get(known_as(name, self.readings), default)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.readings
+        return known_as(name, self.readings) in self.readings
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.readings)
@@ -99,7 +117,9 @@ class Report(Mapping[str, Reading]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"<Report of {self.model}: {len(self)} measures on {self.examples} examples; print() shows it>"
+        return (
+            f"<Report of {printable(self.model)}: {len(self)} measures on {self.examples} examples; print() shows it>"
+        )
 
     def __str__(self) -> str:
         return rendered(Printed(self))
@@ -112,7 +132,11 @@ class Report(Mapping[str, Reading]):
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        parts = {each.name: coded(getattr(self, each.name)) for each in fields(self) if each.name != "readings"}
+        parts = {
+            each.name: coded(getattr(self, each.name))
+            for each in fields(self)
+            if each.name != "readings" and (each.name not in LATER or getattr(self, each.name) not in (None, {}))
+        }
         readings = {coded_key(name): reading.to_dict() for name, reading in self.items()}
         return {"schema": REPORT.schema, "readings": readings, **parts}
 
@@ -128,9 +152,14 @@ class Report(Mapping[str, Reading]):
             parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "readings")}
             names = {name.removeprefix("$"): reading for name, reading in given["readings"].items()}
             report = cls({name: Reading.from_dict(reading) for name, reading in names.items()}, **parts)
-            tables = [report.legend, report.settings, report.certificate or {}]
+            check(report.legend, LEGEND, "the legend")
+            check(report.settings, MAPPING, "the settings")
+            check(report.certificate, (CERTIFICATE, None), "the certificate")
+            check(report.sample, SAMPLE, "the sample")
+            if not all(size > 0 for size in report.sample.get("groups", [])):
+                raise ValueError("a group of the sample is empty")
             # Reading is lenient (bool("no") is True): what does not come out again as it went in was not written by us.
-            if report.to_dict() != given or not all(isinstance(t, dict) for t in [*tables, *report.legend.values()]):
+            if report.to_dict() != given:
                 raise TypeError("a field has a value of another kind")
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
             # A reading that is broken has said so in a sentence of its own; what counts is why.
@@ -166,8 +195,27 @@ class Report(Mapping[str, Reading]):
 
         Bars are on a logarithmic axis where their values are positive and span more than two decades.
         """
-        wanted = list(self) if names is None else [names] if isinstance(names, str) else list(names)
+        wanted = list(self) if names is None else listed_names(names)
         return figure_of({name: {"": self[name]} for name in wanted}, self.model)
+
+
+def listed_names(names: str | Sequence[str]) -> list[str]:
+    """One or several names of measures as a list."""
+    listed = [names] if isinstance(names, str) or not isinstance(names, Sequence) else list(names)
+    if not all(isinstance(name, str) for name in listed):
+        raise OptionError(f"Got names={names!r}. Want a measure or a list of them. Do: for instance ['rho'].")
+    return listed
+
+
+def known_as(name: Any, taken: Iterable[str]) -> Any:
+    """The name of a measure as readings have it: however its options are written, and without the usual ones."""
+    if not isinstance(name, str):
+        return name if isinstance(name, Hashable) else repr(name)
+    if name in taken:
+        return name
+    from saltflat.measures.request import key_of  # measures need reports
+
+    return key_of(name)
 
 
 def absent(name: str, left_out: Mapping[str, str], taken: Iterable[str]) -> UnknownNameError:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from saltflat.report.text import folded, number, printable, quantity
-from saltflat.report.view import below, facts, layers_of, marks, notes_of
+from saltflat.report.view import below, facts, head_notes, layers_of, marks, notes_of
 
 if TYPE_CHECKING:
     from saltflat.report.reading import Reading
@@ -27,6 +27,7 @@ RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 # More rows than this are not read but scrolled past.
 MOST_LAYERS = 20
 HEADER = 14
+SAMPLING = "+- (examples)"
 
 
 class Printed:
@@ -38,7 +39,7 @@ class Printed:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report = self.report
         yield Text(printable(report.model), style="bold")
-        yield Text(" | ".join(facts(report)) + "\n")
+        yield Text("\n".join([" | ".join(facts(report)), *head_notes(report)]) + "\n")
         layers = layers_of(report.values())
         wide = totals(report, layers)
         if not report:
@@ -89,14 +90,25 @@ def totals(report: Report, layers: Sequence[str]) -> Table:
     if any(signs.values()):
         table.add_column("", overflow="fold")
     add_numbers(table, "value")
+    sampled = any(reading.sampling_stderr is not None for reading in report.values())
+    if sampled:
+        add_numbers(table, SAMPLING)
     for layer in layers:
         add_numbers(table, folded(layer, HEADER))
     for name, reading in report.items():
         cells = [printable(name), *([signs[name]] if any(signs.values()) else [])]
         cells.append(quantity(reading.value, reading.stderr))
+        if sampled:
+            cells.append(_sampling_error(reading))
         cells += [_part(reading, layer) for layer in layers]
         table.add_row(*map(Text, cells))
     return table
+
+
+def _sampling_error(reading: Reading) -> str:
+    """The standard error over examples; nothing for what does not depend on them."""
+    error = reading.sampling_stderr
+    return number(float(f"{error:.2g}")) if error and not math.isnan(reading.value) else ""
 
 
 def by_layer(

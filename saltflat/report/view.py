@@ -23,12 +23,21 @@ def facts(report: Report) -> list[str]:
     settings = report.settings
     kind = f" ({settings['loss']})" if "loss" in settings else ""
     said = [f"{report.examples} example{'s' * (report.examples != 1)}", f"loss {number(report.loss)}{kind}"]
+    if report.accuracy is not None:
+        said.append(f"accuracy {report.accuracy:.2%}")
+    if report.gradient_norm is not None:
+        said.append(f"gradient norm {number(report.gradient_norm, 3)}")
     if "columns" in settings:
         said.append(f"columns {settings['columns']}")
     if "dtype" in settings:
         said.append(str(settings["dtype"]))
     said += [report.device, f"{number(report.seconds, 3)} s"]
     return [printable(each) for each in said]
+
+
+def head_notes(report: Report) -> list[str]:
+    """What a reader should know before the numbers."""
+    return [printable(f"Note: {note}") for note in report.notes]
 
 
 def layers_of(readings: Iterable[Reading]) -> list[str]:
@@ -56,7 +65,8 @@ def below(report: Report) -> list[str]:
     used = "".join(map(signs, report.values()))
     lines = [f"{sign} {meaning}" for sign, meaning in SIGNS.items() if sign in used]
     lines += [f"[{count}] {note}" for count, note in enumerate(notes_of(report), 1)]
-    lines += [f"Note: {note}" for note in report.notes]
+    if any(reading.sampling_stderr is not None for reading in report.values()):
+        lines.append("+- (examples): standard error over the choice of the examples; elsewhere +- is over random draws")
     by_reason: dict[str, list[str]] = {}
     for name, reason in report.left_out.items():
         by_reason.setdefault(reason, []).append(name)

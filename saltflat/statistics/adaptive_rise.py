@@ -9,7 +9,11 @@ from saltflat.statistics.average_rise import average_rise
 from saltflat.statistics.worst_rise import worst_rise
 
 
-@statistic(per="network", meaning="Rise of the loss under changes relative to the weights, on average or at worst.")
+@statistic(
+    per="network",
+    meaning="Rise of the loss under changes relative to the weights, on average or at worst.",
+    passes=lambda case, draws, steps, **_: 3 * steps if case == "worst" else draws + 1,
+)
 def adaptive_rise(
     setting: Setting, *, case: str = "average", radius: float = 0.05, draws: int = 20, steps: int = 20
 ) -> Found:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from math import isfinite, nan
+from math import fsum, isfinite, nan
 
 from saltflat.amounts import check_count, check_positive
 from saltflat.errors import OptionError
 from saltflat.noise import mean_and_error, normals
 from saltflat.setting import Found, Setting
 from saltflat.statistics import statistic
-from saltflat.whole import check_loss, loss_at, moved
+from saltflat.whole import check_loss, losses_at, moved
 
 
-@statistic(per="network", meaning="Mean rise of the loss under random relative changes of all parameters.")
+@statistic(
+    per="network",
+    meaning="Mean rise of the loss under random relative changes of all parameters.",
+    passes=lambda draws, **_: draws + 1,
+)
 def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> Found:
     r"""E L(w + d) - L(w) with :math:`d_i = \rho w_i \xi_i` and standard normal :math:`\xi`.
 
@@ -30,18 +34,29 @@ def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> 
     check_count(4, draws=draws)
     if draws % 2:
         raise OptionError(f"Got draws={draws}. Want an even number: they come in pairs. Do: take {draws + 1}.")
-    here = check_loss(loss_at(setting))
-    pairs = []
+    start = losses_at(setting)
+    here = check_loss(start.mean())
+    pairs, by_group = [], []
     for draw in range(draws // 2):
         # Relative to the weights from the start, so that rescaled networks are disturbed in the same way.
         noise = normals(setting, draw)
         step = {name: radius * each * noise[name] for name, each in setting.problem.network.measured.items()}
-        there = loss_at(setting, moved(setting, step))
-        back = loss_at(setting, moved(setting, {name: -each for name, each in step.items()}))
-        pairs.append((there + back) / 2 - here)
+        there = losses_at(setting, moved(setting, step))
+        back = losses_at(setting, moved(setting, {name: -each for name, each in step.items()}))
+        pairs.append((there.mean() + back.mean()) / 2 - here)
+        by_group.append((there.without(), back.without()))
         setting.tick("Loss under random changes", 2 * (draw + 1), draws)
     if not all(map(isfinite, pairs)):
         note = "The loss overflows at some of the changed weights."
         return Found({"value": nan, "stderr": nan, "pairs": pairs}, exact=False, notes=(note,))
     value, stderr = mean_and_error(pairs)
-    return Found({"value": value, "stderr": stderr, "pairs": pairs}, exact=False)
+
+    def without(group: int) -> dict[str, float]:
+        before = start.without()
+        assert before is not None
+        rises = [(there(group) + back(group)) / 2 - before(group) for there, back in by_group if there and back]
+        return {"value": fsum(rises) / len(rises)}
+
+    known = start.without() is not None
+    result = {"value": value, "stderr": stderr, "pairs": pairs}
+    return Found(result, exact=False, without=without if known else None)

@@ -7,8 +7,8 @@ from saltflat.setting import Found, Setting
 from saltflat.statistics import statistic
 
 
-@statistic(per="layer", meaning="How far each input channel of a layer varies over the data.")
+@statistic(per="layer", meaning="How far each input channel of a layer varies over the data.", passes=1)
 def feature_deviation(setting: Setting) -> Found:
     """``(channels,)`` for each weight of a Linear layer or a convolution."""
     deviations, notes = input_deviations(setting)
-    return Found(deviations, notes=notes)
+    return Found(deviations, notes=notes, without=lambda group: deviations)

@@ -11,7 +11,9 @@ from saltflat.statistics import statistic
 LARGEST = 2000
 
 
-@statistic(per="network", meaning="Mean over examples of gradient times gradient', over all parameters at once.")
+@statistic(
+    per="network", meaning="Mean over examples of gradient times gradient', over all parameters at once.", passes=5
+)
 def fisher_matrix(setting: Setting) -> Found:
     """``(W, W)`` in float64 for W parameters."""
     size = sum(value.numel() for value in setting.problem.network.measured.values())

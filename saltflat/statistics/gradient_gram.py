@@ -10,7 +10,7 @@ from saltflat.setting import Found, Setting
 from saltflat.statistics import statistic
 
 
-@statistic(per="network", meaning="Inner products between single examples' gradients, of a pool of examples.")
+@statistic(per="network", meaning="Inner products between single examples' gradients, of a pool of examples.", passes=5)
 def gradient_gram(setting: Setting, *, pool: int = 1000) -> Found:
     """``gram``, ``(P, P)`` in float64, with P the smaller of ``pool`` and the number of examples.
 
@@ -18,7 +18,8 @@ def gradient_gram(setting: Setting, *, pool: int = 1000) -> Found:
     """
     if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1:
         raise OptionError(f"Got pool={pool!r}. Want at least 1. Do: leave it out for 1000.")
-    examples = setting.problem.expected or setting.examples
+    # Counted, not expected: a loader may drop the last examples or sample some of them.
+    examples = setting.examples
     noise = torch.Generator().manual_seed(setting.seed)
     chosen = torch.randperm(examples, generator=noise)[:pool].sort().values
     eps = max(torch.finfo(value.dtype).eps for value in setting.problem.network.measured.values())

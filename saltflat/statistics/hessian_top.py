@@ -10,14 +10,14 @@ from torch import Tensor
 
 from saltflat.amounts import check_positive
 from saltflat.errors import unknown
+from saltflat.lanczos import Top, Vectors, basis_within, rounding, top_eigenvalues
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
-from saltflat.spectrum import Top, Vectors, basis_within, rounding, top_eigenvalues
 from saltflat.statistics import statistic
-from saltflat.whole import check_symmetric, hessian_product
+from saltflat.whole import check_symmetric, curvature_by_group, hessian_product
 
 
-@statistic(per="network", meaning="Largest eigenvalue of the Hessian of the mean loss over all parameters.")
+@statistic(per="network", meaning="Largest eigenvalue of the Hessian of the mean loss over all parameters.", passes=90)
 def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | None = None) -> Found:
     r"""The largest eigenvalue of H, or of :math:`D^{1/2} H D^{1/2}` with :math:`D = |W_l|^2` for every parameter.
 
@@ -65,7 +65,14 @@ def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | No
         "products": done,
         "converged": top.converged,
     }
-    return Found(found, notes=notes)
+    scaled_vector = {
+        name: roots[name] * part.reshape(each.shape)
+        for (name, each), part in zip(measured.items(), top.vector.split(sizes), strict=True)
+    }
+    # To first order the eigenvalue moves as v' H v does with the vector as it is.
+    left_out = curvature_by_group(setting, scaled_vector).without() if setting.groups else None
+    without = None if left_out is None else lambda group: {**found, "value": left_out(group)}
+    return Found(found, notes=notes, without=without)
 
 
 def top_eigenvalue(operator: Any, start: Any, tolerance: float = 1e-9) -> Top:

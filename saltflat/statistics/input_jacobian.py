@@ -9,23 +9,27 @@ from torch import Tensor
 
 from saltflat.data import Batch
 from saltflat.losses import CrossEntropy
+from saltflat.sampling import ByGroup
 from saltflat.setting import Found, NotDefinedError, Setting
 from saltflat.statistics import statistic
 
 
-@statistic(per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.")
+@statistic(
+    per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.", passes=25
+)
 def input_jacobian(setting: Setting) -> Found:
     """The mean over the examples of the largest squared singular value of d softmax(f(x)) / dx, as a number."""
     loss = setting.problem.loss
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
-    total, done = 0.0, 0
+    by_group, done = ByGroup(setting.groups), 0
     for batch in setting.chunks(0):
         for part in _cut(setting, batch):
-            total += float(_squared_norms(setting, loss, part).sum())
+            found = _squared_norms(setting, loss, part)
+            by_group.add(part, found, torch.ones_like(found))
             done += part.examples
             setting.tick("Derivatives by the inputs", done, None)
-    return Found(total / done)
+    return Found(by_group.mean(), without=by_group.without())
 
 
 def _cut(setting: Setting, batch: Batch) -> Iterator[Batch]:

@@ -17,7 +17,11 @@ DOUBLINGS = 10
 HALVINGS = 30
 
 
-@statistic(per="network", meaning="Largest noise on all parameters under which the accuracy drops by at most a tenth.")
+@statistic(
+    per="network",
+    meaning="Largest noise on all parameters under which the accuracy drops by at most a tenth.",
+    passes=lambda draws, depth, **_: draws * (depth + 5),
+)
 def noise_tolerance(
     setting: Setting,
     *,

@@ -14,7 +14,11 @@ from saltflat.statistics import statistic
 from saltflat.whole import Weights, check_loss, gradient_at, moved, norm_of, scales_of
 
 
-@statistic(per="network", meaning="Largest rise of the loss that was found within a ball around the weights.")
+@statistic(
+    per="network",
+    meaning="Largest rise of the loss that was found within a ball around the weights.",
+    passes=lambda steps, **_: 3 * steps,
+)
 def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adaptive: bool = True) -> Found:
     r"""The largest L(w + d) - L(w) found with :math:`|d / c|_2 \le \rho`; c is \|w\|, or 1 if not ``adaptive``.
 
