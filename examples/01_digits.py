@@ -1,10 +1,10 @@
 """Train three small networks on handwritten digits, measure how flat their minima are, and try to fool the measures.
 
 The data are the 8 x 8 digits that come with scikit-learn, so nothing is downloaded. One of the networks is trained on
-partly random labels, which it can only memorise. Then the layers of another are rescaled by a factor of 1000: it
-computes the same, so a measure that changes is one that can be fooled. At the end all three are audited: their own
-rescalings are found, and some measures are taken again after random ones. Writes reports and audits, the comparisons as
-web pages, and pictures.
+partly random labels, which it can only memorize. Another is trained again with SAM: did that find a flatter minimum, by
+more than chance? Then its layers are rescaled by a factor of 1000: it computes the same, so a measure that changes is
+one that can be fooled. At the end all three are audited: their own rescalings are found, and some measures are taken
+again after random ones. Writes reports and audits, the comparisons as web pages, and pictures.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import saltflat
 from saltflat.readers import read
 from saltflat.report import Comparison
+from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 CLASSES = 10
@@ -29,6 +30,7 @@ BATCH = 64
 LEARNING_RATE = 3e-3
 MEASURED = 100 if QUICK else 600  # training examples
 FACTOR = 1000.0
+RHO = 0.05  # how far SAM looks
 SHOWN = (
     "squared_norm",
     "hessian_trace",
@@ -93,7 +95,7 @@ class Plan:
 
 PLANS = (
     Plan("MLP", mlp, epochs=40),
-    # Memorising labels that follow no rule takes longer than learning digits.
+    # Memorizing labels that follow no rule takes longer than learning digits.
     Plan("CNN", cnn, epochs=60, random_labels=0.3),
     Plan("ResNet", residual_net, epochs=30),
 )
@@ -108,19 +110,38 @@ def with_random_labels(labels: Tensor, share: float, seed: int) -> Tensor:
     return changed
 
 
-def train(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int, seed: int) -> None:
+def train(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int, seed: int, rho: float = 0.0) -> None:
+    """Adam; inside SAM where ``rho`` is not 0."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     steps = epochs * -(-len(labels) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=LEARNING_RATE, total_steps=steps)
+    if rho:
+        optimizer = SAM(model, optimizer, rho=rho)
     model.train()
     for _ in range(epochs):
         for batch in torch.randperm(len(labels), generator=generator).split(BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs[batch]), labels[batch])
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
             schedule.step()
     model.eval()
+
+
+def did_it_get_flatter(
+    plain: saltflat.Report, data: tuple[Tensor, Tensor], inputs: Tensor, labels: Tensor, epochs: int, seed: int
+) -> Comparison:
+    """The MLP trained again with SAM, measured on the same examples."""
+    torch.manual_seed(seed)
+    model = mlp()
+    train(model, inputs, labels, epochs, seed, rho=RHO)
+    report = saltflat.measure(model.double(), data)
+    return saltflat.compare({"Adam": plain, "SAM": report}, names=list(report))
 
 
 @torch.no_grad()
@@ -193,18 +214,22 @@ def main() -> None:
         )
         # Networks that fit their data have curvatures so small that float32 loses them.
         data[plan.name] = inputs[:MEASURED].double(), own[:MEASURED]
-        reports[plan.name] = saltflat.measure(model.double(), data[plan.name], seed=arguments.seed)
+        reports[plan.name] = saltflat.measure(model.double(), data[plan.name], measures="all", seed=arguments.seed)
         reports[plan.name].save(out / f"report_{plan.name.lower()}.json")
         models[plan.name] = model
 
     print(f"\nOne network, all measures ({out}/report_mlp.json)\n\n{reports['MLP']}")
     print(f"\nThree networks, some measures\n\n{saltflat.compare(reports, names=SHOWN)}")
 
+    epochs = 3 if QUICK else PLANS[0].epochs
+    sam = did_it_get_flatter(reports["MLP"], data["MLP"], inputs, labels, epochs, arguments.seed)
+    print(f"\nDid SAM find a flatter minimum?\n\n{sam}")
+
     model, twin, images = models["MLP"], rescaled(models["MLP"]), inputs[:MEASURED].double()
     with torch.no_grad():
         before, after = model(images), twin(images)
     off = float((after - before).abs().max() / before.abs().max())
-    report = saltflat.measure(twin, (images, labels[:MEASURED]), seed=arguments.seed)
+    report = saltflat.measure(twin, (images, labels[:MEASURED]), measures="all", seed=arguments.seed)
     report.save(out / "report_mlp_rescaled.json")
     two = saltflat.compare({"MLP": reports["MLP"], "rescaled": report})
     changed, same = moved(two)
@@ -212,9 +237,10 @@ def main() -> None:
     print(f"\nFooled by rescaling: {', '.join(changed)}.\n\nNot fooled: {', '.join(same)}.")
 
     three = saltflat.compare(reports)
-    for name, comparison in {"compare": three, "compare_rescaled": two}.items():
-        (out / f"{name}.html").write_text(comparison._repr_html_(), encoding="utf-8")
-    three.plot(SHOWN).savefig(out / "compare.png")
+    for name, comparison in {"compare": three, "compare_sam": sam, "compare_rescaled": two}.items():
+        comparison.to_html(out / f"{name}.html")
+    sam.plot().savefig(out / "compare_sam.png", dpi=150)
+    three.plot(SHOWN, by="layer").savefig(out / "compare.png")
     audits(models, data, out)
     print(f"\nReports, comparisons, audits and pictures are in {out}.")
 

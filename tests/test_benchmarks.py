@@ -58,6 +58,7 @@ def measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     competitors = import_module("parts.gram").COMPETITORS
     for peer in ("BackPACK", "nngeometry"):
         monkeypatch.delitem(competitors, peer)
+    monkeypatch.delitem(import_module("parts.density").COMPETITORS, "curvlinops")
     return import_module("measures")
 
 
@@ -77,6 +78,7 @@ def test_the_benchmark_of_measures_finds_everybody_in_agreement(
     assert found["minimum"]["minimum"] < found["minimum"]["lbfgs"] * (1 + 1e-9) < found["minimum"]["trace"]
     assert max(row["difference"] for row in found["spectrum"]["rows"]) < 1e-8
     assert all(row["sweeps_alone"] in (None, row["steps"]) for row in found["spectrum"]["rows"])
+    assert {row["competitor"] for row in found["density"]["rows"]} == {"saltflat, k=1", "saltflat, k=10"}
     assert set(found["gram"]["difference"]) == {"saltflat", "vmap"}
     assert max(found["gram"]["difference"].values()) < 1e-5
     assert {"RANDOM", "EXTRAPOLATED"} <= set(capsys.readouterr().out.replace(":", " ").split())
@@ -111,3 +113,14 @@ def test_the_benchmark_of_training_steps_knows_every_step(tmp_path: Path, monkey
     assert [row["step"] for row in rows] == [*training.COMPETITORS, *training.TERMS]
     assert [row["ratio"] for row in rows if row["step"] == "plain"] == [1.0]
     assert all(row["milliseconds"] > 0 for row in rows)
+
+
+def test_the_benchmark_of_scores_times_every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    scores = import_module("scores")
+    scores.make_study(tmp_path / "study", 12, 2)
+    found = scores.steps(tmp_path / "study")
+    assert list(found) == ["start", "load", "scores", "table", "page"]
+    assert all(step["memory"] > 0 for step in found.values())
+    assert found["page"]["bytes"] == (tmp_path / "study" / "page.html").stat().st_size
+    assert scores.shown([{"rows": 12, "measures": 2, "steps": found}]).row_count == 4

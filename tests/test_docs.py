@@ -19,7 +19,7 @@ from saltflat.studies.networks import NETWORKS
 from saltflat.studies.recipe import SETTINGS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -93,6 +93,7 @@ def test_the_tables_say_of_rescaling_what_the_measures_claim() -> None:
         assert [name for name in named if set(MEASURES[name].invariant_to) != claims] == []
 
 
+@pytest.mark.filterwarnings("ignore:Nothing was measured")  # a training of no time cannot pay for it
 def test_the_code_about_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
