@@ -2,6 +2,8 @@
 
 __version__ = "0.1.0"
 
+from saltflat import _startup as _startup  # isort: split
+
 from typing import Any
 
 from saltflat.catalogue import catalogue
@@ -11,6 +13,7 @@ from saltflat.errors import SaltflatError
 from saltflat.landscape import landscape
 from saltflat.measuring import measure
 from saltflat.report import Report, compare
+from saltflat.spectrum import spectrum
 from saltflat.studies.study import Study
 from saltflat.sweep import statistics_of
 from saltflat.symmetry.audit import audit
@@ -33,6 +36,7 @@ __all__ = [
     "measure",
     "rebalance",
     "rescale",
+    "spectrum",
     "statistics_of",
     "symmetries",
 ]

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from saltflat.data import Batch
 from saltflat.errors import EmptyDataError, OptionError
 from saltflat.loan import loan
+from saltflat.probe import checked_outputs
 from saltflat.problem import Problem, real
 from saltflat.sweep import check_seed
+from saltflat.turns import in_turn
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Certificate(Mapping[str, Agreement]):
         )
 
 
+@in_turn
 def certify(
     model: nn.Module,
     data: Any,
@@ -93,6 +96,7 @@ def certify(
         sums = {name: [0.0, 0.0] for name in problem.network.measured}
         for batch in problem.batches():
             few = batch.cut(0, examples - seen)
+            checked_outputs(problem, few.cut(0, 2))
             both, part = _curvatures(problem, few, seed)
             for name, pair in both.items():
                 sums[name] = [total + float(value) for total, value in zip(sums[name], pair, strict=True)]
@@ -136,7 +140,9 @@ def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tu
     w = torch.zeros_like(outputs, requires_grad=True)
     results = []
     for scalar, variable in ((problem.loss.total(outputs, targets).sum(), None), ((outputs * w).sum(), w)):
-        gradients = torch.autograd.grad(scalar, list(leaves.values()), create_graph=True, allow_unused=True)
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
+        if scalar.requires_grad:
+            gradients = torch.autograd.grad(scalar, list(leaves.values()), create_graph=True, allow_unused=True)
         found = {}
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             v = direction(leaf.shape, seed).to(leaf.device)

@@ -28,6 +28,7 @@ from saltflat.forms import Layout
 TOP = 3
 DRAWS = 4
 SAMPLED = 8
+MOST = 10**6  # columns: the scatter of so many draws is a thousandth of that of one
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,11 @@ def plan_from(given: str | Plan) -> Plan:
     if kind not in defaults:
         raise unknown("choice of columns", given, defaults)
     least = {"top": 1, "sampled": 2}.get(kind)
-    if colon and (least is None or not (count.isascii() and count.isdigit()) or int(count) < least):
+    is_number = count.isascii() and count.isdigit() and len(count) <= len(str(MOST))
+    if colon and (least is None or not is_number or not least <= int(count) <= MOST):
         raise OptionError(
             f"Got columns={given!r}. Want 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws "
-            "(two show their scatter). Do: for instance columns='top:3'."
+            f"(two show their scatter); neither has more than {MOST:,}. Do: for instance columns='top:3'."
         )
     return Plan(kind, int(count) if colon else defaults[kind])
 
@@ -82,13 +84,12 @@ class Dice:
 
     seed: int
     first: int
+    places: Tensor | None = None  # of the examples, where they are not first, first + 1, ...
 
     def uniform(self, examples: int, *shape: int) -> Tensor:
         """``(examples, *shape)`` in [0, 1)."""
-        each = [
-            np.random.Generator(np.random.Philox(key=[self.seed, self.first + n])).random(shape)
-            for n in range(examples)
-        ]
+        numbers = range(self.first, self.first + examples) if self.places is None else self.places.tolist()
+        each = [np.random.Generator(np.random.Philox(key=[self.seed, n])).random(shape) for n in numbers]
         return torch.from_numpy(np.stack(each))
 
     def signs(self, examples: int, *shape: int) -> Tensor:

@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
+from hashlib import blake2b
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from saltflat.errors import DataError, EmptyDataError, NondeterministicError, OneShotDataError
 
 Data: TypeAlias = Iterable[Any] | tuple[Tensor, Tensor] | Dataset[Any]
 
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COMPARED_PLACES = 4096  # per example and tensor, about
+HELD = 1 << 30  # bytes of data to hold in memory at most, where a loader's order cannot be fixed
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and targets of some examples; every tensor whose first axis counts the examples is cut with them."""
+    """Inputs and targets of some examples; every tensor whose first axis counts the examples is cut with them.
+
+    Attributes:
+        args: positional inputs of the model.
+        kwargs: inputs by name.
+        targets: one per example.
+        first: how many examples were read before.
+        examples: how many there are.
+        places: the positions of the examples in the data where they are not ``first, first + 1, ...``.
+        shared: which tensors belong to all examples, by ``id``: known from the whole batch, whose number of examples
+            differs from theirs. A part of it may have as many examples as such a tensor has rows.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Tensor
     first: int
     examples: int
+    places: Tensor | None = None
+    shared: frozenset[int] = frozenset()
+
+    @property
+    def numbers(self) -> Tensor:
+        """``(examples,)``: the position of each example in the data."""
+        return torch.arange(self.first, self.first + self.examples) if self.places is None else self.places
 
     def cut(self, start: int, stop: int) -> Batch:
         stop = min(stop, self.examples)
         args, kwargs = self.map(lambda t: t[start:stop])
-        return Batch(args, kwargs, self.targets[start:stop], self.first + start, stop - start)
+        places = None if self.places is None else self.places[start:stop]
+        return Batch(args, kwargs, self.targets[start:stop], self.first + start, stop - start, places, self.shared)
 
-    def take(self, which: Tensor, first: int) -> Batch:
-        """Some of the examples, numbered from ``first`` on."""
+    def take(self, which: Tensor, first: int, places: Tensor | None = None) -> Batch:
+        """Some of the examples, numbered from ``first`` on or with the ``places`` given."""
         args, kwargs = self.map(lambda t: t[which.to(t.device)])
-        return Batch(args, kwargs, self.targets[which.to(self.targets.device)], first, len(which))
+        return Batch(args, kwargs, self.targets[which.to(self.targets.device)], first, len(which), places, self.shared)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs with ``change`` applied to every tensor that has the examples as its first axis."""
@@ -46,7 +71,8 @@ class Batch:
         return changed
 
     def counts(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.examples
+        fits = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.examples
+        return fits and id(leaf) not in self.shared
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
@@ -59,17 +85,25 @@ class Batch:
                 return leaf
             if leaf.is_inference():
                 leaf = leaf.clone()
-            return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf.detach()
+            leaf = leaf.detach()
+            return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
 
         args, kwargs, targets = tree_map(one, (self.args, self.kwargs, self.targets))
-        return Batch(args, kwargs, targets, self.first, self.examples)
+        changed = Batch(args, kwargs, targets, self.first, self.examples, self.places)
+        pairs = zip(self.tensors(), changed.tensors(), strict=True)
+        return replace(changed, shared=frozenset(id(new) for old, new in pairs if not self.counts(old)))
 
 
 def batches(data: Data) -> Iterator[Batch]:
     """One pass over the data."""
+    if isinstance(data, Readings):
+        yield from data.batches()
+        return
     first = 0
     for number, item in enumerate([data] if _is_one_batch(data) else iter(data)):
         args, kwargs, targets = inputs_and_targets(item, number)
+        for leaf in tree_flatten((args, kwargs))[0]:
+            _check_dense(leaf, number)
         if targets.dim() == 0:
             raise DataError(
                 f"Got a target without an axis for the examples in batch {number}. "
@@ -77,6 +111,7 @@ def batches(data: Data) -> Iterator[Batch]:
                 "Do: batch single examples, for instance with DataLoader(dataset, batch_size=128)."
             )
         batch = Batch(args, kwargs, targets, first, targets.shape[0])
+        batch = replace(batch, shared=frozenset(id(leaf) for leaf in batch.tensors() if not batch.counts(leaf)))
         if batch.examples == 0:
             continue
         if not any(batch.counts(leaf) for leaf in batch.tensors()):
@@ -95,14 +130,16 @@ def _is_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
 
 
 def _is_one_batch(data: Any) -> bool:
-    """A pair of tensors; or inputs of several tensors with a tensor of targets; or a dict with labels."""
+    """A pair of tensors; or inputs of several tensors with a tensor of targets; or a dict."""
     several = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Mapping | tuple | list)
     several = several and isinstance(data[1], Tensor)
-    return _is_pair(data) or several or (isinstance(data, Mapping) and isinstance(data.get("labels"), Tensor))
+    return _is_pair(data) or several or isinstance(data, Mapping)
 
 
 def inputs_and_targets(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
     """What to call the model with, by place and by name, and the targets, of batch ``number``."""
+    if isinstance(item, Batch):
+        return item.args, item.kwargs, item.targets
     if isinstance(item, Mapping):
         inputs = dict(item)
         targets = inputs.pop("labels", None)
@@ -111,9 +148,9 @@ def inputs_and_targets(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dic
                 f"Got a dict with the keys {sorted(map(str, item))} as batch {number}. "
                 "Want a tensor under 'labels' beside the inputs. Do: rename the targets to 'labels'."
             )
-        return (), inputs, targets
+        return (), _plain(inputs, number), _labels(targets, number)
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[1], Tensor):
-        inputs, targets = item
+        inputs, targets = _plain(item[0], number), _labels(item[1], number)
         if isinstance(inputs, Tensor):
             return (inputs,), {}, targets
         if isinstance(inputs, Mapping):
@@ -126,6 +163,53 @@ def inputs_and_targets(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dic
         "Want (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict with 'labels'. "
         "Do: give the DataLoader a collate_fn that returns one of these."
     )
+
+
+def odd_kind(tensor: Tensor) -> str | None:
+    """What keeps a tensor from being cut into examples and computed with; None for ordinary ones."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout != torch.strided:
+        return "sparse"
+    return "meta" if tensor.is_meta else None
+
+
+def _check_dense(leaf: Any, number: int) -> None:
+    kind = odd_kind(leaf) if isinstance(leaf, Tensor) else None
+    if kind is not None:
+        advice = {
+            "nested": "torch.nested.to_padded_tensor, with a model that knows the padding",
+            "sparse": "to_dense()",
+            "meta": "loading the data onto a device",
+        }
+        raise DataError(
+            f"Expected dense tensors with values in batch {number}, but got a {kind} tensor. Try {advice[kind]}."
+        )
+
+
+def _labels(targets: Tensor, number: int) -> Tensor:
+    """Whole numbers as int64: in uint8, the usual ignore_index of -100 is class 156."""
+    _check_dense(targets, number)
+    whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+    return targets.long() if whole else targets
+
+
+def _plain(inputs: Any, number: int) -> Any:
+    """The inputs with a plain dict for every mapping that torch does not look into (UserDict, BatchEncoding)."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return _plain(dict(leaf), number)
+        held = vars(leaf).values() if is_dataclass(leaf) and hasattr(leaf, "__dict__") else ()
+        if any(isinstance(value, Tensor) for value in held):
+            raise DataError(
+                f"Got a {type(leaf).__name__} with tensors among the inputs of batch {number}. "
+                "Want tensors in tuples, lists and dicts, so that single examples can be taken out of them. "
+                "Do: give the DataLoader a collate_fn that returns these, and make the model accept them."
+            )
+        return leaf
+
+    return tree_map(one, inputs)
 
 
 def checked(data: Any) -> Data:
@@ -143,79 +227,208 @@ def checked(data: Any) -> Data:
             f"Got a {type(data).__name__}, which can be read only once. Want data that can be read again. "
             "Do: pass list(...) of it, or the DataLoader itself."
         )
-    if _is_pair(data) and len(data[0]) != len(data[1]):
+    if _is_pair(data) and all(odd_kind(part) is None and part.dim() for part in data) and len(data[0]) != len(data[1]):
         raise DataError(
             f"Got {len(data[0])} inputs and {len(data[1])} targets. Want as many of one as of the other. "
             "Do: check that they belong together."
         )
-    _check_repeats(data)
-    return _in_order(data)
-
-
-def _in_order(data: Data) -> Data:
-    """A shuffled loader's data in the order of its dataset: examples are told apart by their number in a pass."""
-    if not isinstance(data, DataLoader) or not isinstance(data.sampler, RandomSampler):
+    if isinstance(data, Readings):
         return data
-    same = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-    return DataLoader(
-        data.dataset,
-        multiprocessing_context=data.multiprocessing_context,
-        persistent_workers=data.persistent_workers,
-        **{name: getattr(data, name) for name in same},
-    )
-
-
-def _check_repeats(data: Data) -> None:
-    if _is_one_batch(data) and not _is_pair(data):
-        if next(batches(data), None) is None:
-            raise _empty()
-        return
-    if _is_pair(data):
-        if len(data[0]) == 0:
-            raise _empty()
-        return
-    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
-        _check_loader(data)
-        if isinstance(data.sampler, RandomSampler):
-            # Another order is the same data; the examples themselves were compared.
-            return
-    one, two = (next(batches(data), None) for _ in range(2))
+    if isinstance(data, DataLoader):
+        data = _in_order(data)
+    one = next(batches(data), None)
+    one = one and _copied(one)
+    two = next(batches(data), None)
     if one is None:
-        raise _empty()
+        raise EmptyDataError(
+            "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
+        )
     if two is None:
         raise OneShotDataError(
             f"Got a {type(data).__name__} that gave nothing on the second reading. Want data that can be read again. "
             "Do: pass a list of its batches."
         )
     if not _same(one, two):
-        raise NondeterministicError(
-            "Got data whose first batch differs between two readings (shuffling or random augmentation). "
-            "Want the same examples every time. Do: measure on un-augmented data, read in a fixed order."
+        if _has_fixed_order(data):
+            raise NondeterministicError(
+                "Got a DataLoader whose first batch differs between two readings (random augmentation). "
+                "Want the same examples every time. Do: measure on a dataset without random transforms, or pass "
+                "list(loader) to measure what one pass yields."
+            )
+        data = _hold(data)
+    return data if _is_one_batch(data) or type(data) in (list, tuple) else Readings(data)
+
+
+class Readings:
+    """Data that has to yield the same batches in every reading: the examples are told apart by their numbers.
+
+    Later readings are compared with the first by a checksum of every example, which costs little beside a forward pass.
+    """
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data = data
+        self.seen: list[list[Tensor]] = []
+        self.is_complete = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def batches(self) -> Iterator[Batch]:
+        number = -1
+        for number, batch in enumerate(batches(self.data)):
+            found = _sums(batch)
+            if number < len(self.seen):
+                same = _alike(self.seen[number], found)
+            else:
+                same = not self.is_complete
+                self.seen.append(found)
+            if not same:
+                raise self._changed(f"batch {number}")
+            yield batch
+        if number + 1 < len(self.seen):
+            raise self._changed(f"the number of batches ({number + 1} after {len(self.seen)})")
+        self.is_complete = True
+
+    def _changed(self, what: str) -> NondeterministicError:
+        return NondeterministicError(
+            f"Got a {type(self.data).__name__} whose readings differ in {what} (shuffling or random augmentation). "
+            "Want the same examples in the same order every time. "
+            "Do: measure on un-augmented data with shuffle=False, or pass list(loader) to measure what one pass yields."
         )
 
 
-def _check_loader(loader: DataLoader[Any]) -> None:
-    dataset, sampler = loader.dataset, loader.sampler
-    count = len(dataset)  # type: ignore[arg-type]
-    if count == 0:
-        raise _empty()
-    if isinstance(sampler, RandomSampler):
-        lost = count % (loader.batch_size or 1)
-        part = sampler.num_samples != count
-        if sampler.replacement or part or (loader.drop_last and lost):
-            how = f"and drops the last {lost} examples of each pass"
-            how = "with replacement" if sampler.replacement else f"{sampler.num_samples} of {count}" if part else how
+def _sums(batch: Batch) -> list[Tensor]:
+    """A checksum per example for every tensor that has examples; one for others.
+
+    In whole numbers, which do not depend on the order of summation, and weighted by place: a mirrored image has the
+    same pixels. Of large examples some places, all over them, have to do.
+    """
+
+    def one(leaf: Tensor) -> Tensor:
+        leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        bits = leaf.view(BITS[leaf.element_size()]) if leaf.is_floating_point() else leaf
+        each = bits.reshape(batch.examples, -1) if batch.counts(leaf) else bits.reshape(1, -1)
+        each = each[:, :: each.shape[1] // COMPARED_PLACES | 1]
+        places = torch.arange(each.shape[1], device=leaf.device)
+        return (each * (places * 2654435761 % (1 << 31) | 1)).sum(1)
+
+    return [one(leaf) for leaf in [*batch.tensors(), batch.targets] if leaf.layout == torch.strided]
+
+
+def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A shuffled loader's data in the order of its dataset, where nothing but torch's own shuffling orders them.
+
+    What a loader of another class, a sampler or a batch sampler of the user's own yields is up to them: these are
+    read as they are.
+    """
+    groups: Any = loader.batch_sampler
+    sampler = _sampler(loader)
+    random = type(sampler) is RandomSampler
+    waits = getattr(loader, "in_order", True)  # else workers' batches come as they are done
+    if sampler is None or (not random and waits):
+        return loader
+    if random:
+        _check_draws_all(loader, sampler, groups)
+        sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "generator")
+    options = {name: getattr(loader, name) for name in (*same, "multiprocessing_context", "persistent_workers")}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    if groups is None:
+        return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **options)
+    return DataLoader(
+        loader.dataset, batch_sampler=BatchSampler(sampler, groups.batch_size, groups.drop_last), **options
+    )
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """What numbers the examples of a loader; None where its class, its dataset or its batch sampler has a say in it."""
+    groups = loader.batch_sampler
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return None
+    return groups.sampler if type(groups) is BatchSampler else loader.sampler if groups is None else None
+
+
+def _has_fixed_order(data: Any) -> bool:
+    return isinstance(data, DataLoader) and type(_sampler(data)) is SequentialSampler
+
+
+def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: Any) -> None:
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    lost = count % groups.batch_size if groups is not None and groups.drop_last else 0
+    part = sampler.num_samples != count
+    if sampler.replacement or part or lost:
+        how = f"and drops the last {lost} examples of each pass"
+        how = "with replacement" if sampler.replacement else f"{sampler.num_samples} of {count}" if part else how
+        raise NondeterministicError(
+            f"Got a DataLoader that samples at random {how}: every pass holds other examples. "
+            "Want the same examples every time. "
+            "Do: measure with shuffle=False, or pass list(loader) to measure what one pass yields."
+        )
+
+
+def _hold(data: Any) -> list[Batch]:
+    """The examples of a loader whose readings differ in nothing but the order, in an order of their own."""
+    held: list[Batch] = []
+    marks: list[bytes] = []
+    size = 0
+    for batch in batches(data):
+        held.append(_copied(batch))
+        marks += _digests(batch)
+        size += sum(leaf.numel() * leaf.element_size() for leaf in [*batch.tensors(), batch.targets])
+        if size > HELD:
             raise NondeterministicError(
-                f"Got a DataLoader that samples at random {how}: every pass holds other examples. "
-                "Want the same examples every time. Do: measure with shuffle=False."
+                f"Got a {type(data).__name__} whose first batch differs between two readings (shuffling or random "
+                f"augmentation), and too much data to hold in memory ({HELD >> 30} GiB at most). "
+                "Want the same examples in the same order every time. "
+                "Do: measure on un-augmented data, with shuffle=False or a sampler of a fixed order."
             )
-    if isinstance(sampler, RandomSampler | SequentialSampler):
-        one, two = (tree_flatten(dataset[0])[0] for _ in range(2))
-        if not _alike(one, two):
-            raise NondeterministicError(
-                "Got a dataset whose first example differs when read twice (random augmentation). "
-                "Want the same examples every time. Do: measure on a dataset without random transforms."
-            )
+    if Counter(marks) != Counter(mark for batch in batches(data) for mark in _digests(batch)):
+        raise NondeterministicError(
+            f"Got a {type(data).__name__} whose first batch differs between two readings, and not by the order of its "
+            "examples alone (random augmentation, a random sample, or padding that depends on the batch). "
+            "Want the same examples every time. "
+            "Do: measure on un-augmented data, or pass list(loader) to measure what one pass yields."
+        )
+    whole = _joined(held)
+    if whole is None:
+        return held
+    # Sorted by content, so that the result does not depend on the state of a random generator.
+    order = torch.tensor(sorted(range(len(marks)), key=marks.__getitem__))
+    largest = max(batch.examples for batch in held)
+    return [whole.take(order[start : start + largest], start) for start in range(0, whole.examples, largest)]
+
+
+def _copied(batch: Batch) -> Batch:
+    """A batch in memory of its own: an iterable may use that of its batches again."""
+    args, kwargs, targets = tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (batch.args, batch.kwargs, batch.targets)
+    )
+    return Batch(args, kwargs, targets, batch.first, batch.examples)
+
+
+def _joined(held: Sequence[Batch]) -> Batch | None:
+    """All batches as one; None where they have different shapes or hold something that belongs to no example."""
+    leaves, specs = zip(*(tree_flatten((each.args, each.kwargs, each.targets)) for each in held), strict=True)
+    columns = list(zip(*leaves, strict=False))
+    if any(spec != specs[0] for spec in specs) or not all(
+        batch.counts(leaf) and leaf.shape[1:] == column[0].shape[1:]
+        for column in columns
+        for batch, leaf in zip(held, column, strict=True)
+    ):
+        return None
+    args, kwargs, targets = tree_unflatten([torch.cat(column) for column in columns], specs[0])
+    return Batch(args, kwargs, targets, 0, len(targets))
+
+
+def _digests(batch: Batch) -> list[bytes]:
+    """What tells each example from others."""
+    rows = [
+        leaf.detach().cpu().contiguous().reshape(batch.examples, -1).view(torch.uint8).numpy()
+        for leaf in [*batch.tensors(), batch.targets]
+        if batch.counts(leaf) and leaf.numel()
+    ]
+    return [blake2b(b"".join(row[n].tobytes() for row in rows), digest_size=16).digest() for n in range(batch.examples)]
 
 
 def _same(one: Batch, two: Batch) -> bool:
@@ -233,7 +446,3 @@ def _alike(one: list[Any], two: list[Any]) -> bool:
             return True
 
     return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
-
-
-def _empty() -> EmptyDataError:
-    return EmptyDataError("Got data without examples. Want at least one. Do: check the path, the split and drop_last.")

@@ -9,6 +9,12 @@ from difflib import get_close_matches
 class SaltflatError(Exception):
     """Any problem with what the user asked for; nothing of the user's was changed."""
 
+    def __str__(self) -> str:
+        # Messages quote names from files, and end up on a terminal.
+        from saltflat.report.text import printable_lines  # at call time: reports need this module
+
+        return printable_lines(super().__str__())
+
 
 class UnknownNameError(SaltflatError, LookupError):
     """A loss, statistic, layer or option that does not exist."""
@@ -76,6 +82,10 @@ class ReportError(SaltflatError, ValueError):
 
 class StudyError(SaltflatError, ValueError):
     """A study that cannot be run as it is asked for, or a folder that cannot hold it; what was finished is kept."""
+
+
+class CodeNotAllowedError(StudyError):
+    """Code that a study's files name, and that nobody has allowed to run; nothing was imported."""
 
 
 def first_line(error: BaseException) -> str:

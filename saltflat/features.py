@@ -25,6 +25,7 @@ def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ..
     found: dict[str, _Moments] = {}
 
     def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = _unmapped(x)
         axis = channel_axis(module, x)
         if axis is not None and module in owned:
             rows = x.detach().movedim(axis, -1).reshape(-1, x.shape[axis])
@@ -52,6 +53,14 @@ def channel_axis(module: nn.Module, x: Tensor) -> int | None:
     return None
 
 
+def _unmapped(x: Tensor) -> Tensor:
+    """The values of all examples where the model maps itself over them: inside of ``vmap`` a tensor shows one."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(x):
+        x = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
+    return x
+
+
 class _Moments:
     """Count, mean and sum of squared deviations, put together from parts without cancellation."""
 
@@ -60,6 +69,10 @@ class _Moments:
         self.mean = self.squares = self.largest = torch.zeros(())
 
     def add(self, rows: Tensor) -> None:
+        if not len(rows):  # an expert that no example of this chunk was sent to
+            if not self.count:
+                self.mean = self.squares = self.largest = rows.new_zeros(rows.shape[1])
+            return
         count, mean = len(rows), rows.mean(0)
         squares, largest = (rows - mean).square().sum(0), rows.abs().amax(0)
         if not self.count:
@@ -71,4 +84,4 @@ class _Moments:
         self.largest = torch.maximum(self.largest, largest)
 
     def deviation(self) -> Tensor:
-        return (self.squares / self.count).sqrt()
+        return (self.squares / max(self.count, 1)).sqrt()

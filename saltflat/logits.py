@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from saltflat.amounts import is_choice
 from saltflat.errors import LabelError, OptionError, unknown
 from saltflat.losses import CrossEntropy, Custom, Loss, shape_of
+
+LOGITS = ("none", "std", "l2")
 
 
 def normalized(loss: Loss, logits: str) -> Loss:
@@ -19,10 +22,10 @@ def normalized(loss: Loss, logits: str) -> Loss:
         logits: ``"none"``; ``"std"``: centred over the outputs and divided by their standard deviation; ``"l2"``:
             centred and divided by their length.
     """
+    if not is_choice(logits, LOGITS):
+        raise unknown("normalisation of the logits", logits, LOGITS)
     if logits == "none":
         return loss
-    if logits not in ("std", "l2"):
-        raise unknown("normalisation of the logits", logits, ("none", "std", "l2"))
     if not isinstance(loss, CrossEntropy) or loss.weight is not None:
         raise OptionError(
             f"Got logits={logits!r} with {type(loss).__name__}. Want cross_entropy without class weights: only of its "

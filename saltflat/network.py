@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from saltflat.data import Batch
+from saltflat.attributes import Attributes, version_of
+from saltflat.data import Batch, odd_kind
 from saltflat.errors import ModelError, OptionError, ParameterError, PrecisionError, unknown
 from saltflat.layers import Rule, rule_for
-
-SMALL_MODEL = 64 << 20  # bytes
+from saltflat.layers.batch_norm import normalize_with_fixed_statistics
+from saltflat.turns import running
 
 # (module, what it was given, what it gave) -> what it gives instead
 Tap = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -42,11 +46,15 @@ class Layer:
 
 
 class Network:
-    """The model's function with every parameter and buffer replaced by a detached one.
+    """The model's function with every parameter and buffer replaced by a detached copy.
 
     Attributes:
         measured: the parameters to measure, by the names ``named_parameters`` gives them, as detached tensors.
         layers: the modules whose parameters have a factored rule.
+        rewrites_batch_norm: whether BatchNorm with fixed statistics is computed by elementary operations, and GroupNorm
+            in torch's usual memory layout. The backward passes of torch's own kernels are wrong on a CPU where the
+            memory layouts of input and gradient differ, or crash.
+        needs_graph: whether the forward pass differentiates, so that it cannot run with gradients off.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str] | str | None, dtype: torch.dtype | None) -> None:
@@ -56,12 +64,24 @@ class Network:
         self.measured = {name: self.constants[name] for name in names}
         self.layers: dict[nn.Module, Layer] = {}
         self.modules = list(model.modules())
-        self.names = by_id = {id(value): name for name, value in _members(model)}
+        self.attributes = Attributes(self.modules)
+        # A parameter that is also registered as a buffer is a parameter.
+        self.names: dict[int, str] = {}
+        for name, value in _members(model):
+            self.names.setdefault(id(value), name)
+        self.rewrites_batch_norm = any(
+            isinstance(m, nn.modules.batchnorm._NormBase | nn.GroupNorm) for m in self.modules
+        )
+        self.needs_graph = False
+        self._originals = {name: (value, version_of(value)) for name, value in _members(model)}
+        self._versions = {name: value._version for name, value in self.constants.items()}
+        self._written: set[str] = set()
+        by_id = self.names
         for module in model.modules():
             held = {
                 key: by_id[id(v)] for key, v in [*module._parameters.items(), *module._buffers.items()] if v is not None
             }
-            own = {key: name for key, name in held.items() if name in self.measured}
+            own = {key: held[key] for key in module._parameters if held.get(key) in self.measured}
             rule = rule_for(module) if own else None
             if rule is not None:
                 constants = {key: self.constants[name] for key, name in held.items()}
@@ -75,21 +95,34 @@ class Network:
         )
 
     def __call__(
-        self, batch: Batch, tap: Tap | None = None, leaves: Mapping[str, Tensor] | None = None, plain: bool = False
+        self,
+        batch: Batch,
+        tap: Tap | None = None,
+        leaves: Mapping[str, Tensor] | None = None,
+        plain: bool = False,
+        as_is: bool = False,
     ) -> Tensor:
         """Outputs of a batch.
 
         Inside a module with a rule its parameters are constants and ``tap`` sees the call; everywhere else the model
-        finds ``leaves`` in place of the parameters of those names. ``plain`` leaves the rules' own forwards aside.
+        finds ``leaves`` in place of the parameters of those names. ``plain`` leaves the rules' own forwards aside,
+        ``as_is`` every other replacement too.
         """
         parameters = {**self.constants, **(leaves or {})}
         # Copies, because a model may write to its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (batch.args, batch.kwargs))
         if tap is not None and not plain and self.channels_last:
             args, kwargs = tree_map(_channels_last, (args, kwargs))
-        with self.lent(parameters), self._tapped(tap, plain):
-            outputs = self.model(*args, **kwargs)
-        return logits(outputs)
+        wanted = torch.is_grad_enabled()
+        with ExitStack() as stack:
+            stack.enter_context(self.lent(parameters))
+            stack.enter_context(self._tapped(tap, plain))
+            if self.rewrites_batch_norm and not as_is:
+                stack.enter_context(_RewrittenBatchNorm())
+            if self.needs_graph:
+                stack.enter_context(torch.enable_grad())
+            outputs = logits(self.model(*args, **kwargs))
+        return outputs if wanted or not self.needs_graph else outputs.detach()
 
     @contextmanager
     def lent(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
@@ -98,6 +131,8 @@ class Network:
         That includes what a forward pass leaves behind (caches, counters, buffers registered on the fly), and modules
         that are reachable under several names.
         """
+        self.undo_writes()
+        self.attributes.restore()
         holders = ("_parameters", "_buffers", "_modules")
         kept = [(m, dict(vars(m)), {key: dict(vars(m)[key]) for key in holders}) for m in self.modules]
         try:
@@ -107,14 +142,50 @@ class Network:
                     vars(module)[holder].update({key: parameters[self.names[id(v)]] for key, v in present.items()})
                 if isinstance(module, nn.RNNBase):
                     vars(module)["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
-            yield
+            self.attributes.replace({key: parameters[name] for key, name in self.names.items()})
+            with running():
+                yield
         finally:
+            self.attributes.put_back()
             for module, attributes, held in kept:
                 vars(module).clear()
                 vars(module).update(attributes)
                 for holder, contents in held.items():
                     vars(module)[holder].clear()
                     vars(module)[holder].update(contents)
+
+    def undo_writes(self) -> None:
+        """Give constants that an earlier pass wrote to their values again.
+
+        Not right after that pass: its backward pass needs what it wrote.
+        """
+        for name, constant in self.constants.items():
+            if constant._version == self._versions[name] and name not in self._written:
+                continue
+            original = self._original(name)
+            if original is None:
+                continue
+            with torch.no_grad():
+                if constant.shape != original.shape:
+                    constant.data = original.to(constant.dtype, copy=True)
+                constant.copy_(original)
+            self._versions[name] = constant._version
+
+    def find_writes(self) -> list[str]:
+        """Names of the constants that passes so far have changed, also past their version counters (``.data``).
+
+        From now on these are given their values again before every pass.
+        """
+        for name, constant in self.constants.items():
+            original = self._original(name)
+            if original is not None and (constant.shape != original.shape or not _equal(constant, original)):
+                self._written.add(name)
+        return [name for name in self.constants if name in self._written]
+
+    def _original(self, name: str) -> Tensor | None:
+        """The user's own tensor, unless it was changed since it was copied."""
+        value, version = self._originals[name]
+        return value.detach() if version_of(value) == version else None
 
     @contextmanager
     def _tapped(self, tap: Tap | None, plain: bool) -> Iterator[None]:
@@ -131,7 +202,17 @@ class Network:
 
 
 def _tapped_forward(module: nn.Module, rule: Rule, tap: Tap, plain: bool) -> Callable[..., Tensor]:
+    # What the session has put into the module. A model may put something else there for a call (functional_call): the
+    # rule does not know what that was made of, autograd does.
+    expected = {**module._parameters, **module._buffers}
+
     def forward(*args: Any, **kwargs: Any) -> Tensor:
+        held = {**module._parameters, **module._buffers}
+        same = held.keys() == expected.keys() and all(held[key] is value for key, value in expected.items())
+        same = same and not any(key in vars(module) for key in expected)
+        if not same or not rule.applies(module) or not (args or "input" in kwargs):
+            untouched: Tensor = type(module).forward(module, *args, **kwargs)
+            return untouched
         own = module._parameters
         kept = dict(own)
         try:
@@ -148,6 +229,50 @@ def _tapped_forward(module: nn.Module, rule: Rule, tap: Tap, plain: bool) -> Cal
     return forward
 
 
+class _RewrittenBatchNorm(TorchFunctionMode):
+    """Computes BatchNorm with fixed statistics, and InstanceNorm, by elementary operations wherever they are called.
+
+    GroupNorm whose input has the channels last and no gradient gets a copy of it in the usual layout: on a CPU torch's
+    backward pass of the rest ends the process.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _BATCH_NORMS:
+            given = dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs
+            x, mean, variance = given["input"], given.get("running_mean"), given.get("running_var")
+            weight, bias = given.get("weight"), given.get("bias")
+            fixed = mean is not None and variance is not None
+            of_batch = given.get("training", False) or given.get("use_input_stats", func is F.instance_norm)
+            fixed = fixed and not of_batch
+            if func in (torch.instance_norm, F.instance_norm) and of_batch and mean is None and variance is None:
+                return _normalize_instances(x, weight, bias, given.get("eps", 1e-5))
+            if fixed and all(each is None or each.dtype == x.dtype for each in (mean, variance, weight, bias)):
+                return normalize_with_fixed_statistics(x, mean, variance, weight, bias, given.get("eps", 1e-5))
+        elif func in (torch.group_norm, F.group_norm) and args and not args[0].requires_grad:
+            args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+        return func(*args, **kwargs)
+
+
+def _normalize_instances(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``(examples, channels, *space)`` with the statistics of each channel of each example."""
+    along = [1] * (x.dim() - 2)
+    variance, mean = torch.var_mean(x, list(range(2, x.dim())), correction=0, keepdim=True)
+    y = (x - mean) * (variance + eps).rsqrt()
+    y = y if weight is None else y * weight.reshape(-1, *along)
+    return y if bias is None else y + bias.reshape(-1, *along)
+
+
+# The parameters of each function, in their order. F.instance_norm takes statistics of the batch unless told otherwise.
+_INPUTS = ("input", "weight", "bias", "running_mean", "running_var")
+_BATCH_NORMS: dict[Any, tuple[str, ...]] = {
+    torch.batch_norm: (*_INPUTS, "training", "momentum", "eps"),
+    torch.instance_norm: (*_INPUTS, "use_input_stats", "momentum", "eps"),
+    F.batch_norm: tuple(signature(F.batch_norm).parameters),
+    F.instance_norm: tuple(signature(F.instance_norm).parameters),
+}
+
+
 def _channels_last(x: Any) -> Any:
     images = isinstance(x, Tensor) and x.dim() == 4
     return x.contiguous(memory_format=torch.channels_last) if images else x
@@ -159,23 +284,22 @@ def _members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Detached stand-ins. Buffers are always copied, since forward passes may write to them.
+    """Detached copies of all parameters and buffers: a forward pass may write to any of them, also past torch's back.
 
-    Parameters are copied while that is cheap; those of a large model are shared, except where the layer is known to
-    write to them (an embedding with ``max_norm``).
+    That takes as much memory as the model, which is less than the statistics of its parameters take.
     """
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    written = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None) is not None}
 
     def one(value: Tensor) -> Tensor:
         constant = value.detach()
         if dtype is not None and value.is_floating_point():
             constant = constant.to(dtype)
-        shared = isinstance(value, nn.Parameter) and size > SMALL_MODEL and id(value) not in written
-        shared = shared and not value.is_inference()
-        return constant.clone() if constant.data_ptr() == value.data_ptr() and not shared else constant
+        return constant.clone() if constant.data_ptr() == value.data_ptr() else constant
 
     return {name: one(value) for name, value in _members(model)}
+
+
+def _equal(constant: Tensor, original: Tensor) -> bool:
+    return bool(((constant == original.to(constant.dtype)) | (constant != constant)).all())
 
 
 def _selected(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]:
@@ -232,7 +356,7 @@ def _named(model: nn.Module, layers: Sequence[str], parameters: Mapping[str, Ten
 def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Curvature needs at least float32."""
     if dtype is not None:
-        if dtype not in (torch.float32, torch.float64):
+        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
                 f"Got dtype={dtype}. Want torch.float32 or torch.float64. Do: leave dtype out or pass one of these."
             )
@@ -257,4 +381,15 @@ def logits(outputs: Any) -> Tensor:
             f"Got {got} from the model. Want a floating-point tensor, or an object with one as .logits or ['logits']. "
             "Do: wrap the model in a module that returns the outputs the loss is taken of."
         )
+    check_dense(outputs)
     return outputs
+
+
+def check_dense(outputs: Tensor) -> None:
+    """Refuse outputs that are not dense tensors."""
+    kind = odd_kind(outputs)
+    if kind is not None:
+        raise ModelError(
+            f"Expected a dense tensor from the model, but got a {kind} one. Try wrapping the model in a module that "
+            "returns to_dense() or to_padded_tensor() of it."
+        )

@@ -15,13 +15,15 @@ Which of them a model allows is not guessed: see :mod:`saltflat.probe`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.func import vjp, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
@@ -102,6 +104,7 @@ def together(
     network: Network,
     batch: Batch,
     loop: bool = False,
+    rules: bool = True,
     expected: Calls | None = None,
     record: list[tuple[nn.Module, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Backward]:
@@ -111,12 +114,13 @@ def together(
         network: the model.
         batch: the examples.
         loop: propagate the columns one after the other instead of vectorised.
+        rules: take the gradients of layers by their rules; without them autograd differentiates every parameter.
         expected: what one example alone shows the layers. A batch of the same kind of inputs that shows them something
             else is one whose examples cannot be told apart.
         record: filled with the calls of layers that have a rule.
     """
     anchor = torch.zeros((), device=device_of(network), requires_grad=True)
-    leaves = {name: value.detach().requires_grad_() for name, value in network.measured.items()}
+    leaves = leaves_of(network)
     calls: list[tuple[nn.Module, Tensor]] = []
     versions: list[int] = []
     receivers: list[Receive | None] = []
@@ -130,15 +134,21 @@ def together(
         if record is not None:
             record.append((module, x.detach(), y.detach()))
         receivers.append(None)
-        watched: Tensor = _Watch.apply(y, anchor, lambda g: receivers[number](g))  # type: ignore[misc, no-untyped-call]
+
+        def receive(g: Tensor) -> None:
+            receiver = receivers[number]
+            if receiver is not None:  # a forward pass may differentiate on its own
+                receiver(g)
+
+        watched: Tensor = _Watch.apply(y, anchor, receive)  # type: ignore[no-untyped-call]
         return watched
 
-    outputs = network(batch, tap, leaves)
+    outputs = network(batch, tap if rules else None, leaves)
     found = Calls.of(batch, [(module, x.shape[1:]) for module, x in calls])
     if expected is not None and found.inputs == expected.inputs and found.shapes != expected.shapes:
         raise NotTogetherError("the layers see other shapes than for one example alone")
-    tapped = bool(_reached(outputs, {"": anchor}))
-    direct = _reached(outputs, leaves)
+    tapped = bool(reached(outputs, {"": anchor}))
+    direct = reached(outputs, leaves)
     if direct and examples > 1:
         raise NotTogetherError(f"parameters used outside of layers with a rule: {sorted(direct)}")
 
@@ -146,7 +156,8 @@ def together(
         targets = [anchor] * tapped + [leaves[name] for name in direct]
 
         def one(column: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(outputs, targets, column, retain_graph=loop or not last)
+            found = torch.autograd.grad(outputs, targets, column, retain_graph=loop or not last)
+            return tuple(each.to_dense() if each.layout != torch.strided else each for each in found)
 
         results = [torch.stack(each) for each in zip(*map(one, columns), strict=True)] if loop else vmap(one)(columns)
         return list(results[tapped:])
@@ -202,9 +213,9 @@ def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
         zeros.append(torch.zeros_like(y.detach(), memory_format=torch.contiguous_format))
         return y
 
-    leaves = {name: value.detach().requires_grad_() for name, value in network.measured.items()}
+    leaves = leaves_of(network)
     direct = {
-        name: leaves[name].detach() for name in _reached(network(batch.cut(0, 1), shape, leaves, plain=True), leaves)
+        name: leaves[name].detach() for name in reached(network(batch.cut(0, 1), shape, leaves, plain=True), leaves)
     }
 
     def one(inputs: tuple[Any, Any], columns: Tensor) -> Any:
@@ -229,7 +240,8 @@ def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
         inputs = batch.map(lambda leaf: leaf.unsqueeze(1))
         axes = tree_map(lambda leaf: 0 if batch.counts(leaf) else None, (batch.args, batch.kwargs))
         try:
-            g_taps, g_direct, seen = vmap(one, in_dims=(axes, 1))(inputs, columns.unsqueeze(2))
+            with Unanimous():
+                g_taps, g_direct, seen = vmap(one, in_dims=(axes, 1))(inputs, columns.unsqueeze(2))
         except SaltflatError:
             raise
         except Exception as error:
@@ -249,6 +261,37 @@ def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
     return outputs, backward
 
 
+def leaves_of(network: Network) -> dict[str, Tensor]:
+    """The measured parameters as leaves of a graph."""
+    return {name: value.detach().requires_grad_() for name, value in network.measured.items()}
+
+
+def check_own(network: Network, outputs: Tensor) -> None:
+    """Refuse a model that reaches its parameters past its modules: what it does with them cannot be measured."""
+    own = {name: value for name, value in network.model.named_parameters() if name in network.measured}
+    found = reached(outputs, own)
+    if found:
+        raise ModelError(
+            f"Got a forward pass that uses {found[0]!r} by a reference that is not among the module's attributes, "
+            "lists and dicts (a closure, say). Want parameters to be read from modules. "
+            f"Do: register {found[0]!r} where it is used, and read it from there."
+        )
+
+
+class Unanimous(TorchFunctionMode):
+    """While it is entered, ``if mask.all():`` is decided for all mapped examples at once where they agree."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__bool__ and is_functorch_wrapped_tensor(args[0]):
+            value = args[0]
+            while is_functorch_wrapped_tensor(value):
+                value = get_unwrapped(value)
+            truths = (value != 0).flatten()
+            if bool((truths == truths[0]).all()):
+                return bool(truths[0])
+        return func(*args, **(kwargs or {}))
+
+
 def device_of(network: Network) -> torch.device:
     return next(iter(network.measured.values())).device
 
@@ -263,7 +306,7 @@ def _split(values: Tensor, examples: int, axis: int) -> Tensor:
     return result
 
 
-def _reached(outputs: Tensor, leaves: dict[str, Tensor]) -> list[str]:
+def reached(outputs: Tensor, leaves: Mapping[str, Tensor]) -> list[str]:
     """Names of the leaves that the outputs depend on outside of layers with a rule."""
     names = {id(leaf): name for name, leaf in leaves.items()}
     found, seen, stack = set(), set(), [outputs.grad_fn]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from saltflat import passes
@@ -19,28 +23,33 @@ from saltflat.errors import (
     NondeterministicError,
     NonFiniteError,
     OptionError,
+    PrecisionError,
     SaltflatError,
     first_line,
 )
 from saltflat.forms import Form
-from saltflat.network import Network
+from saltflat.losses import Custom
+from saltflat.model_loss import check_model_loss
 from saltflat.problem import Problem, real
 
-Way = Callable[[Network, Batch], tuple[Tensor, passes.Backward]]
+Way = Callable[..., tuple[Tensor, passes.Backward]]  # of a network and a batch
 
 # The ways to take a chunk's gradients, the quickest first; `single` is `together` with chunks of one example.
 LOOPED = "single, columns in a loop"
+PLAIN = "single, without rules of layers"
 WAYS: dict[str, Way] = {
     "together": passes.together,
     "mapped": passes.mapped,
     "single": passes.together,
     LOOPED: partial(passes.together, loop=True),
+    PLAIN: partial(passes.together, loop=True, rules=False),
 }
 
 # What torch and Python raise when shapes, types or arguments do not fit.
 USUAL = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
 PAIRS = 4  # of examples at most, looked at while the first have no gradient
+GROUP = 6  # examples, taken together to see whether the model changes their order: two times three, three times two
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
 CPU_CHUNK = 6 << 20
 
@@ -54,6 +63,7 @@ class Probe:
 
     Attributes:
         way: a key of :data:`WAYS`.
+        fallback: the same for an example of a chunk whose examples turn out not to be told apart by ``way``.
         fixed: bytes per example, whatever the number of columns.
         moving: bytes per example and column.
         widest: bytes of the largest activation of one example.
@@ -61,6 +71,7 @@ class Probe:
     """
 
     way: str
+    fallback: str
     fixed: int
     moving: int
     widest: int
@@ -91,82 +102,336 @@ class Probe:
 def probe(problem: Problem, batch: Batch) -> Probe:
     """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give."""
     pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
-    try:
-        with torch.no_grad(), _Noticing() as noticed:
-            outputs = problem.network(pairs[0])
-    except USUAL as error:
-        if isinstance(error, SaltflatError):
-            raise
-        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pairs[0].tensors())
-        raise ModelError(
-            f"Got {first_line(error)} from the model on the first examples (inputs {shapes}). "
-            "Want a model that runs on this data. Do: check the inputs' shape and type against the model's."
-        ) from error
-    problem.check_outputs(outputs, pairs[0])
-    try:
-        _check_loss(problem, outputs, pairs[0])
-    except USUAL as error:
-        if isinstance(error, SaltflatError):
-            raise
-        raise OptionError(
-            f"Got {first_line(error)} from the loss on the first examples. "
-            "Want a function of (outputs, targets) that fits them. Do: check it on one batch of the model's outputs."
-        ) from error
-    taken = [_taken_apart(problem, single) for single in _singles(pairs[0])]
-    _check_fixed(problem, pairs[0], outputs, [alone for alone, _, _ in taken])
-    _, first, needs = taken[0]
-    truths = [_total([squares for _, squares, _ in taken])]
+    outputs, noticed = checked_outputs(problem, pairs[0])
+    _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
+    check_model_loss(problem, pairs)
+    coarsest = noticed.coarsest
+    truths = [_Truth.of(problem, pairs[0], coarsest)]
+    _check_fixed(problem, truths[0], outputs)
+    _check_uncoupled(problem, batch.cut(0, GROUP), coarsest)
+    truths[0] = _verified(problem, truths[0])
     # A gradient of zero agrees with everything: look at more examples as long as some parameter has no other.
     for pair in pairs[1:]:
         if not _silent(truths):
             break
-        truths.append(_total([_taken_apart(problem, single)[1] for single in _singles(pair)]))
-    checks = [(pair, truth) for pair, truth in zip(pairs, truths, strict=False) if pair.examples > 1]
+        truths.append(_verified(problem, _Truth.of(problem, pair, coarsest)))
+    checks = [truth for truth in truths if truth.batch.examples > 1]
     ways = ["together", "mapped"]
-    if not checks or len(_silent(truths)) == len(first) or noticed.sizes:
+    if not checks or len(_silent(truths)) == len(problem.network.measured) or noticed.sizes:
         # Examples that take different paths through the layers have to take them alone.
         ways = []
     elif noticed.order:
         # Ones that are put into another order can be mapped.
         ways.remove("together")
-    way = next((way for way in ways if all(_agrees(problem, way, *check) for check in checks)), None)
-    way = way or ("single" if _agrees(problem, "single", batch.cut(0, 1), first) else LOOPED)
+    first = truths[0].single(0)
+    results = noticed.bytes // pairs[0].examples
+    needs, fallback = _sizes(problem, first, LOOPED, results), LOOPED
+    if needs is None:
+        # What a rule says of its layer is not all that the model does with it.
+        needs, fallback, ways = _sizes(problem, first, PLAIN, results), PLAIN, []
+    assert needs is not None
+    if ways and batch.examples > 2:
+        checks += _group(problem, batch.cut(0, GROUP), truths[0])
+    way = next((way for way in ways if all(_agrees(problem, way, check) for check in checks)), None)
+    way = way or ("single" if fallback == LOOPED and _agrees(problem, "single", first) else fallback)
     # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
-    streams = needs.activations + needs.factors if way in ("mapped", LOOPED) else 5 * needs.widest
+    streams = 5 * needs.widest if way in ("together", "single") else needs.activations + needs.factors
     # The columns themselves are made in float64.
     moving = streams + 2 * needs.moving + 24 * outputs[0].numel()
     # What a CPU's heap holds is about twice what is in use: arrays of many sizes leave gaps. On a GPU the kernels of
     # convolutions take working memory of their own.
     held = 2 if outputs.device.type == "cpu" else 1.3
-    return Probe(way, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls)
+    return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls)
+
+
+def checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Noticing]:
+    """Outputs of a few examples, and what was noticed on the way; what model, data or loss do not fit is said."""
+    outputs, noticed = _first_outputs(problem, pair)
+    problem.check_outputs(outputs, pair)
+    try:
+        _check_loss(problem, outputs, pair)
+    except SaltflatError:
+        raise
+    except USUAL as error:
+        raise OptionError(
+            f"Got {first_line(error)} from the loss on the first examples. "
+            "Want a function of (outputs, targets) that fits them; outputs and real targets come in float64. "
+            "Do: check it on one batch of the model's outputs, and convert what it holds with .to(outputs)."
+        ) from error
+    return outputs, noticed
+
+
+def _first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Noticing]:
+    """Outputs of the model as it is, and what was noticed on the way."""
+    network = problem.network
+    try:
+        try:
+            with torch.no_grad(), _Noticing() as noticed:
+                outputs = network(pair, as_is=True)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            # The model differentiates in its forward pass.
+            network.needs_graph = True
+            with torch.no_grad(), _Noticing() as noticed:
+                outputs = network(pair, as_is=True)
+    except SaltflatError:
+        raise
+    except USUAL as error:
+        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pair.tensors())
+        raise ModelError(
+            f"Got {first_line(error)} from the model on the first examples (inputs {shapes}). "
+            "Want a model that runs on this data. Do: check the inputs' shape and type against the model's."
+        ) from error
+    network.find_writes()
+    return outputs, noticed
 
 
 def _singles(batch: Batch) -> list[Batch]:
     return [batch.cut(n, n + 1) for n in range(batch.examples)]
 
 
-def _total(squares: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: sum((other[name] for other in squares[1:]), squares[0][name]) for name in squares[0]}
+@dataclass(frozen=True)
+class _Truth:
+    """What the gradients of some examples must be, for a random column each.
+
+    Attributes:
+        batch: the examples.
+        columns: ``(1, examples, *outputs)``.
+        outputs: of each example alone.
+        gradients: by parameter, each example's own, ``(examples, *parameter)``; empty where only ``along`` is known.
+        directions: by parameter, random, such that every parameter has about the same share of ``along``.
+        along: the derivative of each example's output along all directions at once, times its column.
+        coarsest: the shortest floating-point type that the model computes in: what rounding there is to expect.
+    """
+
+    batch: Batch
+    columns: Tensor
+    outputs: Tensor
+    gradients: dict[str, Tensor]
+    directions: dict[str, Tensor]
+    along: Tensor
+    coarsest: torch.dtype
+
+    @classmethod
+    def of(cls, problem: Problem, batch: Batch, coarsest: torch.dtype) -> _Truth:
+        """The definition: one example at a time, by autograd alone."""
+        taken = [_taken_apart(problem, single) for single in _singles(batch)]
+        outputs = [outputs for outputs, _, _ in taken]
+        same = all(each.shape[1:] == outputs[0].shape[1:] for each in outputs)
+        if not same:
+            raise _coupled()
+        gradients = {name: torch.stack([found[name] for _, _, found in taken]) for name in problem.network.measured}
+        columns = torch.cat([column for _, column, _ in taken], 1)
+        rounding, tolerance = _rounding(columns, coarsest), TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
+        norms = {name: value.norm() for name, value in gradients.items()}
+        largest = torch.stack([norm.double() for norm in norms.values()]).amax()
+        directions = {}
+        for number, (name, value) in enumerate(gradients.items()):
+            noise = torch.Generator().manual_seed(number)
+            direction = torch.randn(value.shape[1:], generator=noise).to(value)
+            # Gradients that are nothing but rounding stay small; where all are, they stay below the tolerance.
+            size = torch.maximum(norms[name], 0.01 * largest.to(value)) if largest > rounding else rounding / tolerance
+            directions[name] = direction / size
+        along = torch.stack([_along(value, directions[name]).double() for name, value in gradients.items()]).sum(0)
+        return cls(batch, columns, torch.cat(outputs), gradients, directions, along, coarsest)
+
+    def single(self, n: int) -> _Truth:
+        gradients = {name: value[n : n + 1] for name, value in self.gradients.items()}
+        columns, outputs, along = self.columns[:, n : n + 1], self.outputs[n : n + 1], self.along[n : n + 1]
+        batch = self.batch.cut(n, n + 1)
+        return replace(self, batch=batch, columns=columns, outputs=outputs, gradients=gradients, along=along)
+
+    @cached_property
+    def squares(self) -> dict[str, Tensor]:
+        """By parameter, the squared gradients, summed over the examples."""
+        return {name: value.square().sum(0) for name, value in self.gradients.items()}
+
+    @cached_property
+    def projections(self) -> dict[str, Tensor]:
+        """By parameter, each example's gradient along the direction."""
+        return {name: _along(value, self.directions[name]) for name, value in self.gradients.items()}
+
+    @cached_property
+    def sizes(self) -> dict[str, Tensor]:
+        """By parameter, what the projections are about as large as."""
+        return {
+            name: value.flatten(1).norm(dim=1) * self.directions[name].square().mean().sqrt()
+            if value.dim() > 1
+            else value.abs() * self.directions[name].abs()
+            for name, value in self.gradients.items()
+            if value.numel()
+        }
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(self.coarsest, TOLERANCE[torch.float32])
 
 
-def _silent(truths: list[dict[str, Tensor]]) -> list[str]:
+def _verified(problem: Problem, truth: _Truth) -> _Truth:
+    """The definition, compared with other ways to the same numbers.
+
+    Single examples go through other kernels and memory layouts than batches do, and torch's are not all right.
+    """
+    wrong = _contradicted(problem, truth)
+    if wrong is not None and not problem.network.rewrites_batch_norm:
+        problem.network.rewrites_batch_norm = True
+        truth = _Truth.of(problem, truth.batch, truth.coarsest)
+        wrong = _contradicted(problem, truth)
+    if wrong is not None:
+        written = _written(problem)
+        if written:
+            raise ModelError(
+                f"Got a forward pass that writes to its own parameter {written[0]!r}, which gradients do not know of. "
+                "Want a function of the parameters. "
+                "Do: compute the changed weight without writing to it, or write before measuring instead."
+            )
+        raise ModelError(
+            f"Got gradients of {wrong} from torch's backward pass that are not those of the model's forward pass. "
+            "Want both to agree: the numbers would be wrong. "
+            "Do: take out hooks that change gradients; if there are none, report the operation to PyTorch."
+        )
+    return truth
+
+
+def _contradicted(problem: Problem, truth: _Truth) -> str | None:
+    """A parameter whose gradient is another one in a batch, or for which the forward derivative is another one."""
+    network, batch, columns = problem.network, truth.batch, truth.columns
+    if batch.examples == 1:
+        batch, columns = batch.take(torch.tensor([0, 0]), batch.first), columns.expand(1, 2, *columns.shape[2:])
+    try:
+        leaves = passes.leaves_of(network)
+        outputs = network(batch, leaves=leaves)
+        found = _gradients(outputs, leaves, columns[0])
+    except SaltflatError:
+        raise
+    except Exception as error:
+        if truth.batch.examples > 1:
+            raise _not_differentiable(error, "a batch") from error
+        found = {}  # a model that takes one example at a time
+    repeats = batch.examples // truth.batch.examples
+    wanted = {name: repeats * value.sum(0) for name, value in truth.gradients.items()}
+    sizes = {name: value.abs().sum(0) * repeats for name, value in truth.gradients.items()}
+    for name in _different(found, wanted, sizes, truth, _rounding(columns, truth.coarsest)):
+        return repr(name)
+    every = ", ".join(map(repr, list(truth.gradients)[:3]))
+    if _written(problem):
+        # No kind of differentiation knows of that, but a difference quotient does.
+        off = (_difference_quotient(problem, truth) - truth.along).abs().max()
+        return every if off > 0.05 * truth.along.abs().max() else None
+    forward = _forward_derivative(problem, truth)
+    if forward is None or _near(forward, truth):
+        return None
+    # Derivatives of either kind may be wrong. A difference quotient is coarse, but tells which.
+    quotient = _difference_quotient(problem, truth)
+    # Where the two differ by rounding alone, it is as far from one as from the other.
+    return every if (quotient - forward).abs().max() < (quotient - truth.along).abs().max() / 2 else None
+
+
+def _written(problem: Problem) -> list[str]:
+    """Measured parameters that the forward pass writes to, except for embeddings with a largest norm."""
+    network = problem.network
+    bounded = {id(m.weight) for m in network.modules if getattr(m, "max_norm", None) is not None}
+    known = {network.names[key] for key in bounded}
+    return [name for name in network.find_writes() if name in network.measured and name not in known]
+
+
+def _near(found: Tensor, truth: _Truth) -> bool:
+    scale = truth.along.abs().max().clamp_min(1.0)  # every parameter's share is about one
+    return bool((found - truth.along).abs().max() <= truth.tolerance * scale)
+
+
+class _AsBackward(TorchFunctionMode):
+    """Forward differentiation that leaves out what backward differentiation leaves out by convention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            with forward_ad._set_fwd_grad_enabled(False):
+                return func(*args, **kwargs)
+        if func not in (F.embedding, F.embedding_bag):
+            return func(*args, **kwargs)
+        given = dict(zip(signature(func).parameters, args, strict=False)) | kwargs
+        padding = given.get("padding_idx")
+        if given.get("scale_grad_by_freq") or (func is F.embedding_bag and padding is not None):
+            raise NotImplementedError
+        result = func(*args, **kwargs)
+        if padding is None:
+            return result
+        # The row of padding has no gradient.
+        rows = len(given["weight"])
+        return torch.where((given["input"] == padding % rows).unsqueeze(-1), result.detach(), result)
+
+
+def _forward_derivative(problem: Problem, truth: _Truth) -> Tensor | None:
+    """Derivatives of each example's output along the directions, by forward differentiation; None if there is none."""
+    network = problem.network
+    try:
+        with forward_ad.dual_level(), torch.enable_grad(), _AsBackward():
+            level = forward_ad._current_level
+            # As forward_ad.make_dual, which first loads decompositions of rare operations for half a second.
+            duals = {
+                name: torch._VF._make_dual(value.detach(), truth.directions[name], level=level)
+                for name, value in network.measured.items()
+            }
+            tangent = forward_ad.unpack_dual(network(truth.batch, leaves=duals)).tangent
+    except Exception:
+        # Some operations have no such derivative. Other comparisons have to do then.
+        return None
+    if tangent is None:
+        return truth.along.new_zeros(truth.batch.examples)
+    return _each(tangent.detach() * truth.columns[0]).to(truth.along)
+
+
+def _difference_quotient(problem: Problem, truth: _Truth) -> Tensor:
+    network = problem.network
+    steps = {name: truth.directions[name].double() for name in network.measured}
+    ratio = max(
+        float(step.norm() / network.measured[name].double().norm().clamp_min(1e-3)) for name, step in steps.items()
+    )
+    size = (1e-6 if truth.coarsest == torch.float64 else 1e-3) / ratio
+    with torch.no_grad():
+        ahead, behind = (
+            network(
+                truth.batch,
+                leaves={
+                    name: (value + sign * size * steps[name]).to(value) for name, value in network.measured.items()
+                },
+            ).double()
+            for sign in (1, -1)
+        )
+    return _each((ahead - behind) / (2 * size) * truth.columns[0]).to(truth.along)
+
+
+def _group(problem: Problem, batch: Batch, truth: _Truth) -> list[_Truth]:
+    """More examples at once than a pair: a model may change an order that two examples do not have."""
+    group = replace(truth, batch=batch, columns=_random_column(truth.outputs, batch), gradients={})
+    along = _forward_derivative(problem, group)
+    if along is None:
+        return [_Truth.of(problem, batch.cut(0, 4), truth.coarsest)]
+    return [replace(group, along=along)]
+
+
+def _silent(truths: list[_Truth]) -> list[str]:
     """Parameters whose gradient was zero so far."""
-    largest = {
-        name: torch.stack([truth[name].abs().amax() for truth in truths]).amax() if value.numel() else torch.ones(())
-        for name, value in truths[0].items()
-    }
-    return [name for name, size in largest.items() if size == 0]
+    return [
+        name
+        for name, value in truths[0].gradients.items()
+        if value.numel() and not any(bool(truth.gradients[name].any()) for truth in truths)
+    ]
 
 
 class _Noticing(TorchDispatchMode):
     """Notices operations that may treat the examples of a batch by their values.
 
     ``sizes``: results whose size depends on values (masks, experts). ``order``: sorting, and numbers read from tensors.
+    ``coarsest``: the shortest floating-point type among all results. ``bytes``: of all results.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes = self.order = False
+        self.coarsest, self.bytes = torch.float64, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -178,26 +443,63 @@ class _Noticing(TorchDispatchMode):
             func is aten._local_scalar_dense.default and args[0].dtype != torch.bool
         ):
             self.order = True
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor):
+                self.bytes += each.numel() * each.element_size()
+                if each.is_floating_point() and torch.finfo(each.dtype).bits < torch.finfo(self.coarsest).bits:
+                    self.coarsest = each.dtype
+        return result
 
 
-def _check_fixed(problem: Problem, batch: Batch, outputs: Tensor, alone: Sequence[Tensor]) -> None:
-    same = all(one.shape[1:] == outputs.shape[1:] for one in alone)
-    if not same or not _close(outputs, torch.cat(list(alone)), TOLERANCE[outputs.dtype]):
-        raise _no_fixed_function(problem, batch, outputs)
-
-
-def _no_fixed_function(problem: Problem, batch: Batch, outputs: Tensor) -> SaltflatError:
-    """Why an example has other outputs in a batch than alone."""
-    with torch.no_grad():
-        again = problem.network(batch)
-    if not _close(outputs, again, TOLERANCE[outputs.dtype]):
-        names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-        return NondeterministicError(
-            "Got different outputs from the same inputs: the model draws random numbers even in eval mode"
-            f"{' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else ''}. Want a fixed function. "
-            "Do: make its randomness depend on self.training, or turn it off."
+def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Batch) -> None:
+    """A loss that reads the model's parameters has a curvature of its own, which outputs know nothing of."""
+    if not isinstance(problem.loss, Custom):
+        return
+    with torch.enable_grad():
+        value = problem.loss.of_one(outputs[0].detach().double(), real(batch.targets)[0])
+    found = passes.reached(value, dict(problem.model.named_parameters()))
+    if found:
+        raise OptionError(
+            f"Got a loss that uses the model's parameter {found[0]!r} itself (a penalty, say). Want a function of "
+            "outputs and targets: the curvature of anything else would be lost. Do: measure without that term."
         )
+
+
+def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> None:
+    """More than two examples together: some models mix examples only where there are more, or in another order."""
+    if batch.examples < 3:
+        return
+    with torch.no_grad():
+        together = problem.network(batch, as_is=True)
+        alone = [problem.network(single, as_is=True) for single in _singles(batch)]
+    tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
+    if any(one.shape[1:] != together.shape[1:] for one in alone) or not _close(together, torch.cat(alone), tolerance):
+        raise _coupled()
+
+
+def _check_fixed(problem: Problem, truth: _Truth, outputs: Tensor) -> None:
+    """The outputs of a batch are those of its examples alone."""
+    if _close(outputs, truth.outputs, truth.tolerance):
+        return
+    if torch.finfo(truth.coarsest).bits < 32:
+        raise PrecisionError(
+            f"Got operations in {truth.coarsest} inside of the model, whose outputs then depend on the batch. "
+            "Want float32 or float64 throughout. Do: take casts to half precision out of the model's forward."
+        )
+    with torch.no_grad():
+        again = problem.network(truth.batch, as_is=True)
+    if _close(outputs, again, truth.tolerance):
+        raise _coupled()
+    names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    raise NondeterministicError(
+        "Got different outputs from the same inputs: the model draws random numbers even in eval mode"
+        f"{' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else ''}. Want a fixed function. "
+        "Do: make its randomness depend on self.training, or turn it off."
+    )
+
+
+def _coupled() -> CoupledExamplesError:
     return CoupledExamplesError(
         "Got other outputs for an example in a batch than for the same example alone. "
         "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
@@ -208,39 +510,93 @@ def _no_fixed_function(problem: Problem, batch: Batch, outputs: Tensor) -> Saltf
 def _check_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
     targets = real(batch.targets)
     problem.loss.check(outputs.double(), targets)
+    with torch.enable_grad():
+        problem.loss.gradient(outputs.double(), targets)
     if not bool(problem.loss.total(outputs.double(), targets).isfinite().all()):
         raise NonFiniteError(
             "Got a NaN or infinite loss on the first examples. Want a finite one. Do: check loss and targets."
         )
 
 
-def _agrees(problem: Problem, way: str, batch: Batch, truth: dict[str, Tensor]) -> bool:
+def _agrees(problem: Problem, way: str, truth: _Truth) -> bool:
+    """Whether a way gives every example its own gradients, for each parameter."""
+    comparison = _Comparison(problem, truth)
     try:
-        found = _squares(problem, way, batch)
+        _, backward = WAYS[way](problem.network, truth.batch)
+        backward(truth.columns, comparison.emit, True)
     except SaltflatError:
         raise
     except Exception:
         # Whatever keeps this way from working (an operation without a vectorised form, examples that cannot be told
         # apart, control flow on values), the slower ways are there for it.
         return False
-    names = [name for name, value in truth.items() if value.numel()]
-    off = torch.stack([(found[name] - truth[name]).abs().max() for name in names])
-    size = torch.stack([truth[name].abs().max() for name in names])
-    # A parameter without effect (a key's bias) has nothing but rounding to compare.
-    floor = torch.finfo(size.dtype).eps * size.max()
-    return bool((off <= TOLERANCE[size.dtype] * torch.maximum(size, floor)).all())
+    return comparison.agrees()
 
 
-def _squares(problem: Problem, way: str, batch: Batch) -> dict[str, Tensor]:
-    """Sums of squared per-example gradients for a random column; an example has the same one in every batch."""
-    outputs, backward = WAYS[way](problem.network, batch)
-    found = {name: torch.zeros_like(value) for name, value in problem.network.measured.items()}
+class _Comparison:
+    """Gradients as they are emitted, beside what they must be."""
 
-    def emit(name: str, form: Form) -> None:
-        found[name] = form.squares()
+    def __init__(self, problem: Problem, truth: _Truth) -> None:
+        self.truth, measured = truth, problem.network.measured
+        self.squares = {name: torch.zeros_like(value) for name, value in measured.items()}
+        self.along = {name: value.new_zeros(truth.batch.examples) for name, value in measured.items()}
 
-    backward(_random_column(outputs, batch), emit, True)
-    return found
+    def emit(self, name: str, form: Form) -> None:
+        self.along[name] = form.project(self.truth.directions[name])[0]
+        if self.truth.gradients:
+            self.squares[name] = form.squares()
+
+    def agrees(self) -> bool:
+        truth, squares, along = self.truth, self.squares, self.along
+        if not truth.gradients:
+            return _near(torch.stack([each.double() for each in along.values()]).sum(0), truth)
+        rounding = _rounding(truth.columns, truth.coarsest)
+        if _different(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
+            return False
+        # Sums over the examples do not notice examples that were taken for each other.
+        # Directions are such that rounding is below the tolerance.
+        return not _different(along, truth.projections, truth.sizes, truth, truth.tolerance)
+
+
+def _along(gradients: Tensor, direction: Tensor) -> Tensor:
+    return gradients.reshape(len(gradients), direction.numel()) @ direction.reshape(-1)
+
+
+def _rounding(columns: Tensor, coarsest: torch.dtype) -> float:
+    """The size of gradients that can be rounding alone: of what a norm over a single feature leaves, say."""
+    return 300 * torch.finfo(coarsest).eps * float(columns.norm())
+
+
+def _each(values: Tensor) -> Tensor:
+    """Sums over everything but the first axis."""
+    return values.reshape(len(values), values[0].numel()).sum(1)
+
+
+def _different(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    sizes: Mapping[str, Tensor],
+    truth: _Truth,
+    rounding: float,
+    degree: int = 1,
+) -> list[str]:
+    """Parameters with differences that are more than rounding.
+
+    ``sizes`` are what the values were summed up from; where none is above ``rounding``, there is nothing to compare.
+    ``degree`` is 2 for squares.
+    """
+    names = [name for name in found if name in sizes and wanted[name].numel() and sizes[name].numel()]
+    if not names:
+        return []
+    off = torch.stack([(found[name] - wanted[name]).abs().max().double() for name in names])
+    size = torch.stack([sizes[name].max().double() for name in names])
+    if size.max() <= rounding:
+        return []
+    # A parameter without effect (a key's bias) has nothing but rounding to compare: of others' gradients, or of sums
+    # that cancel.
+    floor = ((100 * torch.finfo(truth.coarsest).eps) ** degree * size.max()).clamp_min(rounding / 30**degree)
+    bad = ~(off <= torch.maximum(truth.tolerance * size, floor))
+    return [name for name, each in zip(names, bad.tolist(), strict=True) if each]
 
 
 def _random_column(outputs: Tensor, batch: Batch) -> Tensor:
@@ -263,22 +619,49 @@ class _Sizes:
     calls: passes.Calls
 
 
-def _taken_apart(problem: Problem, single: Batch) -> tuple[Tensor, dict[str, Tensor], _Sizes]:
-    """One example by the definition; the model has already run on a batch, so an error here is about one example."""
+def _taken_apart(problem: Problem, single: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """One example by the definition: its outputs, a random column and the gradients for that."""
+    network = problem.network
     try:
-        return _by_definition(problem, single)
+        leaves = passes.leaves_of(network)
+        outputs = network(single, leaves=leaves)
+        passes.check_own(network, outputs)
+        column = _random_column(outputs, single)
+        return outputs.detach(), column, _gradients(outputs, leaves, column[0])
     except SaltflatError:
         raise
     except Exception as error:
-        raise ModelError(
-            f"Got an error for example {single.first} alone from a model that runs on a batch: "
-            f"{type(error).__name__}: {error}. Want a model that can be differentiated for a single example. "
-            "Do: check inputs whose first axis is not that of the examples, checkpointing and sparse gradients."
-        ) from error
+        raise _not_differentiable(error, f"example {single.first} alone") from error
 
 
-def _by_definition(problem: Problem, single: Batch) -> tuple[Tensor, dict[str, Tensor], _Sizes]:
-    """One example by the definition: its outputs, its squared gradients, and the sizes of what that went through."""
+def _not_differentiable(error: Exception, what: str) -> ModelError:
+    if "modified by an inplace operation" in str(error):
+        return ModelError(
+            f"Got a model that overwrites in place what its backward pass needs: {first_line(error)}. "
+            "Want it to stay (training refuses this too). Do: replace the in-place operation."
+        )
+    return ModelError(
+        f"Got an error for {what} from a model that runs on a batch: {type(error).__name__}: {error}. "
+        "Want a model that can be differentiated for a single example. "
+        "Do: check inputs whose first axis is not that of the examples, and functions without a backward pass."
+    )
+
+
+def _gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Tensor) -> dict[str, Tensor]:
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if outputs.requires_grad:
+        found = torch.autograd.grad(outputs, list(leaves.values()), column, allow_unused=True)
+    dense = [each.to_dense() if each is not None and each.layout != torch.strided else each for each in found]
+    pairs = zip(leaves.items(), dense, strict=True)
+    return {name: torch.zeros_like(leaf) if value is None else value.detach() for (name, leaf), value in pairs}
+
+
+def _sizes(problem: Problem, truth: _Truth, way: str, results: int) -> _Sizes | None:
+    """What an example takes, from a pass of it alone in one of the looped ways; None if that gives other gradients.
+
+    ``results`` are the bytes of all results of its forward pass.
+    """
+    single = truth.batch
     network = problem.network
     constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
     saved: dict[int, int] = {}
@@ -293,23 +676,40 @@ def _by_definition(problem: Problem, single: Batch) -> tuple[Tensor, dict[str, T
         return tensor
 
     record: list[tuple[nn.Module, Tensor, Tensor]] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs, backward = passes.together(network, single, loop=True, record=record)
-    for _, x, _ in record:
-        keep(x)
-    found = {name: torch.zeros_like(value) for name, value in network.measured.items()}
     factors: list[tuple[int, int]] = [(0, 0)]
+    comparison = _Comparison(problem, truth)
 
     def emit(name: str, form: Form) -> None:
-        found[name] = form.squares()
         factors.append(form.sizes())
+        comparison.emit(name, form)
 
-    backward(_random_column(outputs, single), emit, True)
+    try:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                outputs, backward = WAYS[way](network, single, record=record)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            # Transforms of torch.func inside of a model do not allow them. No more is saved than there are results.
+            record.clear()
+            outputs, backward = WAYS[way](network, single, record=record)
+            saved[0] = results
+        backward(truth.columns, emit, True)
+    except SaltflatError:
+        raise
+    except Exception:
+        if way == PLAIN:
+            raise
+        return None
+    if way != PLAIN and not comparison.agrees():
+        return None
+    for _, x, _ in record:
+        keep(x)
     activations = [outputs.numel() * outputs.element_size(), *(y.numel() * y.element_size() for _, _, y in record)]
     still, moving = (max(part) for part in zip(*factors, strict=True))
     calls = passes.Calls.of(single, [(module, x.shape) for module, x, _ in record])
     every = sum(each for _, each in factors)
-    return outputs, found, _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
+    return _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:

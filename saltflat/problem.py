@@ -93,6 +93,14 @@ class Problem:
                 "Do: take autocast out of the model's forward."
             )
         if not finite(outputs):
+            masked = outputs == -torch.inf
+            if bool((masked | outputs.isfinite()).all()):
+                classes = masked.reshape(-1, masked.shape[-1]).any(0).nonzero().flatten().tolist()
+                raise NonFiniteError(
+                    f"Got -inf in the model's outputs (at {', '.join(map(str, classes[:4]))} of their last axis): "
+                    "masked classes. Want finite outputs. "
+                    "Do: mask with a large negative number such as -1e9, which gives the same probabilities."
+                )
             raise NonFiniteError(
                 "Got NaN or infinity in the model's outputs "
                 f"for examples {batch.first} to {batch.first + batch.examples - 1}. "
@@ -101,11 +109,11 @@ class Problem:
 
     def _check_weights(self) -> None:
         members = [*self.model.named_parameters(), *self.model.named_buffers()]
-        values = {name: v for name, v in members if v.is_floating_point() and v.device.type != "meta"}
+        values = {name: v.detach() for name, v in members if v.is_floating_point()}
         # One answer for all of them first: on a GPU every single one would be waited for.
         if not values or bool(all(flags.all() for flags in _by_device(values.values()))):
             return
-        name, bad = next((name, int((~v.isfinite()).sum())) for name, v in values.items() if not v.isfinite().all())
+        name, bad = next((name, int((~_wide(v).isfinite()).sum())) for name, v in values.items() if not finite(v))
         raise NonFiniteError(
             f"Got {bad} NaN or infinite numbers in {name!r}. Want finite weights: this training has diverged. "
             "Do: load an earlier checkpoint."
@@ -150,13 +158,19 @@ def _by_device(values: Iterable[Tensor]) -> Iterator[Tensor]:
     """Whether each tensor is finite, one array per device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for value in values:
-        flags.setdefault(value.device, []).append(value.isfinite().all())
+        flags.setdefault(value.device, []).append(_wide(value).isfinite().all())
     yield from (torch.stack(each) for each in flags.values())
 
 
 def finite(values: Tensor) -> bool:
     """Whether all values are finite; the sum tells it without an array of their size, unless it overflows itself."""
+    values = _wide(values)
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Numbers of eight bits as float32: torch does not compute with them."""
+    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
 def real(targets: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import nan
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch import Tensor
 from saltflat.columns import Plan
 from saltflat.data import Batch
 from saltflat.errors import SaltflatError
+from saltflat.geometry import Geometry, geometries
 from saltflat.passes import Calls
 from saltflat.probe import Probe, probe
 from saltflat.problem import Problem, real
+from saltflat.sampling import Groups
 
 Tick = Callable[[str, int, int | None], None]
+
+FEW = 32  # examples at most to keep for a look at them
 
 
 class NotDefinedError(SaltflatError, ValueError):
@@ -31,12 +36,15 @@ class Found:
     Attributes:
         value: one tensor per parameter name, or whatever the statistic says of the network as a whole.
         replicates: the same with one random draw left out at a time; None where nothing random was drawn from.
+        without: the same with one group of examples left out, a function of the group's number; None where that is not
+            known. See :mod:`saltflat.sampling`.
         exact: whether it is what its name says, to rounding.
         notes: what a reader should know besides.
     """
 
     value: Any
     replicates: tuple[Any, ...] | None = None
+    without: Callable[[int], Any] | None = field(default=None, kw_only=True)
     exact: bool = True
     notes: tuple[str, ...] = ()
 
@@ -51,7 +59,9 @@ class Setting:
         limit: bytes of working memory.
         initial: the parameters before training, where they were given.
         tick: called as ``tick(what, done, total)`` while work goes on.
+        sampling: whether to find out how far the numbers depend on the choice of the examples.
         probes: how each kind of input is best swept, as far as seen.
+        first: the first few examples that were probed.
     """
 
     def __init__(
@@ -62,29 +72,63 @@ class Setting:
         limit: int,
         initial: Mapping[str, Tensor] | None = None,
         tick: Tick = lambda what, done, total: None,
+        sampling: bool = False,
     ) -> None:
         self.problem, self.plan, self.seed, self.limit = problem, plan, seed, limit
-        self.initial, self.tick = initial, tick
+        self.initial, self.tick, self.sampling = initial, tick, sampling
         # Inputs of other shapes may go through the model in another way: each kind is looked at when it first appears.
-        self.probes: dict[tuple[tuple[torch.Size, ...], bool], Probe] = {}
+        self.probes: dict[tuple[Any, bool], Probe] = {}
+        self.first: Batch | None = None
         self._counts: tuple[int, float, float] | None = None
+        self._first: Batch | None = None
+        self._geometries: Mapping[str, Geometry] | None = None
 
     def probe(self, batch: Batch) -> Probe:
-        inputs = Calls.of(batch, []).inputs
+        inputs = Calls.of(batch, []).inputs, tuple(each.dtype for each in batch.tensors())
         kind = (inputs, batch.examples > 1 or (inputs, True) in self.probes)
+        self._first = self._first or batch.cut(0, 2)
         if kind not in self.probes:
             with torch.enable_grad():  # whoever asks may need none
                 self.probes[kind] = probe(self.problem, batch)
-        return self.probes[kind]
+        found = self.probes[kind]
+        if self.first is None:
+            self.first = batch.cut(0, max(1, min(FEW, self.limit // (found.fixed + found.moving))))
+        return found
+
+    @property
+    def geometries(self) -> Mapping[str, Geometry]:
+        """How the measured parameters are matrices, as the model uses them on its first examples."""
+        if self._geometries is None:
+            first = self._first or next(iter(self.problem.batches())).cut(0, 2)
+            self._geometries = geometries(self.problem.network, first)
+        return self._geometries
 
     def chunks(self, passes: int = 1) -> Iterator[Batch]:
         """All data, cut so that a forward pass and the graphs of so many backward passes fit in memory."""
         for batch in self.problem.batches():
-            found = self.probe(batch)
-            # Each differentiation keeps about as much again as the pass it differentiates.
-            size = max(1, self.limit // ((found.fixed + found.moving) << passes))
-            for start in range(0, batch.examples, size):
-                yield batch.cut(start, start + size)
+            yield from self.cut(batch, passes)
+
+    def cut(self, batch: Batch, passes: int) -> Iterator[Batch]:
+        """A batch, cut in the same way."""
+        found = self.probe(batch)
+        # Each differentiation keeps about as much again as the pass it differentiates.
+        size = max(1, self.limit // ((found.fixed + found.moving) << passes))
+        for start in range(0, batch.examples, size):
+            yield batch.cut(start, start + size)
+
+    @cached_property
+    def groups(self) -> Groups | None:
+        """The split of the examples that standard errors over examples are found with; None if nobody asks."""
+        return Groups(self.problem.expected) if self.sampling else None
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many examples each group has; empty without groups, or if there is but one."""
+        if self.groups is None:
+            return ()
+        counts = torch.bincount(self.groups.of(torch.arange(self.examples)), minlength=self.groups.count)
+        sizes = tuple(size for size in counts.tolist() if size)
+        return sizes if len(sizes) > 1 else ()
 
     @property
     def examples(self) -> int:

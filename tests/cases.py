@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from saltflat.layers.affine import Affine
 
@@ -21,7 +24,8 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 class Case:
     """A model, its data in batches, and a loss said twice: as a user passes it, and in torch's own words.
 
-    ``loss_function`` takes the outputs and targets of *all* examples at once and gives the loss of the data.
+    ``loss_function`` takes the outputs and targets of *all* examples at once and gives the loss of the data. ``copies``
+    is how often an example is in its batch when the oracle runs it.
     """
 
     model: nn.Module
@@ -29,6 +33,7 @@ class Case:
     loss: str | LossFunction
     loss_function: LossFunction
     name: str = ""
+    copies: int = 1
 
 
 CASES: dict[str, Callable[[], Case]] = {}
@@ -439,6 +444,19 @@ def instance_norm() -> Case:
 
 
 @case
+def instance_norm_before_channels_last() -> Case:
+    """Torch's backward of it is wrong for a single image whose gradient comes with the channels last."""
+
+    def rule(net: Any, x: Tensor) -> Any:
+        return net.head(net.conv(net.norm(x).contiguous(memory_format=torch.channels_last)).tanh().flatten(1))
+
+    parts = {"norm": nn.InstanceNorm2d(2, affine=True), "conv": nn.Conv2d(2, 3, 3, padding=1)}
+    model = Net(rule, **parts, head=nn.Linear(27, 3))
+    built = problem(model, reals(4, 2, 3, 3), integers(3, 4), sizes=(2, 2))
+    return replace(built, copies=2)
+
+
+@case
 def layer_norm_of_one_and_of_two_dimensions() -> Case:
     model = nn.Sequential(
         nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.LayerNorm((2, 4)), nn.Flatten(), nn.Linear(8, 3)
@@ -567,6 +585,31 @@ def embedding_with_padding_index() -> Case:
 
 
 @case
+def embedding_with_sparse_gradients() -> Case:
+    model = Net(
+        lambda net, tokens: net.head(net.embed(tokens).sum(1).tanh()),
+        embed=nn.Embedding(5, 3, sparse=True),
+        head=nn.Linear(3, 3),
+    )
+    return problem(model, integers(5, 4, 3), integers(3, 4))
+
+
+@case
+def embedding_with_sparse_gradients_before_a_weight_set_by_its_parent() -> Case:
+    def rule(net: Any, tokens: Tensor) -> Any:
+        net.layer.weight = 2 * net.free.tanh()
+        outputs = net.layer(net.embed(tokens)).sum(1)
+        del net.layer.weight
+        return outputs
+
+    model = Net(
+        rule, embed=nn.Embedding(5, 3, sparse=True), layer=nn.Linear(3, 3), free=nn.Parameter(torch.randn(3, 3))
+    )
+    del model.get_submodule("layer").weight
+    return problem(model, integers(5, 4, 3), integers(3, 4))
+
+
+@case
 def embedding_bag() -> Case:
     model = nn.Sequential(nn.EmbeddingBag(5, 3, mode="mean"), nn.Tanh(), nn.Linear(3, 3))
     return problem(model, torch.tensor([[1, 2, 1], [3, 0, 0], [4, 4, 1], [2, 1, 3]]), integers(3, 4))
@@ -646,6 +689,133 @@ def leaf_module_with_two_outputs() -> Case:
 def bilinear_layer_of_two_inputs() -> Case:
     model = Net(lambda net, a, b: net.head(net.pair(a, b).tanh()), pair=nn.Bilinear(2, 3, 4), head=nn.Linear(4, 3))
     return problem(model, (reals(5, 2), reals(5, 3)), integers(3, 5))
+
+
+@case
+def checkpointed_functions() -> Case:
+    """All weights have one shape: a backward pass that mistakes one tensor for another gets no error of it."""
+
+    def inner(net: Any, x: Tensor) -> Any:
+        return net.layer(x.sort(-1).values).tanh() + net.other(x)
+
+    def rule(net: Any, x: Tensor) -> Any:
+        return net.head(checkpoint(net.inner, net.first(x), use_reentrant=False))
+
+    inside = Net(inner, layer=nn.Linear(3, 3), other=nn.Linear(3, 3))
+    return problem(Net(rule, first=nn.Linear(3, 3), inner=inside, head=nn.Linear(3, 3)), reals(5, 3), integers(3, 5))
+
+
+# Modules whose tensors are others while they are called.
+
+
+@case
+def weight_swapped_by_functional_call() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        return net.head(functional_call(net.layer, {"weight": 3 * net.layer.weight}, (x,)).relu() + net.layer(x))
+
+    return problem(Net(rule, layer=nn.Linear(4, 5), head=nn.Linear(5, 3)), reals(5, 4), integers(3, 5))
+
+
+@case
+def weight_made_by_another_parameter() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        made = {"weight": net.low @ net.high, "bias": net.head.bias.sum().expand(5)}
+        return net.head(functional_call(net.layer, made, (x,)).relu())
+
+    model = Net(
+        rule,
+        layer=nn.Linear(4, 5),
+        head=nn.Linear(5, 3),
+        low=nn.Parameter(torch.randn(5, 2)),
+        high=nn.Parameter(torch.randn(2, 4)),
+    )
+    return problem(model, reals(5, 4), integers(3, 5))
+
+
+@case
+def weight_replaced_by_hand_during_the_forward_pass() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        weight = net.conv._parameters["weight"]
+        try:
+            net.conv._parameters["weight"] = weight - weight.mean((1, 2, 3), keepdim=True)
+            hidden = net.conv(x)
+        finally:
+            net.conv._parameters["weight"] = weight
+        return net.head(hidden.relu().mean((2, 3)))
+
+    return problem(Net(rule, conv=nn.Conv2d(2, 4, 2), head=nn.Linear(4, 3)), reals(5, 2, 3, 3), integers(3, 5))
+
+
+@case
+def batch_norm_with_other_statistics_for_one_call() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        other = {"running_mean": net.norm.running_mean + 1, "running_var": 3 * net.norm.running_var}
+        x = net.layer(x)
+        return net.head((net.norm(x) + functional_call(net.norm, other, (x,))).relu())
+
+    model = Net(rule, layer=nn.Linear(4, 5), norm=nn.BatchNorm1d(5), head=nn.Linear(5, 3))
+    return problem(with_history(model, 8, 4), reals(5, 4), integers(3, 5))
+
+
+@case
+def parameter_that_is_a_buffer_too() -> Case:
+    model = mlp(nn.ReLU)
+    model[0].register_buffer("alias", model.get_parameter("0.weight"))
+    model.register_buffer("another", model.get_parameter("2.bias"))
+    return problem(model, reals(5, 4), integers(3, 5))
+
+
+# Examples that change their places, and models that differentiate.
+
+
+@case
+def examples_in_reverse_order_inside_of_the_model() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        return net.head(net.turned(net.layer(x).relu().flip(0)).flip(0).relu())
+
+    model = Net(rule, layer=nn.Linear(4, 5), turned=nn.Linear(5, 5), head=nn.Linear(5, 3))
+    return problem(model, reals(6, 4), integers(3, 6))
+
+
+@case
+def examples_dealt_into_two_halves_inside_of_the_model() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        x = net.layer(x).relu()
+        # Two examples stay where they are; four do not.
+        dealt = x if len(x) % 2 else x.view(2, -1, 5).transpose(0, 1).reshape(-1, 5)
+        dealt = net.turned(dealt).relu()
+        return net.head(dealt if len(x) % 2 else dealt.view(-1, 2, 5).transpose(0, 1).reshape(-1, 5))
+
+    model = Net(rule, layer=nn.Linear(4, 5), turned=nn.Linear(5, 5), head=nn.Linear(5, 3))
+    return problem(model, reals(8, 4), integers(3, 8), sizes=(4, 4))
+
+
+@case
+def values_without_a_gradient_inside_of_the_forward_pass() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            gate, scale = net.layer(x).sigmoid(), net.layer.weight.norm()
+        return net.head((net.layer(x) * gate / scale + net.layer(x).tanh().detach()).relu())
+
+    return problem(Net(rule, layer=nn.Linear(4, 5), head=nn.Linear(5, 3)), reals(6, 4), integers(3, 6))
+
+
+@case
+def gradient_inside_of_the_forward_pass() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(net.energy(x).tanh().sum(), x, create_graph=True)
+        return net.head(force)
+
+    return problem(Net(rule, energy=nn.Linear(4, 5), head=nn.Linear(4, 3)), reals(5, 4), integers(3, 5))
+
+
+@case
+def vmap_inside_of_the_forward_pass() -> Case:
+    def rule(net: Any, x: Tensor) -> Any:
+        return torch.func.vmap(lambda each: net.head(net.layer(each).relu()))(x)
+
+    return problem(Net(rule, layer=nn.Linear(4, 5), head=nn.Linear(5, 3)), reals(5, 4), integers(3, 5))
 
 
 # Shapes of data.
@@ -789,12 +959,116 @@ def binary_cross_entropy() -> Case:
 
 
 def log_cosh(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).cosh().log().sum()
+    return (outputs - targets).cosh().log().sum() / len(outputs)
 
 
 def saddle(outputs: Tensor, targets: Tensor) -> Tensor:
     first, second, third = outputs.unbind(-1)
-    return (first * second - 2 * first * third + (outputs - targets).sin().sum(-1)).sum()
+    return (first * second - 2 * first * third + (outputs - targets).sin().sum(-1)).mean()
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        likely = (-F.cross_entropy(outputs, targets, reduction="none")).exp()
+        return -((1 - likely).square() * likely.log()).mean()
+
+
+class Halved(nn.MSELoss):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs, targets) / 2
+
+
+class Confident(nn.BCEWithLogitsLoss):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(2 * outputs, targets)
+
+
+@case
+def focal_loss_as_a_subclass_of_cross_entropy() -> Case:
+    return problem(mlp(nn.ReLU), reals(5, 4), integers(3, 5), Focal())
+
+
+@case
+def half_a_squared_error_as_a_subclass() -> Case:
+    return problem(mlp(nn.ReLU), reals(5, 4), reals(5, 3), Halved())
+
+
+@case
+def binary_cross_entropy_of_doubled_logits_as_a_subclass() -> Case:
+    return problem(mlp(nn.ReLU), reals(5, 4), integers(2, 5, 3).double(), Confident())
+
+
+@case
+def loss_module_with_another_forward() -> Case:
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    loss.forward = Focal().forward  # type: ignore[method-assign, assignment]
+    return problem(mlp(nn.ReLU), reals(5, 4), integers(3, 5), loss)
+
+
+@case
+def loss_module_with_a_hook() -> Case:
+    loss = nn.MSELoss()
+    loss.register_forward_hook(lambda module, args, value: 5 * value)
+    return problem(mlp(nn.ReLU), reals(5, 4), reals(5, 3), loss)
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter and a buffer of its own, in float32."""
+
+    prior: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("prior", torch.tensor([0.25, 0.5, -1.0]))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs / self.temperature + self.prior, targets)
+
+
+@case
+def loss_module_with_parameters_in_float32() -> Case:
+    return problem(mlp(nn.ReLU), reals(5, 4), integers(3, 5), Tempered())
+
+
+@case
+def weighted_binary_cross_entropy() -> Case:
+    loss = nn.BCEWithLogitsLoss(weight=torch.tensor([0.5, 2.0, 3.5]))
+    return problem(mlp(nn.ReLU), reals(6, 4), integers(2, 6, 3).double(), loss)
+
+
+@case
+def torchs_function_with_weights_and_ignored_labels() -> Case:
+    weight = torch.tensor([0.5, 2.0, 3.5], dtype=torch.float64)
+    loss = partial(F.cross_entropy, weight=weight, ignore_index=1, label_smoothing=0.1)
+    built = problem(mlp(nn.ReLU), reals(6, 4), torch.tensor([0, 1, 2, 0, 2, 1]), loss)
+    return replace(built, loss_function=loss)
+
+
+@case
+def likelihood_of_log_probabilities() -> Case:
+    return likelihood(mlp(nn.ReLU), integers(3, 6))
+
+
+@case
+def likelihood_with_weights_and_ignored_labels() -> Case:
+    weight = torch.tensor([0.5, 2.0, 3.5], dtype=torch.float64)
+    return likelihood(mlp(nn.ReLU), torch.tensor([0, 1, 2, 0, 2, 1]), weight=weight, ignore_index=1)
+
+
+def likelihood(logits: nn.Sequential, labels: Tensor, **options: Any) -> Case:
+    """``NLLLoss`` of a network that ends in a log-softmax: the loss of its logits, which the oracle is given."""
+    built = problem(nn.Sequential(*logits, nn.LogSoftmax(1)), reals(len(labels), 4), labels, nn.NLLLoss(**options))
+    return replace(built, loss_function=nn.CrossEntropyLoss(**options))
+
+
+@case
+def labels_of_one_byte() -> Case:
+    # As a byte, -100 is 156.
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 160, bias=False))
+    labels = torch.tensor([156, 2, 156, 159], dtype=torch.uint8)
+    built = problem(model, reals(4, 2), labels)
+    return replace(built, loss_function=lambda outputs, targets: F.cross_entropy(outputs, targets.long()))
 
 
 @case

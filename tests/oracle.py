@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from cases import Batch, Case, examples_of, targets_of
+from cases import Batch, Case, examples_of, joined, targets_of
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -76,22 +76,22 @@ def hessian_block(case: Case, name: str) -> Tensor:
 
 @cache
 def linearized(case: Case) -> Linearized:
-    model, parameters = frozen_copy(case.model)
-    names = trainable(case.model)
-    for name in names:
-        parameters[name].requires_grad_()
-    outputs = outputs_of(case, model, parameters)
-    count, width = len(outputs), outputs[0].numel()
+    # The parameters stay where they are: a model may reach them by ways that no name leads along.
+    model = deepcopy(case.model).double().eval()
+    names, parameters = trainable(case.model), dict(model.named_parameters())
+    singles = single_outputs(case, model, {})
+    count, width = len(singles), singles[0].numel()
     jacobians = {name: torch.zeros(count, width, parameters[name].numel(), dtype=torch.float64) for name in names}
-    for n, output in enumerate(outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(1)):
-        for k, number in enumerate(output):
+    for n, output in enumerate(singles):
+        for k, number in enumerate(output.flatten()):
             slopes = torch.autograd.grad(
                 number, [parameters[name] for name in names], retain_graph=True, allow_unused=True
             )
             for name, slope in zip(names, slopes, strict=True):
                 if slope is not None:
-                    jacobians[name][n, k] = slope.flatten()
+                    jacobians[name][n, k] = slope.to_dense().flatten()
 
+    outputs = torch.cat(singles)
     flat = outputs.detach().requires_grad_()
     value = loss_at(case, flat)
     (slope,) = torch.autograd.grad(value, flat)
@@ -111,8 +111,13 @@ def frozen_copy(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def outputs_of(case: Case, model: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
+    return torch.cat(single_outputs(case, model, parameters))
+
+
+def single_outputs(case: Case, model: nn.Module, parameters: dict[str, Tensor]) -> list[Tensor]:
     # Each example goes through the model alone, so no operation can mix two of them.
-    return torch.cat([output_of(model, parameters, example) for example in examples_of(case.batches)])
+    batches = [joined([example] * case.copies) for example in examples_of(case.batches)]
+    return [output_of(model, parameters, batch)[:1] for batch in batches]
 
 
 def output_of(model: nn.Module, parameters: dict[str, Tensor], example: Batch) -> Tensor:
@@ -127,6 +132,7 @@ def output_of(model: nn.Module, parameters: dict[str, Tensor], example: Batch) -
         output: Any = functional_call(model, parameters, args, kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+    output = output["logits"] if isinstance(output, dict) else output
     tensor: Tensor = output if isinstance(output, Tensor) else output.logits
     return tensor
 

@@ -87,7 +87,7 @@ def brute_force(A: csr_array, weights: Array) -> float:
     def hessian(s: Array) -> Array:
         return np.asarray((a.T * terms(s)) @ a)
 
-    found = minimize(total, np.zeros(a.shape[1]), jac=gradient, hess=hessian, method="trust-exact", tol=1e-9)
+    found = minimize(total, np.zeros(a.shape[1]), jac=gradient, hess=hessian, method="trust-ncg", tol=1e-9)
     # SciPy calls it a failure where rounding ends the descent; what counts is that it is at the bottom.
     assert np.abs(gradient(found.x)).max() <= 1e-8 * found.fun
     return unit * float(found.fun)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch.utils import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat
@@ -244,3 +245,104 @@ def test_squares_that_overflow_are_named() -> None:
 def test_wrappers_are_refused_with_what_to_pass_instead(wrap: Any) -> None:
     with pytest.raises(errors.ModelError, match="Do: pass"):
         saltflat.statistics_of(wrap(nn.Linear(6, 3)), (random(4, 6).float(), labels(4)), "curvature_trace")
+
+
+def test_checkpoints_of_the_older_kind_are_measured_and_left_as_they_were() -> None:
+    class Net(nn.Module):
+        def __init__(self, reentrant: bool | None) -> None:
+            super().__init__()
+            self.first, self.last, self.reentrant = nn.Linear(6, 6), nn.Linear(6, 3), reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.first(x).tanh()
+            if self.reentrant is None:
+                return self.last(hidden)  # type: ignore[no-any-return]
+            return checkpoint.checkpoint(self.last, hidden, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    kept = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook
+    found = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(0)
+        net = Net(reentrant).double()
+        found.append(check_with_single_examples(net, [(random(7, 6), labels(7))]))
+    for other in found[1:]:
+        for name in NAMES:
+            torch.testing.assert_close(dict(other[name]), dict(found[0][name]), rtol=1e-12, atol=0)
+    assert (checkpoint.CheckpointFunction, checkpoint._checkpoint_hook) == kept
+
+
+class Encoder(nn.Module):
+    """Leaves a mask aside where nothing is masked, as libraries of transformers do."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.looks = looks
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = None if self.looks and mask.all() else ~mask
+        out: Tensor = self.head(self.layer(x, src_key_padding_mask=hidden).mean(1))
+        return out
+
+
+@pytest.mark.parametrize(("padded", "way"), [((), "mapped"), ((0, 1, 2, 3), "mapped"), ((1, 2), "single")])
+def test_examples_that_agree_on_what_their_masks_decide_are_mapped(padded: tuple[int, ...], way: str) -> None:
+    torch.manual_seed(0)
+    looks, plain = Encoder(looks=True).double(), Encoder(looks=False).double()
+    plain.load_state_dict(looks.state_dict())
+    mask = torch.ones(4, 5).bool()
+    mask[list(padded), 3:] = False
+    data = [((torch.randn(4, 5, 4).double(), mask), torch.tensor([0, 1, 2, 0]))]
+    measures = ["hessian_trace", "fisher_frobenius"]
+    found, wanted = (saltflat.measure(each, data, measures=measures, certificate=False) for each in (looks, plain))
+    assert found.settings["way"] == way
+    for name in measures:
+        assert found[name].value == pytest.approx(wanted[name].value, rel=1e-9)
+
+
+class Force(nn.Module):
+    """Gives the gradient of an energy, and cuts the graph only where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.energy, self.last = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = self.first(x)
+            h = h if h.requires_grad else h.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(h).tanh().square().sum(), h, create_graph=True)
+        out: Tensor = self.last(force)
+        return out
+
+
+def test_a_layer_that_forward_derivatives_do_not_reach_is_measured() -> None:
+    torch.manual_seed(0)
+    check_with_single_examples(Force().double(), [(random(7, 6), labels(7))], layers=["first"])
+
+
+def test_group_norm_of_channels_last_does_not_end_the_process() -> None:
+    """Torch's backward pass does, on a CPU, where nothing before it has a gradient."""
+
+    class Net(nn.Module):
+        def __init__(self, layout: torch.memory_format) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head, self.layout = (
+                nn.Conv2d(2, 4, 2),
+                nn.GroupNorm(2, 4),
+                nn.Linear(16, 3),
+                layout,
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.conv(x).contiguous(memory_format=self.layout)
+            out: Tensor = self.head(self.norm(hidden).tanh().flatten(1))
+            return out
+
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        data = [(random(7, 2, 3, 3), labels(7))]
+        found.append(check_with_single_examples(Net(layout).double(), data, layers=["norm"])["curvature_diagonal"])
+    torch.testing.assert_close(dict(found[1]), dict(found[0]), rtol=1e-12, atol=0)

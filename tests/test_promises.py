@@ -36,12 +36,23 @@ class Fuse(torch.autograd.Function):
         return g, None
 
 
+class Count:
+    """Passes left until the fault. An object of its own: dicts of a module are restored between passes."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, float] = {"forward": float("inf"), "backward": float("inf")}
+
+
 class Bomb(nn.Module):
     """Passes its input on, and raises at the k-th forward or backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left: dict[str, float] = {"forward": float("inf"), "backward": float("inf")}
+        self.count = Count()
+
+    @property
+    def left(self) -> dict[str, float]:
+        return self.count.left
 
     def tick(self, which: str) -> None:
         self.left[which] -= 1
@@ -220,3 +231,92 @@ def test_the_users_own_hooks_are_part_of_the_function() -> None:
 
     spelled = saltflat.statistics_of(Halved(), data, "curvature_diagonal")["curvature_diagonal"]["weight"]
     torch.testing.assert_close(hooked, spelled)
+
+
+class Writes(nn.Module):
+    """Writes to everything it holds, in every way there is."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, width), nn.Linear(width, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.plain, self.past = torch.zeros(3), torch.ones(2)
+        self.history: list[Any] = []
+        self.counts: dict[str, Any] = {"calls": 0, "sums": torch.zeros(2), "inner": {"list": [1]}}
+        self.names, self.array = {"a"}, np.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plain += 1
+        self.past.data.mul_(2)
+        self.history.append(x)
+        self.counts["calls"] += 1
+        self.counts["sums"].add_(1)
+        self.counts["inner"]["list"].append(2)
+        self.counts["more"] = 1
+        self.names.add("b")
+        self.array += 1
+        self.get_buffer("seen").add_(1)
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        self.head.weight.data.mul_(0.5)
+        out: Tensor = self.head(self.layer(x).relu())
+        return out * float(self.counts["calls"]) * float(self.get_buffer("seen"))
+
+
+def held_by(net: Writes) -> Any:
+    counts = {**net.counts, "sums": net.counts["sums"].tolist(), "inner": {"list": list(net.counts["inner"]["list"])}}
+    plain = [net.plain.tolist(), net.past.tolist(), list(net.history), counts, set(net.names), net.array.tolist()]
+    return plain, {name: value.clone() for name, value in net.state_dict().items()}
+
+
+# Above 64 MiB as well: the largest weights are copied, too.
+@pytest.mark.parametrize("width", [5, 2_300_000], ids=["small", "large"])
+def test_a_model_that_writes_to_everything_keeps_it_and_is_one_function(width: int) -> None:
+    torch.manual_seed(0)
+    net = Writes(width)
+    before, tensors = held_by(net)
+    data = torch.randn(3, 4), torch.tensor([0, 1, 1])
+    found = saltflat.statistics_of(net, data, "curvature_trace", layers=["head.bias"])
+    after, now = held_by(net)
+    assert after == before
+    assert now.keys() == tensors.keys()
+    assert all(torch.equal(value, tensors[name]) for name, value in now.items())
+    # The first call is the function: every later one is made from the same state.
+    with torch.no_grad():
+        p = net(data[0]).softmax(1)
+    assert float(found["curvature_trace"]["head.bias"]) == pytest.approx(
+        float((p - p.square()).sum(1).mean()), rel=1e-4
+    )
+
+
+def test_parameters_that_are_written_to_where_it_matters_are_refused_by_name() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    net = Writes()
+    before, tensors = held_by(net)
+    with pytest.raises(ModelError, match=r"writes to its own parameter 'layer\.weight'"):
+        saltflat.statistics_of(net, data, "curvature_trace")
+    after, now = held_by(net)
+    assert after == before
+    assert all(torch.equal(value, tensors[name]) for name, value in now.items())
+
+
+def test_measures_are_of_the_users_weights_and_not_of_what_a_pass_made_of_them() -> None:
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.calls = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.data.add_(1)
+            return super().forward(x)
+
+    net = Counts()
+    data = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    initial = {name: torch.zeros_like(value) for name, value in net.named_parameters()}
+    found = saltflat.measure(
+        net, data, measures=["distance_from_init", "fisher_trace"], initial=initial, certificate=False
+    )
+    wanted = torch.cat([value.detach().flatten() for value in net.parameters()]).norm()
+    assert found["distance_from_init"].value == pytest.approx(float(wanted), rel=1e-6)
+    assert net.calls.item() == 1

@@ -26,14 +26,23 @@ def _statistics(module: BatchNorm) -> tuple[Tensor, Tensor]:
     return module.running_mean, (module.running_var + module.eps).rsqrt()
 
 
-def scale_and_shift(module: BatchNorm, x: Tensor) -> Tensor:
+def normalize_with_fixed_statistics(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     """The same numbers as one multiplication, whose backward is one multiplication."""
-    mean, inverse = _statistics(module)
-    scale = inverse * module.weight if module.weight is not None else inverse
+    inverse = (variance + eps).rsqrt()
+    scale = inverse * weight if weight is not None else inverse
     shift = -mean * scale
-    if module.bias is not None:
-        shift = shift + module.bias
+    if bias is not None:
+        shift = shift + bias
     return x * _along_channels(scale, x) + _along_channels(shift, x)
+
+
+def scale_and_shift(module: BatchNorm, x: Tensor) -> Tensor:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    statistics = module.running_mean, module.running_var
+    return normalize_with_fixed_statistics(x, *statistics, module.weight, module.bias, module.eps)
 
 
 @layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, forward=scale_and_shift, applies=_fixed)
