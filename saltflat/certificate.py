@@ -14,8 +14,10 @@ from saltflat.errors import EmptyDataError, OptionError
 from saltflat.loan import loan
 from saltflat.probe import checked_outputs
 from saltflat.problem import Problem, real
-from saltflat.sweep import check_seed
+from saltflat.sweep import bytes_from, check_seed
 from saltflat.turns import in_turn
+
+GRAPHS = 24  # times the results of a forward pass: what differentiating it twice holds, gaps in the heap included
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ def certify(
     examples: int = 8,
     seed: int = 0,
     mode: str = "eval",
+    memory: str | int = "1GiB",
 ) -> Certificate:
     """Compare v'Hv with v'Gv for a random direction v of every parameter, in float64, on the first few examples.
+
+    Fewer are taken at once where ``memory`` is too little for all of them.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -90,17 +95,22 @@ def certify(
     seed = check_seed(seed)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
         raise OptionError(f"Got examples={examples!r}. Want at least 1. Do: leave it out for 8.")
+    room = bytes_from(memory)
     with loan(model, mode, data):
         problem = Problem.of(model, data, loss, layers, torch.float64, mode)
         seen, share = 0, 0.0
         sums = {name: [0.0, 0.0] for name in problem.network.measured}
         for batch in problem.batches():
             few = batch.cut(0, examples - seen)
-            checked_outputs(problem, few.cut(0, 2))
-            both, part = _curvatures(problem, few, seed)
-            for name, pair in both.items():
-                sums[name] = [total + float(value) for total, value in zip(sums[name], pair, strict=True)]
-            seen, share = seen + few.examples, share + part
+            pair = few.cut(0, 2)
+            _, noticed = checked_outputs(problem, pair)
+            step = max(1, room // (GRAPHS * noticed.bytes // pair.examples))
+            for start in range(0, few.examples, step):
+                both, part = _curvatures(problem, few.cut(start, start + step), seed)
+                for name, found in both.items():
+                    sums[name] = [total + float(value) for total, value in zip(sums[name], found, strict=True)]
+                share += part
+            seen += few.examples
             if seen >= examples:
                 break
     if share <= 0:
@@ -139,10 +149,13 @@ def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tu
     # The gradient of <w, outputs> is J'w, linear in w: its derivative along v with respect to w is Jv.
     w = torch.zeros_like(outputs, requires_grad=True)
     results = []
-    for scalar, variable in ((problem.loss.total(outputs, targets).sum(), None), ((outputs * w).sum(), w)):
+    for variable in (None, w):
+        scalar = problem.loss.total(outputs, targets).sum() if variable is None else outputs
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if scalar.requires_grad:
-            gradients = torch.autograd.grad(scalar, list(leaves.values()), create_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(
+                scalar, list(leaves.values()), variable, create_graph=True, allow_unused=True
+            )
         found = {}
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             v = direction(leaf.shape, seed).to(leaf.device)

@@ -19,6 +19,7 @@ Data: TypeAlias = Iterable[Any] | tuple[Tensor, Tensor] | Dataset[Any]
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPARED_PLACES = 4096  # per example and tensor, about
+COMPARED_AT_ONCE = 1 << 18  # places, in whole numbers of eight bytes
 HELD = 1 << 30  # bytes of data to hold in memory at most, where a loader's order cannot be fixed
 
 
@@ -237,26 +238,29 @@ def checked(data: Any) -> Data:
     if isinstance(data, DataLoader):
         data = _in_order(data)
     one = next(batches(data), None)
-    one = one and _copied(one)
-    two = next(batches(data), None)
     if one is None:
         raise EmptyDataError(
             "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
         )
+    held: Data = data
+    if _is_one_batch(data) or type(data) in (list, tuple):
+        return held  # every reading yields the same tensors
+    # Checksums instead of a copy: a batch may be as large as the data.
+    first, two = _sums(one), next(batches(data), None)
     if two is None:
         raise OneShotDataError(
             f"Got a {type(data).__name__} that gave nothing on the second reading. Want data that can be read again. "
             "Do: pass a list of its batches."
         )
-    if not _same(one, two):
+    if not _alike(first, _sums(two)):
         if _has_fixed_order(data):
             raise NondeterministicError(
                 "Got a DataLoader whose first batch differs between two readings (random augmentation). "
                 "Want the same examples every time. Do: measure on a dataset without random transforms, or pass "
                 "list(loader) to measure what one pass yields."
             )
-        data = _hold(data)
-    return data if _is_one_batch(data) or type(data) in (list, tuple) else Readings(data)
+        return _hold(data)
+    return Readings(data)
 
 
 class Readings:
@@ -305,14 +309,20 @@ def _sums(batch: Batch) -> list[Tensor]:
     """
 
     def one(leaf: Tensor) -> Tensor:
-        leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-        bits = leaf.view(BITS[leaf.element_size()]) if leaf.is_floating_point() else leaf
-        each = bits.reshape(batch.examples, -1) if batch.counts(leaf) else bits.reshape(1, -1)
-        each = each[:, :: each.shape[1] // COMPARED_PLACES | 1]
-        places = torch.arange(each.shape[1], device=leaf.device)
-        return (each * (places * 2654435761 % (1 << 31) | 1)).sum(1)
+        rows = leaf if batch.counts(leaf) or leaf is batch.targets else leaf.unsqueeze(0)
+        step = max(1, COMPARED_AT_ONCE // max(1, min(rows[0].numel(), 2 * COMPARED_PLACES)))
+        return torch.cat([_checksums(part) for part in rows.split(step)])
 
     return [one(leaf) for leaf in [*batch.tensors(), batch.targets] if leaf.layout == torch.strided]
+
+
+def _checksums(rows: Tensor) -> Tensor:
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    bits = rows.view(BITS[rows.element_size()]) if rows.is_floating_point() else rows
+    each = bits.reshape(len(rows), -1)
+    each = each[:, :: each.shape[1] // COMPARED_PLACES | 1]
+    places = torch.arange(each.shape[1], device=rows.device)
+    return (each * (places * 2654435761 % (1 << 31) | 1)).sum(1)
 
 
 def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -429,10 +439,6 @@ def _digests(batch: Batch) -> list[bytes]:
         if batch.counts(leaf) and leaf.numel()
     ]
     return [blake2b(b"".join(row[n].tobytes() for row in rows), digest_size=16).digest() for n in range(batch.examples)]
-
-
-def _same(one: Batch, two: Batch) -> bool:
-    return _alike([*one.tensors(), one.targets], [*two.tensors(), two.targets])
 
 
 def _alike(one: list[Any], two: list[Any]) -> bool:

@@ -12,7 +12,7 @@ from saltflat.amounts import check_count, check_positive
 from saltflat.columns import plan_from
 from saltflat.errors import OptionError, ParameterError, unknown
 from saltflat.geometry import geometries
-from saltflat.lanczos import Top, basis_within, block_products, rounding, start_vectors, top_eigenvalues
+from saltflat.lanczos import Top, block_products, room_for_basis, rounding, start_vectors, top_eigenvalues
 from saltflat.loan import loan
 from saltflat.problem import Problem
 from saltflat.progress import steps_shown
@@ -89,11 +89,12 @@ def eigenvalues_of(
                     f"Want {tuple(starts[name].shape)}. Do: start from a result of the same architecture."
                 )
             starts[name] = top.vector.to(starts[name])
-        return top_eigenvalues(
-            block_products(setting),
-            starts,
-            rounding(setting) if tolerance is None else tolerance,
-            steps,
-            lambda done, total: tick("Largest eigenvalues of the layers", done, total),
-            basis_within(setting, starts),
-        )
+        with room_for_basis(setting, starts) as basis:
+            return top_eigenvalues(
+                block_products(setting),
+                starts,
+                rounding(setting) if tolerance is None else tolerance,
+                steps,
+                lambda done, total: tick("Largest eigenvalues of the layers", done, total),
+                basis,
+            )

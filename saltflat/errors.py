@@ -104,3 +104,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     advice = f"use {near[0]!r}" if near else "choose one of these"
     shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
     return UnknownNameError(f"Got the {kind} {name!r}, which does not exist. Want one of: {shown}. Do: {advice}.")
+
+
+class MemoryLimitWarning(UserWarning):
+    """A call will take more memory than ``memory=`` says."""

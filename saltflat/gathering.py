@@ -19,8 +19,8 @@ from saltflat.progress import Forecast, Steps
 from saltflat.report import Reading
 from saltflat.sampling import Fingerprint
 from saltflat.setting import Found, NotDefinedError, Setting
-from saltflat.statistic import COMPUTED, STATISTICS, Statistic
-from saltflat.totals import Totals
+from saltflat.statistic import COMPUTED, NEARLY_FREE, STATISTICS, Site, Statistic
+from saltflat.totals import Totals, size_of
 from saltflat.whole import hits
 
 # Where measures take the curvature diagonal from: the sweep, or an estimate.
@@ -118,6 +118,7 @@ class Search:
         # Every report says whether the network sits at a minimum of the data.
         swept += [STATISTICS[name] for name in ("mean_gradient", "gradient_norms") if name not in needs]
         computed = [need for need in needs.values() if need.name in COMPUTED]
+        self.setting.expect_results(self._results(swept, computed, asked))
         self._foresee(computed)
         # The shared sweep may use what is known of the features.
         for need in computed:
@@ -145,6 +146,24 @@ class Search:
             self.found["curvature_diagonal"] = _clamped(self.found[self.diagonal.key])
         elif self.diagonal is not None and self.diagonal.key in self.reasons:
             self.reasons["curvature_diagonal"] = self.reasons[self.diagonal.key]
+
+    def _results(self, swept: Sequence[Statistic], computed: Sequence[Need], asked: Sequence[Request]) -> int:
+        """About how many bytes are held that no smaller chunk of examples would save.
+
+        Counted in vectors of all measured parameters in float64: copies of the model in both precisions, the sums,
+        means and changes of each statistic, what searches and the balancing of matrices work with.
+        """
+        network = self.setting.problem.network
+        entries = 8 * sum(value.numel() for value in network.measured.values())
+        constants = sum(value.numel() * value.element_size() for value in network.constants.values())
+        sites = [Site(name, value) for name, value in network.measured.items()]
+        searching = any(COMPUTED[need.name].passes_with({}) > NEARLY_FREE for need in computed)
+        balancing = any(request.measure.by_matrix for request in asked)
+        return (
+            4 * constants
+            + (6 + 12 * searching + 12 * balancing) * entries
+            + 4 * sum(size_of(each, sites) for each in swept)
+        )
 
     def _foresee(self, computed: Sequence[Need]) -> None:
         """Time a forward pass, where somebody waits for the result, to say how long everything will take."""
@@ -196,6 +215,7 @@ class Search:
             yield
         finally:
             self.forecast.end()
+            self.setting.heap.trim()
             self.seconds[step] = time.perf_counter() - started
 
     def readings(self, asked: Sequence[Request]) -> tuple[dict[str, Reading], dict[str, str]]:

@@ -53,8 +53,9 @@ def gradient_rows(setting: Setting) -> Iterator[Tensor]:
 def _window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -> int:
     """Fill the rows of the examples kept from ``start`` on; says where they end."""
     kept: list[tuple[int, Forms]] = []
-    room, end = setting.limit, len(chosen)
-    keeper = _Keeper(setting)
+    room, end = setting.limit // 4, len(chosen)
+    with setting.reserve(2 * room):
+        keeper = _Keeper(setting)
     for batch in _chosen_batches(setting, chosen, start):
         for first, forms in keeper.gradients(batch):
             count = next(iter(forms.values())).examples if forms else 0

@@ -8,7 +8,8 @@ and the block's projection on it; when the basis is full it is compressed to its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp, sqrt
 
@@ -568,10 +569,13 @@ def start_vectors(setting: Setting, names: Collection[str]) -> dict[str, Tensor]
     return {name: vector for name, vector in normals(setting, 0).items() if name in names}
 
 
-def basis_within(setting: Setting, names: Collection[str]) -> int:
-    """How many vectors of these parameters fit in memory, all blocks together."""
-    numbers = sum(setting.problem.network.measured[name].numel() for name in names)
-    return max(LEAST, min(BASIS, setting.limit // (8 * max(1, numbers))))
+@contextmanager
+def room_for_basis(setting: Setting, names: Collection[str]) -> Iterator[int]:
+    """How many vectors of these parameters fit in half of the memory, all blocks together; the rest is for passes."""
+    size = 8 * max(1, sum(setting.problem.network.measured[name].numel() for name in names))
+    basis = max(LEAST, min(BASIS, setting.limit // (2 * size)))
+    with setting.reserve(basis * size):
+        yield basis
 
 
 def rounding(setting: Setting) -> float:

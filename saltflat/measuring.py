@@ -120,7 +120,7 @@ def measure(
     agreement = None
     if certificate:
         with search.timed("certificate"):
-            agreement = _certified(model, data, chosen, layers, seed, mode)
+            agreement = _certified(model, data, chosen, layers, seed, mode, room)
         if not agreement["holds"]:
             readings = {each.key: _hedged(each, readings[each.key]) for each in asked if each.key in readings}
     return Report(
@@ -183,9 +183,11 @@ def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -
     return found
 
 
-def _certified(model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, mode: str) -> dict[str, Any]:
+def _certified(
+    model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, mode: str, memory: int
+) -> dict[str, Any]:
     try:
-        found = certify(model, data, loss, layers, seed=seed, mode=mode)
+        found = certify(model, data, loss, layers, seed=seed, mode=mode, memory=memory)
     except RuntimeError as error:  # the same models that have no second derivatives
         return {
             "holds": None,

@@ -52,6 +52,7 @@ PAIRS = 4  # of examples at most, looked at while the first have no gradient
 GROUP = 6  # examples, taken together to see whether the model changes their order: two times three, three times two
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
 CPU_CHUNK = 6 << 20
+OVERHEAD = 16 << 20  # bytes
 
 # Largest difference between two ways that is still rounding. A wrong split of the examples differs in the first digit.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
@@ -79,14 +80,14 @@ class Probe:
 
     def examples(self, batch: Batch, columns: int, limit: int) -> int:
         """How many examples of a batch to take at once."""
-        fit = limit // (self.fixed + self.moving * min(columns, self.columns(1, limit)))
+        fit = working(limit) // (self.fixed + self.moving * min(columns, self.columns(1, limit)))
         if batch.targets.device.type == "cpu":
             fit = min(fit, CPU_CHUNK // (self.widest * columns))
         return max(1, fit)
 
     def columns(self, examples: int, limit: int) -> int:
         """How many columns to propagate at once with so many examples."""
-        return max(1, (limit // examples - self.fixed) // self.moving)
+        return max(1, (working(limit) // examples - self.fixed) // self.moving)
 
     def forward(self, problem: Problem, batch: Batch, way: str | None = None) -> tuple[Tensor, passes.Backward]:
         """Outputs, checked, and the backward pass."""
@@ -99,8 +100,16 @@ class Probe:
         return outputs, backward
 
 
-def probe(problem: Problem, batch: Batch) -> Probe:
-    """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give."""
+def working(limit: int) -> int:
+    """What is left of the working memory for examples, beside kernels' own and Python's objects."""
+    return limit - min(limit // 4, OVERHEAD)
+
+
+def probe(problem: Problem, batch: Batch, limit: int) -> Probe:
+    """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give.
+
+    More than two are run at once only if as many fit into ``limit`` bytes: else no chunk will have them.
+    """
     pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
     outputs, noticed = checked_outputs(problem, pairs[0])
     _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
@@ -108,7 +117,6 @@ def probe(problem: Problem, batch: Batch) -> Probe:
     coarsest = noticed.coarsest
     truths = [_Truth.of(problem, pairs[0], coarsest)]
     _check_fixed(problem, truths[0], outputs)
-    _check_uncoupled(problem, batch.cut(0, GROUP), coarsest)
     truths[0] = _verified(problem, truths[0])
     # A gradient of zero agrees with everything: look at more examples as long as some parameter has no other.
     for pair in pairs[1:]:
@@ -130,17 +138,21 @@ def probe(problem: Problem, batch: Batch) -> Probe:
         # What a rule says of its layer is not all that the model does with it.
         needs, fallback, ways = _sizes(problem, first, PLAIN, results), PLAIN, []
     assert needs is not None
-    if ways and batch.examples > 2:
-        checks += _group(problem, batch.cut(0, GROUP), truths[0])
+    # What a CPU's heap holds is up to four times what is in use: arrays of many sizes leave gaps. On a GPU the kernels
+    # of convolutions take working memory of their own.
+    held = 4 if outputs.device.type == "cpu" else 1.3
+    # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
+    few, all_of_them = 5 * needs.widest, needs.activations + needs.factors
+    # The columns themselves are made in float64.
+    columns = 2 * needs.moving + 24 * outputs[0].numel()
+    fitting = int(limit // (held * (needs.fixed + min(few, all_of_them) + columns)))
+    group = batch.cut(0, min(GROUP, max(2, fitting)))
+    _check_uncoupled(problem, group, coarsest)
+    if ways and group.examples > 2:
+        checks += _group(problem, group, truths[0])
     way = next((way for way in ways if all(_agrees(problem, way, check) for check in checks)), None)
     way = way or ("single" if fallback == LOOPED and _agrees(problem, "single", first) else fallback)
-    # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
-    streams = 5 * needs.widest if way in ("together", "single") else needs.activations + needs.factors
-    # The columns themselves are made in float64.
-    moving = streams + 2 * needs.moving + 24 * outputs[0].numel()
-    # What a CPU's heap holds is about twice what is in use: arrays of many sizes leave gaps. On a GPU the kernels of
-    # convolutions take working memory of their own.
-    held = 2 if outputs.device.type == "cpu" else 1.3
+    moving = columns + (few if way in ("together", "single") else all_of_them)
     return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls)
 
 

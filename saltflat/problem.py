@@ -21,6 +21,8 @@ from saltflat.losses import Loss, loss_from
 from saltflat.network import Network, check_precision
 from saltflat.progress import count
 
+CONVERTED = 4 << 20  # bytes of a batch at most to convert to another precision at once
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -69,11 +71,21 @@ class Problem:
         for number, batch in enumerate(batches(self.data)):
             self._check_batch(batch, number)
             found += 1
-            yield batch.to(self.dtype)
+            for part in self._parts(batch):
+                yield part.to(self.dtype)
         if not found:
             raise EmptyDataError(
                 "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
             )
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """A batch as it is, or cut where a copy of it in another precision would be large."""
+        floats = [each for each in batch.tensors() if each.is_floating_point() and each.dtype != self.dtype]
+        size = 8 * sum(each.numel() for each in floats) if self.dtype is not None else 0
+        parts = min(batch.examples, -(-size // CONVERTED)) or 1
+        step = -(-batch.examples // parts)
+        for start in range(0, batch.examples, step):
+            yield batch if step == batch.examples else batch.cut(start, start + step)
 
     @property
     def expected(self) -> int | None:

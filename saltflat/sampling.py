@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -71,14 +72,25 @@ def by_group(batches: Iterable[Batch], groups: Groups, window: int) -> Iterator[
 def _windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
     held: list[Batch] = []
     room = size
-    for batch in batches:
+    for batch in chain.from_iterable(_cut(whole, size) for whole in batches):
         if held and (room < 0 or not _join_up(held[-1], batch)):
             yield _joined(held)
             held, room = [], size
         held.append(batch)
-        room -= sum(each.numel() * each.element_size() for each in [*batch.tensors(), batch.targets])
+        room -= _bytes_of(batch)
     if held:
         yield _joined(held)
+
+
+def _cut(batch: Batch, size: int) -> Iterator[Batch]:
+    """Parts of a batch that hold about ``size`` bytes each."""
+    step = -(-batch.examples // max(1, -(-_bytes_of(batch) // max(1, size))))
+    for start in range(0, batch.examples, step):
+        yield batch if step == batch.examples else batch.cut(start, start + step)
+
+
+def _bytes_of(batch: Batch) -> int:
+    return sum(each.numel() * each.element_size() for each in [*batch.tensors(), batch.targets])
 
 
 def _join_up(one: Batch, two: Batch) -> bool:
@@ -214,7 +226,7 @@ class Fingerprint:
         for place, leaf in enumerate([*batch.tensors(), batch.targets]):
             if not batch.counts(leaf):
                 continue
-            step = max(1, (1 << 22) // max(1, leaf[0].numel()))
+            step = max(1, (1 << 18) // max(1, leaf[0].numel()))
             for start in range(0, batch.examples, step):
                 rows = _as_integers(leaf[start : start + step])
                 factors = _mix(torch.arange(rows.shape[1], device=rows.device) * 2 + 2 * place + 1) | 1

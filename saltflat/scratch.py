@@ -6,9 +6,12 @@ untouched pages from the operating system, and touching those takes longer than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from mmap import PAGESIZE
 
 import torch
 from torch import Tensor
@@ -24,6 +27,49 @@ def scratch() -> Iterator[None]:
         yield
     finally:
         _ARRAYS.reset(token)
+
+
+class Heap:
+    """Keeps the heap from growing by gaps, where the C library and the system allow it (glibc on Linux).
+
+    Arrays of ever other sizes do not fit into the gaps that others left, so the heap grows though little of it is in
+    use. Handing gaps back to the system costs as much as touching new pages, and is done only when they add up.
+
+    Args:
+        room: bytes by which the process may grow before that.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room, self.low = room, _resident()
+
+    def release(self) -> None:
+        """Hand gaps back if the process has grown too much since this was last done."""
+        if self.low and _resident() - self.low > self.room:
+            self.trim()
+
+    def trim(self) -> None:
+        """Hand gaps back."""
+        if self.low:
+            _trim()(0)
+            self.low = _resident()
+
+
+@cache
+def _trim() -> Callable[[int], int]:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library
+        return lambda padding: 0
+    return found
+
+
+def _resident() -> int:
+    """Bytes of the process in memory; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGESIZE
+    except OSError:
+        return 0
 
 
 def array(use: str, shape: Sequence[int], like: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
@@ -13,15 +15,17 @@ from torch import Tensor
 
 from saltflat.columns import Plan
 from saltflat.data import Batch
-from saltflat.errors import SaltflatError
+from saltflat.errors import MemoryLimitWarning, SaltflatError
 from saltflat.geometry import Geometry, geometries
 from saltflat.passes import Calls
-from saltflat.probe import Probe, probe
+from saltflat.probe import Probe, probe, working
 from saltflat.problem import Problem, real
 from saltflat.sampling import Groups
+from saltflat.scratch import Heap
 
 Tick = Callable[[str, int, int | None], None]
 
+SMALL = 32 << 20  # bytes that nobody needs to be warned of
 FEW = 32  # examples at most to keep for a look at them
 
 
@@ -76,9 +80,11 @@ class Setting:
     ) -> None:
         self.problem, self.plan, self.seed, self.limit = problem, plan, seed, limit
         self.initial, self.tick, self.sampling = initial, tick, sampling
+        self.heap = Heap(limit // 3)
         # Inputs of other shapes may go through the model in another way: each kind is looked at when it first appears.
         self.probes: dict[tuple[Any, bool], Probe] = {}
         self.first: Batch | None = None
+        self.results_bytes = self._said = 0
         self._counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
         self._geometries: Mapping[str, Geometry] | None = None
@@ -89,11 +95,39 @@ class Setting:
         self._first = self._first or batch.cut(0, 2)
         if kind not in self.probes:
             with torch.enable_grad():  # whoever asks may need none
-                self.probes[kind] = probe(self.problem, batch)
+                self.probes[kind] = probe(self.problem, batch, self.limit)
+            self._say_if_too_large()
         found = self.probes[kind]
         if self.first is None:
             self.first = batch.cut(0, max(1, min(FEW, self.limit // (found.fixed + found.moving))))
         return found
+
+    @property
+    def example_bytes(self) -> int:
+        """About what the largest kind of example takes that was seen, alone: no chunk takes less."""
+        return max((found.fixed + found.moving for found in self.probes.values()), default=0)
+
+    def expect_results(self, size: int) -> None:
+        """Say before the work starts what will be held beside the working memory."""
+        self.results_bytes = size
+        if size > max(self.limit, SMALL):
+            warnings.warn(
+                f"memory={self.limit >> 20} MiB is for passes over the data. Statistics and copies of the model's size "
+                f"will take about {size >> 20} MiB besides.",
+                MemoryLimitWarning,
+                stacklevel=2,
+            )
+
+    def _say_if_too_large(self) -> None:
+        size = self.example_bytes
+        if size > max(self.limit, SMALL, self._said):
+            self._said = size
+            warnings.warn(
+                f"memory={self.limit >> 20} MiB cannot be kept: one example takes about {size >> 20} MiB. Examples are "
+                "taken one by one.",
+                MemoryLimitWarning,
+                stacklevel=2,
+            )
 
     @property
     def geometries(self) -> Mapping[str, Geometry]:
@@ -102,6 +136,16 @@ class Setting:
             first = self._first or next(iter(self.problem.batches())).cut(0, 2)
             self._geometries = geometries(self.problem.network, first)
         return self._geometries
+
+    @contextmanager
+    def reserve(self, size: int) -> Iterator[None]:
+        """Leave so many bytes of the working memory to something else; at least a quarter stays for passes."""
+        limit = self.limit
+        try:
+            self.limit = max(limit // 4, limit - size)
+            yield
+        finally:
+            self.limit = limit
 
     def chunks(self, passes: int = 1) -> Iterator[Batch]:
         """All data, cut so that a forward pass and the graphs of so many backward passes fit in memory."""
@@ -112,9 +156,10 @@ class Setting:
         """A batch, cut in the same way."""
         found = self.probe(batch)
         # Each differentiation keeps about as much again as the pass it differentiates.
-        size = max(1, self.limit // ((found.fixed + found.moving) << passes))
+        size = max(1, working(self.limit) // ((found.fixed + found.moving) << passes))
         for start in range(0, batch.examples, size):
             yield batch.cut(start, start + size)
+            self.heap.release()
 
     @cached_property
     def groups(self) -> Groups | None:

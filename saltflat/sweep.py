@@ -135,6 +135,8 @@ def described(setting: Setting) -> dict[str, Any]:
         "layers": list(problem.network.measured),
         "loss": describe(problem.loss.inner if isinstance(problem.loss, Normalized) else problem.loss),
         "memory": setting.limit,
+        "results_bytes": setting.results_bytes,
+        "example_bytes": setting.example_bytes,
         "mode": problem.mode,
         "seed": setting.seed,
         "way": " + ".join(dict.fromkeys(found.way for found in setting.probes.values())),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,10 @@ class Totals:
         self.column_counts: dict[tuple[torch.Size, ...], int] = {}
         self.draws = self.emitted = 0
         self.seen = [Seen() for _ in range(groups.count if groups else 1)]
-        # Sums of every group of examples; of all examples in one place where they would not fit in memory.
+        # Sums of every group of examples; of all examples in one place where they would not fit in memory. Half of it
+        # is for them, an eighth for the examples of a window and their group, the rest for passes.
+        self.window = setting.limit // 16 if groups else 0
+        self.room = setting.limit - 2 * self.window
         self.sums: dict[str, list[dict[str, Tensor]]] = {each.name: self._sums(each) for each in wanted}
         self.parts: dict[str, list[dict[str, Tensor]]] = {each.name: [] for each in wanted}
         self.rows: dict[str, list[tuple[str, Tensor, Tensor]]] = {each.name: [] for each in wanted}
@@ -77,10 +80,13 @@ class Totals:
         }
 
     def _sums(self, statistic: Statistic) -> list[dict[str, Tensor]]:
-        shapes = [site.value.shape for site in self.sites.values()]
-        sizes = {"entries": (s.numel() for s in shapes), "matrix": (s[0] ** 2 for s in shapes if len(s) > 1)}
-        fits = 8 * len(self.seen) * sum(sizes.get(statistic.kind, ())) <= self.setting.limit // 2
-        return [{} for _ in self.seen] if statistic.by_group and fits else [{}]
+        if not statistic.by_group or len(self.seen) == 1:
+            return [{}]
+        left = self.room - size_of(statistic, self.sites.values()) * len(self.seen)
+        if left < self.setting.limit // 2 - 2 * self.window:
+            return [{}]
+        self.room = left
+        return [{} for _ in self.seen]
 
     @property
     def examples(self) -> int:
@@ -112,11 +118,12 @@ class Totals:
             start += size
             self.seen[self.group].examples += chunk.examples
             yield
+            self.setting.heap.release()
 
     def sweep(self, report: Callable[[int], None] = lambda done: None) -> Totals:
         """Add all the data."""
         batches = self._probed()
-        grouped = by_group(batches, self.groups, self.setting.limit // 8) if self.groups else ((0, b) for b in batches)
+        grouped = by_group(batches, self.groups, self.window) if self.groups else ((0, b) for b in batches)
         with scratch():
             for self.group, batch in grouped:
                 for _ in self.add(batch):
@@ -141,7 +148,7 @@ class Totals:
             self.problem.loss.check(outputs, real(single.targets))
             columns = self._column_sets(outputs, single)
             self.column_counts[inputs] = max(1, *(each.layout.total for _, each in columns))
-        return found.examples(batch, self.column_counts[inputs], self.setting.limit)
+        return found.examples(batch, self.column_counts[inputs], self.room)
 
     def _column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
         """The sets of columns the wanted statistics are about."""
@@ -171,7 +178,7 @@ class Totals:
             layout = columns.layout
             self.draws = max(self.draws, layout.draws)
             # Random draws are compared with each other and stay in one block.
-            step = layout.total if layout.draws else found.columns(batch.examples, self.setting.limit)
+            step = layout.total if layout.draws else found.columns(batch.examples, self.room)
             for start in range(0, layout.total, step):
                 stop = min(start + step, layout.total)
                 last = number == len(sets) - 1 and stop == layout.total
@@ -348,6 +355,14 @@ class Totals:
             return torch.zeros(shape, dtype=torch.float64, device=site.value.device)
 
         return {name: sums[name].double() * scale if name in sums else zero(self.sites[name]) for name in kept}
+
+
+def size_of(statistic: Statistic, sites: Iterable[Site]) -> int:
+    """Bytes of a sum of this statistic over examples."""
+    shapes = [site.value.shape for site in sites]
+    if statistic.kind == "matrix":
+        return 8 * sum(shape[0] ** 2 for shape in shapes if len(shape) > 1)
+    return 8 * sum(shape.numel() for shape in shapes) if statistic.kind == "entries" else 0
 
 
 def _accumulate(sums: dict[str, Tensor], name: str, value: Tensor, sign: int) -> None:

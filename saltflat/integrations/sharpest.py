@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saltflat.columns import plan_from
 from saltflat.errors import NonFiniteError
 from saltflat.integrations.stability import Stability
-from saltflat.lanczos import Top, Vectors, basis_within, top_eigenvalues
+from saltflat.lanczos import Top, Vectors, room_for_basis, top_eigenvalues
 from saltflat.loan import loan
 from saltflat.noise import normals
 from saltflat.problem import Problem
@@ -112,9 +112,8 @@ class Sharpest:
             fresh = product({"": start})[""]
             start = self._vector.to(start) + FRESH * fresh / fresh.norm().clamp_min(1e-300)
         self._sizes, self._times = sizes, self._times + 1
-        top = top_eigenvalues(product, {"": start}, self.tolerance, self.steps, basis=basis_within(setting, measured))[
-            ""
-        ]
+        with room_for_basis(setting, measured) as basis:
+            top = top_eigenvalues(product, {"": start}, self.tolerance, self.steps, basis=basis)[""]
         if len(seen) == 2 and stability is None:  # whose vectors have no common length
             (u, Hu), (v, Hv) = seen
             size = float((Hu.square().sum() + Hv.square().sum()).sqrt())

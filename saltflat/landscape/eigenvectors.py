@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saltflat.lanczos import Vectors, basis_within, rounding, top_eigenvalues
+from saltflat.lanczos import Vectors, room_for_basis, rounding, top_eigenvalues
 from saltflat.noise import normals
 from saltflat.setting import Setting
 from saltflat.whole import check_symmetric, hessian_product
@@ -48,7 +48,8 @@ def eigenvectors(setting: Setting, count: int, notes: list[str]) -> list[Eigenve
 
     for number in range(min(count, sum(sizes))):
         start = _apart(torch.cat([each.flatten() for each in normals(setting, number).values()]), found)
-        top = top_eigenvalues(within, {"": start}, rounding(setting), basis=basis_within(setting, measured))[""]
+        with room_for_basis(setting, measured) as basis:
+            top = top_eigenvalues(within, {"": start}, rounding(setting), basis=basis)[""]
         if number == 0:
             start, vector = start / start.norm(), top.vector
             check_symmetric(setting, _asymmetry(start, product(start), vector, product(vector)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # How much memory was used, or which way was taken, changes no number. Another seed is another independent draw, which
 # the errors account for. The device is compared by itself.
-HARMLESS = {"memory", "way", "seed", "progress", "device"}
+HARMLESS = {"memory", "results_bytes", "example_bytes", "way", "seed", "progress", "device"}
 
 # That modes were changed and given back changes no number.
 HARMLESS_NOTES = {TRAIN_MODE}

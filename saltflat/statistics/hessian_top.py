@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saltflat.amounts import check_positive
 from saltflat.errors import unknown
-from saltflat.lanczos import Top, Vectors, basis_within, rounding, top_eigenvalues
+from saltflat.lanczos import Top, Vectors, room_for_basis, rounding, top_eigenvalues
 from saltflat.noise import normals
 from saltflat.setting import Found, Setting
 from saltflat.statistics import statistic
@@ -55,7 +55,8 @@ def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | No
         del moved[1:-1]  # the first is kept for the check, the last is on its way
         return {"": moved[-1]}
 
-    top = top_eigenvalues(watched, {"": start}, tolerance, basis=basis_within(setting, measured))[""]
+    with room_for_basis(setting, measured) as basis:
+        top = top_eigenvalues(watched, {"": start}, tolerance, basis=basis)[""]
     check_symmetric(setting, _asymmetry(start / start.norm(), moved[0], top.vector, product(top.vector)))
     notes = () if top.converged else (f"The Hessian's eigenvalue may be larger by {top.bound:.1e} of itself.",)
     found = {

@@ -22,23 +22,24 @@ def input_jacobian(setting: Setting) -> Found:
     loss = setting.problem.loss
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
-    by_group, done = ByGroup(setting.groups), 0
-    for batch in setting.chunks(0):
-        for part in _cut(setting, batch):
-            found = _squared_norms(setting, loss, part)
-            by_group.add(part, found, torch.ones_like(found))
-            done += part.examples
-            setting.tick("Derivatives by the inputs", done, None)
+    by_group, done, room = ByGroup(setting.groups), 0, setting.limit // 2
+    with setting.reserve(room):
+        for batch in setting.chunks(0):
+            for part in _cut(setting, batch, room):
+                found = _squared_norms(setting, loss, part)
+                by_group.add(part, found, torch.ones_like(found))
+                done += part.examples
+                setting.tick("Derivatives by the inputs", done, None)
     return Found(by_group.mean(), without=by_group.without())
 
 
-def _cut(setting: Setting, batch: Batch) -> Iterator[Batch]:
-    """Parts of a chunk whose Jacobians fit in memory."""
+def _cut(setting: Setting, batch: Batch, room: int) -> Iterator[Batch]:
+    """Parts of a chunk whose Jacobians fit in so many bytes."""
     with torch.no_grad():
         outputs = setting.problem.network(batch.cut(0, 1))
     # The rows as they are found, stacked, and in float64.
     size = 24 * outputs.numel() * _input(batch)[0].numel()
-    step = max(1, setting.limit // size)
+    step = max(1, room // size)
     for start in range(0, batch.examples, step):
         yield batch.cut(start, start + step)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from saltflat.amounts import check_count, check_positive
 from saltflat.forms import Form
 from saltflat.geometry import geometries
-from saltflat.lanczos import basis_within, block_products, curvature_along, rounding, start_vectors, top_eigenvalues
+from saltflat.lanczos import block_products, curvature_along, room_for_basis, rounding, start_vectors, top_eigenvalues
 from saltflat.setting import Found, Setting
 from saltflat.statistics import Site, Statistic, statistic
 from saltflat.totals import Totals
@@ -27,14 +27,15 @@ def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: i
     check_positive(tolerance=tolerance)
     names = geometries(setting.problem.network)
     starts = start_vectors(setting, names)
-    tops = top_eigenvalues(
-        block_products(setting),
-        starts,
-        tolerance,
-        steps,
-        lambda done, total: setting.tick("Largest eigenvalues of the layers", done, total),
-        basis_within(setting, names),
-    )
+    with room_for_basis(setting, names) as basis:
+        tops = top_eigenvalues(
+            block_products(setting),
+            starts,
+            tolerance,
+            steps,
+            lambda done, total: setting.tick("Largest eigenvalues of the layers", done, total),
+            basis,
+        )
 
     def row(value: float | Tensor, name: str) -> Tensor:
         top = tops[name]
