@@ -14,10 +14,11 @@ from saltflat.errors import EmptyDataError, OptionError
 from saltflat.loan import loan
 from saltflat.probe import checked_outputs
 from saltflat.problem import Problem, real
+from saltflat.scratch import Heap
 from saltflat.sweep import bytes_from, check_seed
 from saltflat.turns import in_turn
 
-GRAPHS = 24  # times the results of a forward pass: what differentiating it twice holds, gaps in the heap included
+GRAPHS = 32  # times the results of a forward pass: what differentiating it twice holds, gaps in the heap included
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def certify(
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
         raise OptionError(f"Got examples={examples!r}. Want at least 1. Do: leave it out for 8.")
     room = bytes_from(memory)
+    heap = Heap(room // 4)
     with loan(model, mode, data):
         problem = Problem.of(model, data, loss, layers, torch.float64, mode)
         seen, share = 0, 0.0
@@ -110,6 +112,7 @@ def certify(
                 for name, found in both.items():
                     sums[name] = [total + float(value) for total, value in zip(sums[name], found, strict=True)]
                 share += part
+                heap.release()
             seen += few.examples
             if seen >= examples:
                 break

@@ -23,6 +23,8 @@ from saltflat.scratch import scratch
 from saltflat.setting import Setting
 from saltflat.statistic import Site, Statistic
 
+PIECES = 64  # of each parameter's values for single examples, before they are put together
+
 
 @dataclass
 class Seen:
@@ -117,8 +119,22 @@ class Totals:
                     self._add(chunk.cut(n, n + 1), found, found.fallback)
             start += size
             self.seen[self.group].examples += chunk.examples
+            self._join_rows()
             yield
             self.setting.heap.release()
+
+    def _join_rows(self) -> None:
+        """Keep single examples' values in few tensors: one takes half a kilobyte beside its numbers."""
+        for statistic, rows in self.rows.items():
+            if len(rows) < PIECES * len(self.sites):
+                continue
+            parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+            for name, numbers, values in rows:
+                parts.setdefault(name, []).append((numbers, values))
+            self.rows[statistic] = [
+                (name, torch.cat([numbers for numbers, _ in each]), torch.cat([values for _, values in each]))
+                for name, each in parts.items()
+            ]
 
     def sweep(self, report: Callable[[int], None] = lambda done: None) -> Totals:
         """Add all the data."""
