@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class SaltflatError(Exception):
@@ -108,3 +112,11 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
 
 class MemoryLimitWarning(UserWarning):
     """A call will take more memory than ``memory=`` says."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn of a call, at the line outside of the package that made it."""
+    own, frame, level = str(Path(__file__).parent), sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((own, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -17,7 +17,7 @@ from saltflat.losses import CrossEntropy
 from saltflat.measures.request import Need, Request
 from saltflat.progress import Forecast, Steps
 from saltflat.report import Reading
-from saltflat.sampling import Fingerprint
+from saltflat.sampling import TOO_SMALL, Fingerprint
 from saltflat.setting import Found, NotDefinedError, Setting
 from saltflat.statistic import COMPUTED, NEARLY_FREE, STATISTICS, Site, Statistic
 from saltflat.totals import Totals, size_of
@@ -89,10 +89,16 @@ class Overview(Totals):
 
 
 class Search:
-    """The statistics found so far, and why others could not be."""
+    """The statistics found so far, and why others could not be.
 
-    def __init__(self, setting: Setting, diagonal: Need | None) -> None:
-        self.setting, self.diagonal = setting, diagonal
+    Args:
+        setting: what is measured.
+        diagonal: where the curvature diagonal comes from, if not from the sweep.
+        certificate: whether there will be one, which takes copies of the model.
+    """
+
+    def __init__(self, setting: Setting, diagonal: Need | None, certificate: bool = False) -> None:
+        self.setting, self.diagonal, self.certificate = setting, diagonal, certificate
         self.found: dict[str, Found] = {}
         self.reasons: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
@@ -160,9 +166,9 @@ class Search:
         searching = any(COMPUTED[need.name].passes_with({}) > NEARLY_FREE for need in computed)
         balancing = any(request.measure.by_matrix for request in asked)
         return (
-            4 * constants
-            + (6 + 12 * searching + 12 * balancing) * entries
-            + 4 * sum(size_of(each, sites) for each in swept)
+            (2 + 2 * self.certificate) * constants
+            + (4 + 8 * searching + 8 * balancing) * entries
+            + 3 * sum(size_of(each, sites) for each in swept)
         )
 
     def _foresee(self, computed: Sequence[Need]) -> None:
@@ -291,10 +297,7 @@ def _uneven(statistic: Statistic, values: Mapping[str, Mapping[str, Tensor]]) ->
         return ()
     count = -(-len(each) // 100)
     share = float(each.topk(count).values.sum()) / total
-    return (
-        f"{count} of {len(each)} examples account for {share:.0%} of this value: its standard error over examples is "
-        "an underestimate",
-    )
+    return (f"{count} of {len(each)} examples account for {share:.0%} of this value: {TOO_SMALL}",)
 
 
 def _clamped(found: Found) -> Found:

@@ -54,7 +54,7 @@ def _window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -> int
     """Fill the rows of the examples kept from ``start`` on; says where they end."""
     kept: list[tuple[int, Forms]] = []
     room, end = setting.limit // 4, len(chosen)
-    with setting.reserve(2 * room):
+    with setting.reserve(3 * room):
         keeper = _Keeper(setting)
     for batch in _chosen_batches(setting, chosen, start):
         for first, forms in keeper.gradients(batch):

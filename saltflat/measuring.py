@@ -77,7 +77,8 @@ def measure(
         memory: working memory beyond the model and the results, such as ``"512MiB"``.
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
         seed: of everything random.
-        progress: True or False for a progress bar (shown on a terminal if None), or a function of
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of
             ``(step, done, total)``. If that has a parameter ``seconds_left``, it is also given about how many seconds
             are left of all the steps together, or None as long as that is not known.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
@@ -110,7 +111,7 @@ def measure(
     with loan(model, mode, data) as notes, steps_shown(progress) as tick:
         problem = Problem.of(model, data, chosen, layers, dtype, mode)
         setting = Setting(problem, plan, seed, room, _initial(initial, problem), tick, sampling)
-        search = Search(setting, DIAGONALS[diagonal])
+        search = Search(setting, DIAGONALS[diagonal], certificate)
         search.gather(asked)
         readings, left_out = search.readings(asked)
         examples, mean_loss = setting.examples, setting.mean_loss

@@ -20,6 +20,8 @@ from saltflat.data import Readings
 from saltflat.errors import OptionError
 from saltflat.selection import Selection
 
+EVERY = 10.0  # seconds between two lines of progress in a file
+
 Progress = Callable[[int, int | None], None]
 
 
@@ -34,8 +36,13 @@ def shown(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield lambda done: None
         return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = _Lines()
+        yield lambda done: lines("Sweeping examples", done, total, None)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("Sweeping examples", total=total)
         yield lambda done: bar.update(task, completed=done)
 
@@ -146,8 +153,12 @@ def steps_shown(progress: bool | Callable[..., None] | None) -> Iterator[Steps]:
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield Steps(None)
         return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Steps(_Lines())
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Remaining())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def show(step: str, done: int, total: int | None, left: float | None) -> None:
@@ -169,6 +180,22 @@ def _told(progress: Callable[..., None]) -> Callable[[str, int, int | None, floa
     if takes:
         return lambda step, done, total, left: progress(step, done, total, seconds_left=left)
     return lambda step, done, total, left: progress(step, done, total)
+
+
+class _Lines:
+    """Progress as lines of text, for files and pipes: one for every step, and one every few seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._step, self._last = clock, "", 0.0
+
+    def __call__(self, step: str, done: int, total: int | None, left: float | None) -> None:
+        now = self._clock()
+        if step == self._step and now - self._last < EVERY:
+            return
+        self._step, self._last = step, now
+        of = "" if total is None else f" of {total}"
+        rest = "" if left is None else f", about {duration(left)} left in all"
+        print(f"{step}: {done}{of}{rest}", file=sys.stderr, flush=True)
 
 
 class _Remaining(TimeRemainingColumn):

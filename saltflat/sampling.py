@@ -23,6 +23,7 @@ from saltflat.errorbars import stretch
 
 MOST_GROUPS = 20
 LEAST_GROUPS = 8
+TOO_SMALL = "its standard error over examples is an underestimate"  # ends a note about heavy tails
 GROUP_SIZE = 50  # examples in a group, as long as that makes at least LEAST_GROUPS of them
 
 

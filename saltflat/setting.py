@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from saltflat.columns import Plan
 from saltflat.data import Batch
-from saltflat.errors import MemoryLimitWarning, SaltflatError
+from saltflat.errors import MemoryLimitWarning, SaltflatError, warn
 from saltflat.geometry import Geometry, geometries
 from saltflat.passes import Calls
 from saltflat.probe import Probe, probe, working
@@ -111,22 +110,20 @@ class Setting:
         """Say before the work starts what will be held beside the working memory."""
         self.results_bytes = size
         if size > max(self.limit, SMALL):
-            warnings.warn(
-                f"memory={self.limit >> 20} MiB is for passes over the data. Statistics and copies of the model's size "
-                f"will take about {size >> 20} MiB besides.",
+            warn(
+                f"This call will take about {size >> 20} MiB beyond memory={self.limit >> 20} MiB: results and copies "
+                "of the model's size cannot be split. Try fewer measures, or fewer layers (layers=).",
                 MemoryLimitWarning,
-                stacklevel=2,
             )
 
     def _say_if_too_large(self) -> None:
         size = self.example_bytes
         if size > max(self.limit, SMALL, self._said):
             self._said = size
-            warnings.warn(
+            warn(
                 f"memory={self.limit >> 20} MiB cannot be kept: one example takes about {size >> 20} MiB. Examples are "
                 "taken one by one.",
                 MemoryLimitWarning,
-                stacklevel=2,
             )
 
     @property

@@ -92,7 +92,8 @@ def statistics_of(
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None. Sums are kept in float64
             always.
         seed: of the random columns.
-        progress: True or False for a progress bar (shown on a terminal if None), or a function of ``(done, total)``
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of ``(done, total)``
             examples.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
         limit: take at most so many examples, the first ones; all if None.

@@ -292,12 +292,12 @@ def test_the_summary_says_which_measures_go_with_the_gap() -> None:
         (
             # Ahead of the noise by its value alone, with an interval that contains zero: that is no lead.
             of(rho=(0.3, -0.1, 0.6), control_noise=(0.1, -0.2, 0.4), control_train_loss=(0.2, 0.1, 0.3)),
-            "No measure is sure to grow with the gap, so none does better than a control.",
+            "No measure's 95 % interval lies above zero, so none can be said to beat the controls.",
         ),
         (
             # As strong as can be, in the wrong direction: sharper where the gap is smaller.
             of(rho=(-0.8, -0.9, -0.7), control_noise=(0.1, -0.2, 0.4)),
-            "No measure is sure to grow with the gap, so none does better than a control.",
+            "No measure's 95 % interval lies above zero, so none can be said to beat the controls.",
         ),
         (
             of(rho=(0.2, 0.1, 0.3), flat=(-0.8, -0.9, -0.7), control_noise=(0.1, -0.2, 0.4)),

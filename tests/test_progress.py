@@ -110,6 +110,17 @@ def test_the_bar_shows_the_time_left_in_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert "about 1 s left in all" in screen.getvalue()
 
 
+def test_progress_off_a_terminal_is_lines_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    data = torch.randn(24, 3), torch.arange(24) % 2
+    saltflat.measure(Slow(), data, measures=["hessian_trace", "sharpness"], progress=True, certificate=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Sweeping examples: ")
+    assert any(line.startswith("Search for the largest rise") for line in lines)
+    assert any("left in all" in line for line in lines)
+    saltflat.measure(Slow(), data, measures="hessian_trace", certificate=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_watching_a_run_costs_three_passes_over_a_few_examples_and_changes_no_number_and_no_error() -> None:
     calls: list[int] = []
 

@@ -626,7 +626,7 @@ DOUBTS: dict[str, tuple[Report, str]] = {
     "no minimum": (report(X, gradient_agreement=0.5, gradient_norm=3.0), "2 is not at a minimum: 50.0%"),
     "not attained": (
         report(replace(X, details={"0.weight": {"attained": False}})),
-        "Limits that no weights attain in 2",
+        "Infima that no finite rescaling attains in 2",
     ),
     "floored": (report(replace(X, details={"floored_eigenvalues": 3})), "floor of rounding (upper bounds) in 2: x"),
     "left out": (report(left_out={"x": "it has no layers."}), "No x in 2: it has no layers."),
@@ -822,9 +822,24 @@ def test_a_comparison_plots_ratios_with_their_intervals() -> None:
     places = [float(line.get_xdata()[0]) for line in axis.lines if line.get_marker() == "o"]
     assert places == [0.5, 1.5]
     (interval,) = [each.get_segments()[0] for each in axis.collections]
-    assert interval[:, 0].tolist() == pytest.approx([0.5 * math.exp(-2.58 * 0.5 / 2), 0.5 * math.exp(2.58 * 0.5 / 2)])
+    # The same interval as in the verdict: a difference of 2 +- 0.5, over the first value.
+    assert interval[:, 0].tolist() == pytest.approx([0.5 - 2.58 * 0.5 / 4, 0.5 + 2.58 * 0.5 / 4])
     with pytest.raises(UnknownNameError, match="'layer'"):
         compare(first, second).plot(by="layers")
+
+
+@pytest.mark.parametrize("errors", [(0.01, 0.01), (0.01, 30.0)])
+def test_ratios_have_numbers_on_their_axis_and_one_wide_interval_hides_no_other(errors: tuple[float, float]) -> None:
+    first = report(*(sure(name, 1.0, sampling_stderr=error) for name, error in zip("xy", errors, strict=True)))
+    second = report(*(sure(name, 0.9, sampling_stderr=error) for name, error in zip("xy", errors, strict=True)))
+    (axis,) = drawn(compare(first, second).plot()).axes
+    low, high = axis.get_xlim()
+    assert high - low < 1.2
+    assert sum(low <= tick <= high for tick in axis.get_xticks()) >= 3
+    intervals = [each.get_segments()[0][:, 0] for each in axis.collections]
+    crossing = [bool(start < 1 < end) for start, end in intervals]
+    verdicts = [each.verdicts["2"] for each in compare(first, second).values()]
+    assert crossing == [verdict == "within errors" for verdict in verdicts]
 
 
 def test_every_error_is_one_of_ours() -> None:

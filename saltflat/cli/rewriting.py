@@ -85,8 +85,8 @@ def fold(
     kept = sum(is_norm(each) for each in norms.values())
     lines = [
         *(f"Note: {note}" for note in notes),
-        f"{len(norms)} BatchNorm layers: {len(norms) - affine - kept} folded into the layer before, {affine} became a "
-        f"factor and a shift of their own, {kept} stayed.",
+        f"{len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}: {len(norms) - affine - kept} folded into the layer "
+        f"before, {affine} became a factor and a shift of their own, {kept} stayed.",
     ]
     _write(new, out, off, lines, quiet, folded=True)
 

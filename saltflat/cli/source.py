@@ -63,7 +63,7 @@ class Source:
                 network = self._folded(network)
                 notes.append("These are weights without BatchNorm: the model was folded before it was given them.")
             notes += put_weights(network, loaded)
-        return network.to(self.device), notes
+        return network.to(self.device).eval(), notes
 
     def is_folded(self) -> bool:
         """Whether the weights are of the model without BatchNorm."""

@@ -79,7 +79,8 @@ def landscape(
         memory: working memory beyond the model and the results, such as ``"512MiB"``.
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
         seed: of the random directions.
-        progress: True or False for a progress bar (shown on a terminal if None), or a function of
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of
             ``(step, done, total)``.
 
     Example:

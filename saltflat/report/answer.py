@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 HONEST = "that rescaling cannot fool"
 # Other forms of a measure would count it twice.
-VARIANTS = ("normalized_sharpness_arxiv", "normalized_sharpness_printed")
+VARIANTS = (
+    "normalized_sharpness_arxiv",
+    "normalized_sharpness_printed",
+    "parameterwise_normalized_sharpness",
+    "regularized_normalized_sharpness",
+)
 
 
 def answer_of(contrasts: Iterable[Contrast]) -> str:

@@ -11,6 +11,7 @@ from saltflat.report.reading import Reading
 from saltflat.report.report import Report
 from saltflat.report.text import listed
 from saltflat.report.verdict import DIFFERENT
+from saltflat.sampling import TOO_SMALL
 
 if TYPE_CHECKING:
     from saltflat.report.compare import Contrast
@@ -178,10 +179,14 @@ def _readings(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
         if blind:
             said.setdefault(("Estimates, bounds or searches of unknown error", f"{listed(blind)}."), []).append(label)
         endless = [each.name for each in taken if _attained(each) is False]
+        heavy = [each.name for each in taken if any(note.endswith(TOO_SMALL) for note in each.notes)]
         floored = [each.name for each in taken if each.details.get("floored_eigenvalues")]
         blank = [each.name for each in unknown if each.converged and each.exact]
         if endless:
-            said.setdefault(("Limits that no weights attain", f"{listed(endless)}."), []).append(label)
+            said.setdefault(("Infima that no finite rescaling attains", f"{listed(endless)}."), []).append(label)
+        if heavy:
+            what = f"A few examples carry most of {listed(heavy)}"
+            said.setdefault((what, "standard errors are underestimates, and verdicts too bold."), []).append(label)
         if floored:
             said.setdefault(("Eigenvalues at the floor of rounding (upper bounds)", f"{listed(floored)}."), []).append(
                 label

@@ -111,7 +111,7 @@ def _against_controls(measures: Sequence[Score], controls: Sequence[Score], chan
     if not known:
         return ["There is no control to compare with."]
     if not judged:
-        return ["No measure is sure to grow with the gap, so none does better than a control."]
+        return ["No measure's 95 % interval lies above zero, so none can be said to beat the controls."]
     unbeaten = [each for each in known if not any(strength(one) > strength(each) for one in judged)]
     if unbeaten:
         return [f"No measure that grows with the gap does better than {_or(unbeaten)}."]

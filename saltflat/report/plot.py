@@ -21,6 +21,8 @@ ACROSS = 3
 MOST_LAYERS = 30
 LONGEST_NAME = 26
 NETWORK = "network"
+BEYOND = 1.5  # times the outermost ratios: the ends of the axis at most
+WIDE = 5.0  # ratio between the ends of an axis from which on it is logarithmic
 
 
 def figure_of(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Any:
@@ -141,35 +143,45 @@ def ratio_figure(contrasts: Sequence[Contrast], labels: Sequence[str], title: st
     axis = figure.add_subplot()
     axis.axvline(1.0, color="0.6", linewidth=1)
     thick = 0.6 / max(1, len(labels) - 1)
+    ratios, ends = [1.0], [1.0]
     for place, each in enumerate(shown):
         first = next(iter(each.readings.values())).value
         for label in [label for label in each.verdicts if _has_ratio(each, label)]:
             index = list(labels).index(label)
             error = each.errors[label]
             ratio = each.ratios[label]
-            # An interval of the logarithm stays positive, as ratios of these measures are.
-            width = 0.0 if error is None else min(WIDTH * error / abs(first * ratio), 20.0)
-            spread = None if error is None else [[ratio * -math.expm1(-width)], [ratio * math.expm1(width)]]
+            # As in verdicts, which are about differences: an interval without 1 is a difference beyond chance.
+            width = None if error is None else WIDTH * error / abs(first)
+            ratios.append(ratio)
+            ends += [] if width is None else [ratio - width, ratio + width]
             axis.errorbar(
                 ratio,
                 place + (index - len(labels) / 2) * thick,
-                xerr=spread,
+                xerr=width,
                 fmt="o",
                 markersize=4,
                 capsize=2,
                 color=f"C{index}",
                 # Without a known error the place is all there is to see.
-                fillstyle="none" if spread is None else "full",
+                fillstyle="none" if width is None else "full",
             )
     names = [f"{printable(each.name)}{'' if 'unit_scale' in each.invariant_to else ' *'}" for each in shown]
     axis.set_yticks(range(len(shown)), names, fontsize=8, parse_math=False)
     axis.set_ylim(len(shown) - 0.4, -0.6)
     if shown:
-        axis.set_xscale("log")
-        ticks = package("matplotlib.ticker", "plot()")
-        axis.xaxis.set_major_locator(ticks.LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.xaxis.set_major_formatter(ticks.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.xaxis.set_minor_locator(ticks.NullLocator())
+        # One wide interval would hide all others: it runs out of the figure instead.
+        low, high = min(ratios) / BEYOND, max(ratios) * BEYOND
+        low, high = max(low, min(ends)), min(high, max(ends))
+        if high > WIDE * low:
+            axis.set_xscale("log", nonpositive="clip")
+            ticks = package("matplotlib.ticker", "plot()")
+            axis.xaxis.set_major_locator(ticks.LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.xaxis.set_major_formatter(ticks.FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.xaxis.set_minor_locator(ticks.NullLocator())
+            axis.set_xlim(low / 1.1, high * 1.1)
+        else:
+            margin = 0.05 * (high - low) or 0.05
+            axis.set_xlim(low - margin, high + margin)
     axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("\n".join(textwrap.wrap(printable(title), 95)), fontsize=9, x=0.01, ha="left", parse_math=False)
     axis.set_xlabel(f"ratio to {_short(printable(labels[0]))}, 99 % interval (* rescaling can change it)", fontsize=8)

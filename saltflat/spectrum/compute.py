@@ -86,7 +86,8 @@ def spectrum(
         memory: working memory beyond the model and the results, such as ``"512MiB"``.
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
         seed: of the random vectors.
-        progress: True or False for a progress bar (shown on a terminal if None), or a function of
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of
             ``(step, done, total)``.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
         limit: take at most so many examples, the first ones; all if None.
@@ -189,7 +190,7 @@ def _extremes(operator: Operator, largest: int, smallest: int) -> dict[str, Extr
     if room < wanted + LEAST and need > SMALL:
         raise OptionError(
             f"Got memory={2 * setting.limit} bytes for {wanted} eigenvalues of {sum(operator.sizes.values()):,} "
-            f"parameters. Want at least {need} bytes. Do: memory='{-(-need >> 20)}MiB', or a smaller k."
+            f"parameters. Want at least {need} bytes. Do: memory='{-(-need >> 20)}MiB', or a smaller k or smallest."
         )
     seen: Vectors | None = None
     products: Vectors = {}

@@ -242,6 +242,11 @@ class Spectrum(Mapping[str, Block]):
         return self.only.smallest
 
     @property
+    def complete(self) -> bool:
+        """Whether a second search confirmed of every block that none beyond these was missed."""
+        return all(block.complete for block in self.blocks.values())
+
+    @property
     def trace(self) -> float:
         """The sum of all eigenvalues, estimated from the probes."""
         return self.only.trace

@@ -82,7 +82,8 @@ def audit(
         columns: as for :func:`saltflat.measure`, and so are the others.
         layers: names of modules or parameters to measure.
         memory: working memory beyond the model and the results.
-        progress: True or False for a progress bar (shown on a terminal if None), or a function of
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of
             ``(step, done, total)``, called after each measurement.
         logits: how outputs are brought to one scale.
         diagonal: where measures take the curvature diagonal from.
