@@ -48,6 +48,7 @@ WAYS: dict[str, Way] = {
 # What torch and Python raise when shapes, types or arguments do not fit.
 USUAL = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
+QUOTIENTS = (3.0, 1.0, 0.3)  # times the usual step
 PAIRS = 4  # of examples at most, looked at while the first have no gradient
 GROUP = 6  # examples, taken together to see whether the model changes their order: two times three, three times two
 # Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
@@ -69,6 +70,7 @@ class Probe:
         moving: bytes per example and column.
         widest: bytes of the largest activation of one example.
         calls: what one example shows the layers.
+        tolerance: of differences between outputs that are still rounding.
     """
 
     way: str
@@ -77,6 +79,7 @@ class Probe:
     moving: int
     widest: int
     calls: passes.Calls
+    tolerance: float
 
     def examples(self, batch: Batch, columns: int, limit: int) -> int:
         """How many examples of a batch to take at once."""
@@ -153,7 +156,20 @@ def probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     way = next((way for way in ways if all(_agrees(problem, way, check) for check in checks)), None)
     way = way or ("single" if fallback == LOOPED and _agrees(problem, "single", first) else fallback)
     moving = columns + (few if way in ("together", "single") else all_of_them)
-    return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls)
+    return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls, first.tolerance)
+
+
+def check_alone(problem: Problem, batch: Batch, outputs: Tensor, tolerance: float) -> None:
+    """Compare one example with itself alone: the first examples need not show that others are coupled."""
+    if batch.examples == 1:
+        return
+    number = batch.first * 7919 % batch.examples  # another place in every chunk
+    with torch.no_grad():
+        alone = problem.network(batch.cut(number, number + 1))
+    if alone.shape[1:] != outputs.shape[1:] or not _close(
+        outputs[number : number + 1].to(alone), alone, tolerance, outputs
+    ):
+        raise _coupled()
 
 
 def checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Noticing]:
@@ -301,7 +317,8 @@ def _verified(problem: Problem, truth: _Truth) -> _Truth:
         raise ModelError(
             f"Got gradients of {wrong} from torch's backward pass that are not those of the model's forward pass. "
             "Want both to agree: the numbers would be wrong. "
-            "Do: take out hooks that change gradients; if there are none, report the operation to PyTorch."
+            "Do: take out hooks that change gradients and autograd functions whose backward pass is not their "
+            "derivative (straight-through estimators); if there are none, report the operation to PyTorch."
         )
     return truth
 
@@ -332,7 +349,9 @@ def _contradicted(problem: Problem, truth: _Truth) -> str | None:
         off = (_difference_quotient(problem, truth) - truth.along).abs().max()
         return every if off > 0.05 * truth.along.abs().max() else None
     forward = _forward_derivative(problem, truth)
-    if forward is None or _near(forward, truth):
+    if forward is None:
+        return every if _is_hidden(problem, truth) else None
+    if _near(forward, truth):
         return None
     # Derivatives of either kind may be wrong. A difference quotient is coarse, but tells which.
     quotient = _difference_quotient(problem, truth)
@@ -395,13 +414,29 @@ def _forward_derivative(problem: Problem, truth: _Truth) -> Tensor | None:
     return _each(tangent.detach() * truth.columns[0]).to(truth.along)
 
 
-def _difference_quotient(problem: Problem, truth: _Truth) -> Tensor:
+def _is_hidden(problem: Problem, truth: _Truth) -> bool:
+    """Whether difference quotients contradict a backward pass that nothing else could be compared with.
+
+    They can be trusted where two steps agree: then there is no kink between them.
+    """
+    before: Tensor | None = None
+    for shrink in QUOTIENTS:
+        found = _difference_quotient(problem, truth, shrink)
+        if before is not None:
+            size = torch.maximum(found.abs().max(), truth.along.abs().max())
+            if (found - before).abs().max() <= 0.01 * size:
+                return bool((found - truth.along).abs().max() > 0.1 * size)
+        before = found
+    return False
+
+
+def _difference_quotient(problem: Problem, truth: _Truth, shrink: float = 1.0) -> Tensor:
     network = problem.network
     steps = {name: truth.directions[name].double() for name in network.measured}
     ratio = max(
         float(step.norm() / network.measured[name].double().norm().clamp_min(1e-3)) for name, step in steps.items()
     )
-    size = (1e-6 if truth.coarsest == torch.float64 else 1e-3) / ratio
+    size = shrink * (1e-6 if truth.coarsest == torch.float64 else 1e-3) / ratio
     with torch.no_grad():
         ahead, behind = (
             network(
@@ -724,5 +759,7 @@ def _sizes(problem: Problem, truth: _Truth, way: str, results: int) -> _Sizes | 
     return _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
 
 
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())
+def _close(a: Tensor, b: Tensor, tolerance: float, scale: Tensor | None = None) -> bool:
+    """Whether differences are small beside the largest of ``scale``, or of the second."""
+    size = b.abs().max() if scale is None else scale.detach().abs().max().to(b)
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * size)

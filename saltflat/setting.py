@@ -17,7 +17,7 @@ from saltflat.data import Batch
 from saltflat.errors import MemoryLimitWarning, SaltflatError, warn
 from saltflat.geometry import Geometry, geometries
 from saltflat.passes import Calls
-from saltflat.probe import Probe, probe, working
+from saltflat.probe import Probe, check_alone, probe, working
 from saltflat.problem import Problem, real
 from saltflat.sampling import Groups
 from saltflat.scratch import Heap
@@ -84,6 +84,7 @@ class Setting:
         self.probes: dict[tuple[Any, bool], Probe] = {}
         self.first: Batch | None = None
         self.results_bytes = self._said = 0
+        self._alone: set[tuple[int, int, bool]] = set()
         self._counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
         self._geometries: Mapping[str, Geometry] | None = None
@@ -100,6 +101,13 @@ class Setting:
         if self.first is None:
             self.first = batch.cut(0, max(1, min(FEW, self.limit // (found.fixed + found.moving))))
         return found
+
+    def check_uncoupled(self, batch: Batch, outputs: Tensor) -> None:
+        """Refuse examples that have other outputs in this chunk than alone; once for every chunk."""
+        chunk = batch.first, batch.examples, batch.places is None
+        if chunk not in self._alone:
+            self._alone.add(chunk)
+            check_alone(self.problem, batch, outputs, self.probe(batch).tolerance)
 
     @property
     def example_bytes(self) -> int:

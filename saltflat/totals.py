@@ -181,6 +181,7 @@ class Totals:
 
     def _add(self, batch: Batch, found: Probe, way: str | None = None) -> None:
         raw, backward = found.forward(self.problem, batch, way)
+        self.setting.check_uncoupled(batch, raw)
         outputs, targets = raw.double(), real(batch.targets)
         self.problem.loss.check(outputs, targets)
         loss = self.problem.loss.total(outputs, targets).sum()

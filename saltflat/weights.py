@@ -314,7 +314,11 @@ def _check_fit(
         for name, tensor in found.items()
         if not is_lazy(wanted[name]) and tensor.shape != wanted[name].shape
     ]
-    kinds = [f"{own[name]!r} is {kind}" for name, tensor in found.items() if (kind := _odd_kind(tensor)) is not None]
+    kinds = [
+        f"{own[name]!r} is {kind}"
+        for name, tensor in found.items()
+        if (kind := _odd_kind(tensor) or _whole_kind(tensor, wanted[name])) is not None
+    ]
     problems = {
         "missing": missing,
         "unexpected": [repr(name) for name in unexpected],
@@ -331,6 +335,13 @@ def _check_fit(
 
 def _same_values(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and _odd_kind(two) is None and torch.equal(one.double(), two.double())
+
+
+def _whole_kind(tensor: Tensor, wanted: Tensor) -> str | None:
+    """What numbers without a scale (of a quantized network) or flags are, in the place of real weights."""
+    if is_lazy(wanted) or not wanted.is_floating_point() or tensor.is_floating_point():
+        return None
+    return f"{_plain_type(tensor.dtype)} there and {_plain_type(wanted.dtype)} in the model"
 
 
 def _odd_kind(tensor: Tensor) -> str | None:

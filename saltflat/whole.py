@@ -45,7 +45,7 @@ def losses_at(setting: Setting, weights: Weights | None = None) -> ByGroup:
     found = ByGroup(setting.groups)
     with torch.no_grad():
         for batch in setting.chunks(0):
-            outputs, targets = _outputs(setting, batch, _leaves(setting, weights))
+            outputs, targets = _outputs(setting, batch, _leaves(setting, weights), weights is not None)
             loss = setting.problem.loss
             found.add(batch, loss.total(outputs, targets), loss.share(outputs, targets))
     _counted(float(found.shares.sum()))
@@ -58,7 +58,7 @@ def gradient_at(setting: Setting, weights: Weights | None = None) -> tuple[float
     sums = _zeros(setting)
     for batch in setting.chunks(0):
         leaves = _leaves(setting, weights)
-        outputs, targets = _outputs(setting, batch, leaves)
+        outputs, targets = _outputs(setting, batch, leaves, weights is not None)
         loss = setting.problem.loss.total(outputs, targets).sum()
         _add(sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
         total += float(loss.detach())
@@ -222,7 +222,7 @@ def _check_second_derivatives(setting: Setting, batch: Batch) -> None:
         for sign in (1, -1):
             there = {name: leaf.detach() + sign * step * size * vector[name] for name, leaf in leaves.items()}
             places = _leaves(setting, there)
-            moved_outputs, _ = _outputs(setting, batch, places)
+            moved_outputs, _ = _outputs(setting, batch, places, True)
             total = setting.problem.loss.total(moved_outputs, targets).sum()
             slope = torch.autograd.grad(total, list(places.values()), allow_unused=True)
             _add(found, tuple(None if each is None else sign * each / (2 * step * size) for each in slope))
@@ -277,7 +277,7 @@ def accuracy_at(setting: Setting, weights: Weights | None = None) -> float:
     right = counted = 0
     with torch.no_grad():
         for batch in setting.chunks(0):
-            outputs, targets = _outputs(setting, batch, _leaves(setting, weights))
+            outputs, targets = _outputs(setting, batch, _leaves(setting, weights), weights is not None)
             met, kept = hits(setting, outputs, targets)
             right, counted = right + int((met & kept).sum()), counted + int(kept.sum())
     return right / _counted(counted)
@@ -311,9 +311,12 @@ def _leaves(setting: Setting, weights: Weights | None) -> dict[str, Tensor]:
     return {name: given.get(name, value).to(value).detach().requires_grad_() for name, value in measured.items()}
 
 
-def _outputs(setting: Setting, batch: Batch, leaves: Weights) -> tuple[Tensor, Tensor]:
+def _outputs(setting: Setting, batch: Batch, leaves: Weights, is_moved: bool = False) -> tuple[Tensor, Tensor]:
+    """Outputs and targets in float64; ``is_moved`` if the leaves are not the model's own weights."""
     outputs, targets = setting.problem.network(batch, leaves=leaves).double(), real(batch.targets)
     setting.problem.loss.check(outputs, targets)
+    if not is_moved:
+        setting.check_uncoupled(batch, outputs)
     return outputs, targets
 
 

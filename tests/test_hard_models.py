@@ -346,3 +346,87 @@ def test_group_norm_of_channels_last_does_not_end_the_process() -> None:
         data = [(random(7, 2, 3, 3), labels(7))]
         found.append(check_with_single_examples(Net(layout).double(), data, layers=["norm"])["curvature_diagonal"])
     torch.testing.assert_close(dict(found[1]), dict(found[0]), rtol=1e-12, atol=0)
+
+
+class Clipped(nn.Module):
+    """Couples examples only where one of them is large."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(6, 6), nn.Linear(6, 3), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        if self.kind == "clip":
+            h = h / h.abs().max().clamp(min=1)
+        elif self.kind == "branch" and x.abs().max() > 1:
+            h = h / h.abs().max()
+        elif self.kind == "long" and len(x) > 6:
+            h = h - h.mean(0)
+        elif self.kind == "fours" and len(x) % 4 == 0:
+            h = h + h.std(0)
+        result: Tensor = self.last(h)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["clip", "branch", "long", "fours"])
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("call", [saltflat.measure, saltflat.spectrum])
+def test_coupling_that_the_first_examples_do_not_show_is_refused(call: Any, kind: str, batches: int) -> None:
+    torch.manual_seed(0)
+    x, y = 3 * random(320, 6), labels(320)  # enough for groups of more than six
+    x[:6] *= 0.02
+    data = list(zip(x.chunk(batches), y.chunk(batches), strict=True))
+    options = {"measures": "hessian_trace"} if call is saltflat.measure else {"k": 2, "density": False}
+    with pytest.raises(errors.CoupledExamplesError):
+        call(Clipped(kind).double(), data, **options)
+    assert call(Clipped("none").double(), data, **options)
+
+
+class Rounding(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class Rectified(torch.autograd.Function):
+    """A backward pass of one's own that is right."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * (ctx.saved_tensors[0] > 0)
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(6, 6), nn.Linear(6, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.function(self.first(x)))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_backward_pass_that_is_not_the_derivative_is_refused(seed: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(seed)
+    data = random(20, 6, seed=seed).to(dtype), labels(20)
+    with pytest.raises(errors.ModelError, match="straight-through"):
+        saltflat.measure(Applied(Rounding.apply).to(dtype), data, measures="hessian_trace")
+    right = Applied(Rectified.apply).to(dtype)
+    plain = Applied(torch.relu).to(dtype)
+    plain.load_state_dict(right.state_dict())
+    found, wanted = (saltflat.measure(net, data, measures="hessian_trace") for net in (right, plain))
+    assert found["hessian_trace"].value == pytest.approx(wanted["hessian_trace"].value, rel=1e-5)

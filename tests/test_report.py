@@ -853,3 +853,22 @@ def test_what_one_report_lacks_is_one_sentence() -> None:
     few, many = report(Reading("a", 1.0)), report(*(Reading(name, 1.0) for name in "abcd"))
     lacks = [doubt for doubt in compare(few, many).doubts if doubt.startswith("No ")]
     assert lacks == ["No b, c and d in 1: not asked for."]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("value", True),
+        ("sampling_stderr", True),
+        ("sampling_stderr", -1.0),
+        ("stderr", -1.0),
+        ("layers", {"0.weight": False}),
+        ("layer_stderr", {"0.weight": -0.5}),
+        ("exact", 1),
+    ],
+)
+def test_numbers_that_a_reading_cannot_have_are_refused(key: str, value: object) -> None:
+    content = Reading("x", 1.0, layers={"0.weight": 1.0}, stderr=0.5).to_dict()
+    assert Reading.from_dict(content).stderr == 0.5
+    with pytest.raises(ReportError, match="cannot be understood"):
+        Reading.from_dict({**content, key: value})

@@ -348,3 +348,15 @@ def test_what_is_no_file_of_weights_is_named(name: str, tmp_path: Path) -> None:
 def test_files_of_other_things_are_named(found: Any, words: tuple[str, ...], tmp_path: Path) -> None:
     torch.save(found, tmp_path / "w.pt")
     refused(lambda: load_weights(tmp_path / "w.pt"), *words)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.bool])
+def test_whole_numbers_in_the_place_of_weights_are_refused(kind: torch.dtype) -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    given = {name: (50 * value).to(kind) for name, value in model.state_dict().items()}
+    with pytest.raises(WeightsError, match=f"'weight' is {str(kind).removeprefix('torch.')} there and float32"):
+        put_weights(model, given)
+    assert torch.equal(model.weight, before)
+    norm = nn.BatchNorm1d(2)  # counts its batches in whole numbers
+    assert put_weights(norm, norm.state_dict()) == ()

@@ -8,6 +8,7 @@ from typing import Any
 
 from saltflat.errors import ReportError
 from saltflat.report.plain import coded, decoded, plain
+from saltflat.report.schema import EACH, check
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,14 @@ class Reading:
     def from_dict(cls, given: Mapping[str, Any]) -> Reading:
         """The reading that ``to_dict`` was called on."""
         try:
-            found = cls(**{key: decoded(value) for key, value in given.items()})
+            values = {key: decoded(value) for key, value in given.items()}
+            for key, form in NUMBERS.items():
+                if key in values:
+                    check(values[key], form, repr(key))
+            found = cls(**values)
+            errors = [found.stderr, found.sampling_stderr, *found.layer_stderr.values()]
+            if any(each is not None and each < 0 for each in [*errors, *found.layer_sampling_stderr.values()]):
+                raise ValueError("a standard error is negative")
             if not isinstance(found.name, str) or not isinstance(found.details, dict):
                 raise TypeError("the name is no text, or the details are no mapping")
             return found
@@ -98,6 +106,19 @@ class Reading:
             ) from problem
 
 
+# What the numbers of a reading are in a file.
+_BY_LAYER = {EACH: float}
+NUMBERS = {
+    "value": float,
+    "layers": _BY_LAYER,
+    "stderr": (float, None),
+    "layer_stderr": _BY_LAYER,
+    "sampling_stderr": (float, None),
+    "layer_sampling_stderr": _BY_LAYER,
+    "exact": bool,
+    "converged": bool,
+    "residual": (float, None),
+}
 # Files written before these were known do without them.
 LATER = ("sampling_stderr", "layer_sampling_stderr", "without_group")
 
