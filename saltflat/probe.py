@@ -159,16 +159,17 @@ def probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls, first.tolerance)
 
 
-def check_alone(problem: Problem, batch: Batch, outputs: Tensor, tolerance: float) -> None:
-    """Compare one example with itself alone: the first examples need not show that others are coupled."""
-    if batch.examples == 1:
-        return
-    number = batch.first * 7919 % batch.examples  # another place in every chunk
+def check_alike(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
+    """Refuse examples that have other outputs in this batch than they had in others; ``scales`` are the sizes of those.
+
+    The first examples, which are probed, need not show that others are coupled.
+    """
     with torch.no_grad():
-        alone = problem.network(batch.cut(number, number + 1))
-    if alone.shape[1:] != outputs.shape[1:] or not _close(
-        outputs[number : number + 1].to(alone), alone, tolerance, outputs
-    ):
+        found = problem.network(batch)
+    if found.shape != outputs.shape:
+        raise _coupled()
+    off = (found - outputs.to(found)).abs().reshape(batch.examples, -1).amax(1)
+    if not bool((off <= tolerance * scales.to(off)).all()):
         raise _coupled()
 
 
@@ -759,7 +760,5 @@ def _sizes(problem: Problem, truth: _Truth, way: str, results: int) -> _Sizes | 
     return _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
 
 
-def _close(a: Tensor, b: Tensor, tolerance: float, scale: Tensor | None = None) -> bool:
-    """Whether differences are small beside the largest of ``scale``, or of the second."""
-    size = b.abs().max() if scale is None else scale.detach().abs().max().to(b)
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * size)
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -74,13 +74,13 @@ def _windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
     held: list[Batch] = []
     room = size
     for batch in chain.from_iterable(_cut(whole, size) for whole in batches):
-        if held and (room < 0 or not _join_up(held[-1], batch)):
-            yield _joined(held)
+        if held and (room < 0 or not can_join(held[-1], batch)):
+            yield join(held)
             held, room = [], size
         held.append(batch)
         room -= _bytes_of(batch)
     if held:
-        yield _joined(held)
+        yield join(held)
 
 
 def _cut(batch: Batch, size: int) -> Iterator[Batch]:
@@ -94,7 +94,7 @@ def _bytes_of(batch: Batch) -> int:
     return sum(each.numel() * each.element_size() for each in [*batch.tensors(), batch.targets])
 
 
-def _join_up(one: Batch, two: Batch) -> bool:
+def can_join(one: Batch, two: Batch) -> bool:
     """Whether two batches are alike in everything but the number of examples."""
     parts, others = ([*tree_flatten((b.args, b.kwargs))[0], b.targets] for b in (one, two))
     if tree_flatten((one.args, one.kwargs))[1] != tree_flatten((two.args, two.kwargs))[1]:
@@ -108,7 +108,8 @@ def _join_up(one: Batch, two: Batch) -> bool:
     return all(alike(a, b) for a, b in zip(parts, others, strict=True))
 
 
-def _joined(batches: Sequence[Batch]) -> Batch:
+def join(batches: Sequence[Batch]) -> Batch:
+    """Batches that :func:`can_join` as one."""
     if len(batches) == 1:
         return batches[0]
     leaves, tree = zip(*(tree_flatten((b.args, b.kwargs)) for b in batches), strict=True)

@@ -17,14 +17,15 @@ from saltflat.data import Batch
 from saltflat.errors import MemoryLimitWarning, SaltflatError, warn
 from saltflat.geometry import Geometry, geometries
 from saltflat.passes import Calls
-from saltflat.probe import Probe, check_alone, probe, working
+from saltflat.probe import Probe, check_alike, probe, working
 from saltflat.problem import Problem, real
-from saltflat.sampling import Groups
+from saltflat.sampling import Groups, can_join, join
 from saltflat.scratch import Heap
 
 Tick = Callable[[str, int, int | None], None]
 
 SMALL = 32 << 20  # bytes that nobody needs to be warned of
+ALONE, TOGETHER = 4, 16  # examples picked out of chunks that are run alone, and later ones at once
 FEW = 32  # examples at most to keep for a look at them
 
 
@@ -84,7 +85,8 @@ class Setting:
         self.probes: dict[tuple[Any, bool], Probe] = {}
         self.first: Batch | None = None
         self.results_bytes = self._said = 0
-        self._alone: set[tuple[int, int, bool]] = set()
+        self._seen: set[tuple[int, int, bool]] = set()
+        self._picked: list[tuple[Batch, Tensor, Tensor]] = []
         self._counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
         self._geometries: Mapping[str, Geometry] | None = None
@@ -103,11 +105,33 @@ class Setting:
         return found
 
     def check_uncoupled(self, batch: Batch, outputs: Tensor) -> None:
-        """Refuse examples that have other outputs in this chunk than alone; once for every chunk."""
+        """Take an example out of this chunk, to see whether it has the same outputs in other company.
+
+        Those of the first chunks are run alone. Those of later ones are run together, which costs little: what couples
+        examples couples them with others there. See :meth:`check_picked`.
+        """
         chunk = batch.first, batch.examples, batch.places is None
-        if chunk not in self._alone:
-            self._alone.add(chunk)
-            check_alone(self.problem, batch, outputs, self.probe(batch).tolerance)
+        if batch.examples == 1 or chunk in self._seen:
+            return
+        self._seen.add(chunk)
+        number = batch.first * 7919 % batch.examples  # another place in every chunk
+        one = batch.take(torch.tensor([number]), batch.first)
+        self._picked.append((one, outputs[number : number + 1].detach().clone(), outputs.detach().abs().max()))
+        found = self.probe(batch)
+        fitting = working(self.limit) // (found.fixed + found.moving)
+        if len(self._seen) <= ALONE or len(self._picked) >= min(TOGETHER, fitting):
+            self.check_picked()
+
+    def check_picked(self) -> None:
+        """Refuse a model that gives the examples picked other outputs than it gave them before."""
+        picked, self._picked = self._picked, []
+        while picked:
+            first, tolerance = picked[0][0], self.probe(picked[0][0]).tolerance
+            alike = [each for each in picked if can_join(first, each[0]) and each[1].shape == picked[0][1].shape]
+            alike = alike or picked[:1]
+            picked = [each for each in picked if not any(each is other for other in alike)]
+            batches, outputs, scales = zip(*alike, strict=True)
+            check_alike(self.problem, join(batches), torch.cat(outputs), torch.stack(scales), tolerance)
 
     @property
     def example_bytes(self) -> int:
@@ -156,6 +180,7 @@ class Setting:
         """All data, cut so that a forward pass and the graphs of so many backward passes fit in memory."""
         for batch in self.problem.batches():
             yield from self.cut(batch, passes)
+        self.check_picked()
 
     def cut(self, batch: Batch, passes: int) -> Iterator[Batch]:
         """A batch, cut in the same way."""

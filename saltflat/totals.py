@@ -144,6 +144,7 @@ class Totals:
             for self.group, batch in grouped:
                 for _ in self.add(batch):
                     report(self.examples)
+        self.setting.check_picked()
         return self
 
     def _probed(self) -> Iterator[Batch]:

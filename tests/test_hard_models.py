@@ -405,7 +405,9 @@ class Rectified(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * (ctx.saved_tensors[0] > 0)
+        (x,) = ctx.saved_tensors
+        slope: Tensor = g * (x > 0)
+        return slope
 
 
 class Applied(nn.Module):
