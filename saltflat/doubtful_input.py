@@ -12,6 +12,11 @@ from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss, Nega
 from saltflat.problem import Problem, real
 
 GUESSING = "no better than guessing"
+OTHER_SLOPE = (
+    "The model's backward pass is not the derivative of its forward pass (a straight-through estimator, or a part that "
+    "is detached). Gradients, curvature and certificate are those of the backward pass, as in training; they do not "
+    "say how the loss changes with the weights."
+)
 FEW_OUTPUTS = 32  # so few may lie between 0 and 1 by chance
 
 
@@ -32,6 +37,8 @@ def notes_on_input(problem: Problem, batch: Batch, mean_loss: float) -> list[str
         _note_on_chance(problem.loss, outputs, targets, mean_loss),
         _note_on_linear_loss(problem.loss, outputs, targets),
     ]
+    if problem.network.has_other_slope:
+        found.append(OTHER_SLOPE)
     return list(dict.fromkeys(note for note in found if note))
 
 

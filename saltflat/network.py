@@ -55,6 +55,7 @@ class Network:
             in torch's usual memory layout. The backward passes of torch's own kernels are wrong on a CPU where the
             memory layouts of input and gradient differ, or crash.
         needs_graph: whether the forward pass differentiates, so that it cannot run with gradients off.
+        has_other_slope: whether the backward pass was found not to be the derivative of the forward pass.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str] | str | None, dtype: torch.dtype | None) -> None:
@@ -73,6 +74,7 @@ class Network:
             isinstance(m, nn.modules.batchnorm._NormBase | nn.GroupNorm) for m in self.modules
         )
         self.needs_graph = False
+        self.has_other_slope = False
         self._originals = {name: (value, version_of(value)) for name, value in _members(model)}
         self._versions = {name: value._version for name, value in self.constants.items()}
         self._written: set[str] = set()

@@ -422,13 +422,14 @@ class Applied(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_backward_pass_that_is_not_the_derivative_is_refused(seed: int, dtype: torch.dtype) -> None:
+def test_a_backward_pass_that_is_not_the_derivative_is_said(seed: int, dtype: torch.dtype) -> None:
     torch.manual_seed(seed)
     data = random(20, 6, seed=seed).to(dtype), labels(20)
-    with pytest.raises(errors.ModelError, match="straight-through"):
-        saltflat.measure(Applied(Rounding.apply).to(dtype), data, measures="hessian_trace")
+    other = saltflat.measure(Applied(Rounding.apply).to(dtype), data, measures="hessian_trace")
+    assert any("straight-through" in note for note in other.notes)
     right = Applied(Rectified.apply).to(dtype)
     plain = Applied(torch.relu).to(dtype)
     plain.load_state_dict(right.state_dict())
     found, wanted = (saltflat.measure(net, data, measures="hessian_trace") for net in (right, plain))
+    assert found.notes == wanted.notes
     assert found["hessian_trace"].value == pytest.approx(wanted["hessian_trace"].value, rel=1e-5)
