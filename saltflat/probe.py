@@ -435,6 +435,12 @@ def _has_other_slope(problem: Problem, truth: _Truth) -> bool:
 def _difference_quotient(problem: Problem, truth: _Truth, shrink: float = 1.0) -> Tensor:
     network = problem.network
     steps = {name: truth.directions[name].double() for name in network.measured}
+    for module in network.modules:
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and padding is not None:
+            name = network.names[id(module.weight)]
+            if name in steps:  # by convention the row of padding has no gradient
+                steps[name] = steps[name].index_fill(0, torch.tensor([padding], device=steps[name].device), 0.0)
     ratio = max(
         float(step.norm() / network.measured[name].double().norm().clamp_min(1e-3)) for name, step in steps.items()
     )
