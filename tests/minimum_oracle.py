@@ -83,7 +83,7 @@ def downhill(weights: Array, exponents: Array) -> float:
     def bend_of(z: Array) -> Array:
         return expansion(z)[2]
 
-    found = minimize(value_of, np.zeros(A.shape[1]), jac=slope_of, hess=bend_of, method="trust-exact", tol=1e-10)
+    found = minimize(value_of, np.zeros(A.shape[1]), jac=slope_of, hess=bend_of, method="trust-ncg", tol=1e-10)
     return float(np.exp(found.fun))
 
 
