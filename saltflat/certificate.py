@@ -106,7 +106,7 @@ def certify(
             few = batch.cut(0, examples - seen)
             pair = few.cut(0, 2)
             _, noticed = checked_outputs(problem, pair)
-            step = max(1, room // (GRAPHS * noticed.bytes // pair.examples))
+            step = max(1, room // max(1, GRAPHS * noticed.bytes // pair.examples))
             for start in range(0, few.examples, step):
                 both, part = _curvatures(problem, few.cut(start, start + step), seed)
                 for name, found in both.items():

@@ -438,7 +438,7 @@ def _difference_quotient(problem: Problem, truth: _Truth, shrink: float = 1.0) -
     for module in network.modules:
         padding = getattr(module, "padding_idx", None)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and padding is not None:
-            name = network.names[id(module.weight)]
+            name = network.names.get(id(module.weight), "")  # none of its own if it is computed from others
             if name in steps:  # by convention the row of padding has no gradient
                 steps[name] = steps[name].index_fill(0, torch.tensor([padding], device=steps[name].device), 0.0)
     ratio = max(
