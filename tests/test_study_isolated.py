@@ -44,7 +44,7 @@ def state() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        torch.get_default_device(),
+        torch.empty(()).device,
     )
 
 

@@ -13,7 +13,7 @@ from saltflat.loan import remember_precision
 @contextmanager
 def torch_state_kept() -> Iterator[None]:
     """Whatever code inside of it sets, such as the default dtype, is as before afterwards."""
-    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    dtype, device, threads = torch.get_default_dtype(), _default_device(), torch.get_num_threads()
     gradients, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
     deterministic, warn = (
         torch.are_deterministic_algorithms_enabled(),
@@ -25,7 +25,7 @@ def torch_state_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
+        if _default_device() != device:
             # None where it was the usual one: naming that, too, would slow every call of torch down.
             torch.set_default_device(None if device.type == "cpu" else device)
         if torch.get_num_threads() != threads:
@@ -35,3 +35,10 @@ def torch_state_kept() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn)
         precision_back()
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.6, once the default was set to None
+        return torch.device("cpu")
