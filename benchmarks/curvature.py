@@ -41,7 +41,8 @@ def saltflat(task: Problem, statistic: str, setting: Setting) -> Call:
 
     def call() -> Values:
         data = (task.inputs, task.targets)
-        values: Values = package.statistics_of(model, data, statistic, memory=setting.way, progress=False)[statistic]
+        found = package.compute_statistics(model, data, statistic, memory=setting.way, progress=False)
+        values: Values = found[statistic]
         return values
 
     return call

@@ -118,7 +118,7 @@ def row(training: Training, steps: int, plain: float) -> Row:
     if monitor is None:
         return Row(None, steps, seconds, 0, 0, None, seconds / plain - 1, None)
     latest = monitor.history[-1].seconds if monitor.history else None
-    counts = len(monitor.history), monitor.skipped
+    counts = len(monitor.history), monitor.num_skipped
     return Row(training.cap, steps, seconds, *counts, monitor.share, seconds / plain - 1, latest)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read
+from saltflat.readers import read_data
 
 # By one sweep, with an error over examples.
 MEASURES = (
@@ -116,7 +116,7 @@ def examined(name: str, folder: str, splits: int, workers: int) -> dict[str, Any
     torch.manual_seed(0)
     arrays = Path(folder) / f"{source}.npz"
     source = str(arrays) if arrays.exists() else source
-    inputs, targets = read(source, folder, limit=examples)
+    inputs, targets = read_data(source, folder, limit=examples)
     first, second = (trained(build, (inputs, targets), epochs, decay) for decay in (0.0, 1e-3))
     whole = measured(first, (inputs, targets))
     halves, others = [], []

@@ -21,7 +21,7 @@ from rich.table import Table
 from saltflat.measures import MEASURES
 from saltflat.report.reading import Reading
 from saltflat.studies import Results, Study
-from saltflat.studies.grid import places_of
+from saltflat.studies.grid import iter_grid_points
 from saltflat.studies.row import Row
 from saltflat.studies.row_file import row_to_dict
 from saltflat.studies.store import DEFINITION, ROWS, STUDY
@@ -46,7 +46,7 @@ def make_study(folder: Path, rows: int, measures: int, seed: int = 0) -> None:
     axes = {name: [0.01 * (1 + k) for k in range(count)] for name, count in zip(AXES, GRIDS[rows], strict=True)}
     names = sorted(MEASURES)[:measures]
     study = Study("scores", "digits", axes, stop={"epochs": 5}, measures=names)
-    places = list(places_of(study))
+    places = list(iter_grid_points(study))
     keys = [f"{run:016x}" for run in range(len(places))]
     levels = np.array(list(product(*(range(len(values)) for values in axes.values()))), dtype=np.float64)
     gaps = np.clip(0.3 + 0.02 * levels @ draw.normal(size=6) + 0.03 * draw.normal(size=len(levels)), 0, 1).round(4)

@@ -36,8 +36,8 @@ STACKS = {
 
 def digits(networks: Sequence[int], epochs: int, repeats: int, device: str) -> list[dict[str, Any]]:
     """The digits' MLP, all networks at once and one after the other, in turns; the time is that of the whole call."""
-    inputs, labels = readers.read("digits", ".", "train", normalize="standard")
-    data = Examples(inputs, labels, *readers.read("digits", ".", "test", normalize="standard"))
+    inputs, labels = readers.read_data("digits", ".", "train", normalize="standard")
+    data = Examples(inputs, labels, *readers.read_data("digits", ".", "test", normalize="standard"))
     rows = []
     for count in networks:
         recipes = [replace(DIGITS, seed=seed, epochs=epochs) for seed in range(count)]

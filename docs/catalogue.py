@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import saltflat
-from saltflat.catalogue import Entry
+from saltflat.catalogue import CatalogueEntry
 from saltflat.measures import MEASURES, PRESETS, SYMMETRIES
 from saltflat.measures.references import REFERENCES
 from saltflat.statistic import COSTS
@@ -32,7 +32,7 @@ def main() -> None:
 
 def page() -> str:
     """The whole file."""
-    entries = list(saltflat.catalogue())
+    entries = list(saltflat.list_measures())
     parts = [HEAD, *described(SYMMETRIES), "", COST, *described(COSTS), "", SEVERAL, *described(PRESETS), ""]
     family = ""
     for entry in entries:
@@ -49,12 +49,12 @@ def described(names: Mapping[str, str]) -> list[str]:
     return [f"* `{name}`: {meaning}." for name, meaning in names.items()]
 
 
-def family_of(entry: Entry) -> str:
+def family_of(entry: CatalogueEntry) -> str:
     """The name of the file that the measure is in."""
     return MEASURES[entry.name].function.__module__.rpartition(".")[2].capitalize()
 
 
-def section(entry: Entry) -> list[str]:
+def section(entry: CatalogueEntry) -> list[str]:
     options = ", ".join(f"`{name}={value!r}`" for name, value in entry.options.items())
     return [
         f"### {entry.name}",

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read
+from saltflat.readers import read_data
 from saltflat.report import Comparison
 from saltflat.training import SAM
 
@@ -175,7 +175,9 @@ def audits(models: dict[str, nn.Sequential], data: dict[str, tuple[Tensor, Tenso
         # Without BatchNorm, whose running statistics follow any size of the layers before it.
         folded = saltflat.fold(model)
         images, labels = data[name]
-        audit = saltflat.audit(folded, (images[:AUDITED_ON], labels[:AUDITED_ON]), measures=AUDITED, draws=DRAWS)
+        audit = saltflat.audit_invariance(
+            folded, (images[:AUDITED_ON], labels[:AUDITED_ON]), measures=AUDITED, draws=DRAWS
+        )
         audit.save(out / f"audit_{name.lower()}.json")
         audit.plot().savefig(out / f"audit_{name.lower()}.png")
         print(f"\nThe {name} under random rescalings ({out}/audit_{name.lower()}.json)\n\n{audit}")
@@ -199,8 +201,8 @@ def main() -> None:
     except OSError as error:
         parser.error(f"cannot write to --out {out} ({error.strerror}); name a folder you can write to")
 
-    inputs, labels = read("digits")
-    test_inputs, test_labels = read("digits", split="test")
+    inputs, labels = read_data("digits")
+    test_inputs, test_labels = read_data("digits", split="test")
     models: dict[str, nn.Sequential] = {}
     reports, data = {}, {}
     for plan in PLANS:

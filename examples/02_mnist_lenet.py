@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import saltflat
 from saltflat.errors import DataError
-from saltflat.readers import read
+from saltflat.readers import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 IMAGES = 1_000 if QUICK else 20_000
@@ -55,8 +55,8 @@ def main() -> int:
     out, folder = arguments.out, os.environ.get("SALTFLAT_DATA", "data")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        inputs, labels = read("mnist", folder, limit=IMAGES)
-        test_inputs, test_labels = read("mnist", folder, "test")
+        inputs, labels = read_data("mnist", folder, limit=IMAGES)
+        test_inputs, test_labels = read_data("mnist", folder, "test")
     except DataError as error:
         print(f"{error}\nOr name the folder that holds MNIST/raw in SALTFLAT_DATA.", file=sys.stderr)
         return 2

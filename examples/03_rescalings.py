@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read
-from saltflat.symmetry import canonical, same_up_to_rescaling
+from saltflat.readers import read_data
+from saltflat.symmetry import canonicalize, equal_up_to_rescaling
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 1 if QUICK else 6
@@ -101,8 +101,8 @@ def main() -> None:
     out, seed = arguments.out, arguments.seed
     out.mkdir(parents=True, exist_ok=True)
 
-    inputs, labels = read("digits")
-    test_inputs, test_labels = read("digits", split="test")
+    inputs, labels = read_data("digits")
+    test_inputs, test_labels = read_data("digits", split="test")
     torch.manual_seed(seed)
     model = ResNet()
     train(model, inputs, labels, seed)
@@ -113,7 +113,7 @@ def main() -> None:
     print(f"A ResNet-20 of 8 to 32 channels, accuracy {right:.1%} on the test set\n")
 
     example = images[:2]
-    group = saltflat.symmetries(model, example)
+    group = saltflat.find_symmetries(model, example)
     print(f"{group}\n")
     group.plot().savefig(out / "graph.png")
     for draw in range(seed, seed + 3):
@@ -124,7 +124,7 @@ def main() -> None:
         )
 
     folded = saltflat.fold(model)
-    group = saltflat.symmetries(folded, example)
+    group = saltflat.find_symmetries(folded, example)
     print(f"\nBatchNorm folded into the convolutions, outputs {difference(model, folded, images):.0e} off\n\n{group}\n")
     group.plot().savefig(out / "graph_folded.png")
 
@@ -145,15 +145,15 @@ def main() -> None:
     for note in reports["as trained"]["minimum_unit_sharpness"].notes:
         print(f"\nNot a minimum but a limit, as trained: {note}")
 
-    forms = [canonical(each, example) for each in (folded, rescaled)]
+    forms = [canonicalize(each, example) for each in (folded, rescaled)]
     print(
         f"\nThe folded network and its rescaled copy are {distance(folded, rescaled):.3g} apart, "
         f"in canonical form {distance(*forms):.0e}"
     )
-    print(f"The same up to rescaling: {same_up_to_rescaling(folded, rescaled, example)}")
+    print(f"The same up to rescaling: {equal_up_to_rescaling(folded, rescaled, example)}")
     with torch.no_grad():
         rescaled.get_parameter("linear.weight")[0, 0] *= 1.001
-    print(f"And with one weight 0.1 % larger: {same_up_to_rescaling(folded, rescaled, example)}")
+    print(f"And with one weight 0.1 % larger: {equal_up_to_rescaling(folded, rescaled, example)}")
     print(f"\nPictures of the rescalings are in {out}: graph.png, and graph_folded.png without BatchNorm.")
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import saltflat
-from saltflat.readers import read
+from saltflat.readers import read_data
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
@@ -68,8 +68,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     seed = parser.parse_args().seed
 
-    inputs, labels = read("digits")
-    test_inputs, test_labels = read("digits", split="test")
+    inputs, labels = read_data("digits")
+    test_inputs, test_labels = read_data("digits", split="test")
     reports = {}
     for name in ("SGD", "SAM"):
         torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler, autocast
 from torch.optim import AdamW
 
-from saltflat.readers import read
+from saltflat.readers import read_data
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
@@ -65,7 +65,7 @@ def train(device: str, is_explicit: bool, seed: int) -> None:
     model = network().to(device)
     optimizer = SAM(model, AdamW, rho=0.05, lr=LEARNING_RATE)
     scaler = GradScaler(device, enabled=device != "cpu")  # bfloat16 has the range of float32: nothing to scale
-    inputs, labels = (each.to(device) for each in read("digits"))
+    inputs, labels = (each.to(device) for each in read_data("digits"))
     steps = 0
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(labels)).to(device).split(BATCH):
@@ -74,7 +74,7 @@ def train(device: str, is_explicit: bool, seed: int) -> None:
             scaler.update()
             steps += 1
     model.eval()
-    test_inputs, test_labels = (each.to(device) for each in read("digits", split="test"))
+    test_inputs, test_labels = (each.to(device) for each in read_data("digits", split="test"))
     with torch.no_grad():
         right = float((model(test_inputs).argmax(dim=1) == test_labels).double().mean())
     print(

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from saltflat.readers import read
+from saltflat.readers import read_data
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
@@ -81,7 +81,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    images, labels = read("digits")
+    images, labels = read_data("digits")
     inputs = images.double()
 
     alone = network(seed)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from saltflat.integrations import JsonLines, Monitor
-from saltflat.readers import read
+from saltflat.readers import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 8 if QUICK else 120
@@ -55,7 +55,7 @@ def main() -> None:
     except OSError as error:
         parser.error(f"cannot write to --out {out} ({error.strerror}); name a folder you can write to")
 
-    inputs, labels = read("digits")
+    inputs, labels = read_data("digits")
     torch.manual_seed(arguments.seed)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -84,7 +84,7 @@ def main() -> None:
     largest = max(steps, key=lambda line: float(line["flatness/lr_lambda_max"]))
     print(
         f"\nMeasured {len(steps)} times in {monitor.step} steps, for {monitor.share:.1%} of the training time; "
-        f"{monitor.skipped} times it was due and would have cost too much then."
+        f"{monitor.num_skipped} times it was due and would have cost too much then."
     )
     for name, line in {"largest": largest, "last": steps[-1]}.items():
         value, edge = line["flatness/lr_lambda_max"], line["flatness/lr_lambda_max_threshold"]

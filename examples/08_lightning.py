@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from saltflat.integrations.lightning import FlatnessCallback
-from saltflat.readers import read
+from saltflat.readers import read_data
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
@@ -80,8 +80,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     arguments = parser.parse_args()
     quiet()
-    inputs, labels = read("digits")
-    test_inputs, test_labels = read("digits", split="test")
+    inputs, labels = read_data("digits")
+    test_inputs, test_labels = read_data("digits", split="test")
 
     for name, rho in {"SGD": None, "SAM": RHO}.items():
         torch.manual_seed(arguments.seed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import saltflat
 from saltflat.landscape import plot_together
-from saltflat.readers import read
+from saltflat.readers import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 6 if QUICK else 20
@@ -56,19 +56,19 @@ def main() -> None:
     out, seed = arguments.out, arguments.seed
     out.mkdir(parents=True, exist_ok=True)
 
-    inputs, labels = read("digits")
+    inputs, labels = read_data("digits")
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10))
     train(model, inputs, labels, seed)
     model.double()
     data = inputs[:EXAMPLES].double(), labels[:EXAMPLES]
 
-    plane = saltflat.landscape(model, data, dimensions=2, points=POINTS, seed=seed)
+    plane = saltflat.compute_landscape(model, data, dimensions=2, points=POINTS, seed=seed)
     print(f"{plane}\n")
     plane.plot().savefig(out / "landscape.png")
     plane.save(out / "landscape.json")
 
-    sharp = saltflat.landscape(model, data, directions="eigenvectors", points=POINTS, radius=0.05)
+    sharp = saltflat.compute_landscape(model, data, directions="eigenvectors", points=POINTS, radius=0.05)
     value = sharp.directions[0]["eigenvalue"]
     print(f"Along the sharpest direction the slice bends by {sharp.curvature[0]:.4g}, the eigenvalue is {value:.4g}\n")
 
@@ -83,7 +83,8 @@ def main() -> None:
     )
     for label, options in SLICES.items():
         slices = {
-            name: saltflat.landscape(each, data, points=POINTS, seed=seed, **options) for name, each in networks.items()
+            name: saltflat.compute_landscape(each, data, points=POINTS, seed=seed, **options)
+            for name, each in networks.items()
         }
         first = slices["as trained"].losses
         changes = [np.abs(each.losses - first).max() for name, each in slices.items() if name != "as trained"]

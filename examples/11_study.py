@@ -15,7 +15,7 @@ from pathlib import Path
 
 import saltflat
 from saltflat import Study
-from saltflat.studies.remaking import remade
+from saltflat.studies.remaking import load_trained_network
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 AUDITED = 1 if QUICK else 2
@@ -45,9 +45,9 @@ def main() -> None:
     examples = results.study.data.examples()
     landscapes = {}
     for name, row in ends.items():
-        network = remade(results, row.key, examples)
+        network = load_trained_network(results, row.key, examples)
         data = (network.inputs[:200].double(), network.labels[:200])
-        landscapes[name] = saltflat.landscape(network.model.double(), data, points=21, progress=False)
+        landscapes[name] = saltflat.compute_landscape(network.model.double(), data, points=21, progress=False)
     page = results.write_html(out / "study.html", audits=AUDITED, landscapes=landscapes, progress=False)
     print(f"\nRuns are in {results.folder}, the page for a browser is {page}.")
 

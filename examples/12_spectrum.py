@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read
+from saltflat.readers import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 4 if QUICK else 15
@@ -45,17 +45,17 @@ def main() -> None:
     out, seed = arguments.out, arguments.seed
     out.mkdir(parents=True, exist_ok=True)
 
-    inputs, labels = read("digits")
+    inputs, labels = read_data("digits")
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
     data = inputs[:EXAMPLES].double(), labels[:EXAMPLES]
 
     model.double()
-    before = saltflat.spectrum(model, data, draws=DRAWS, steps=STEPS, seed=seed)
+    before = saltflat.compute_spectrum(model, data, draws=DRAWS, steps=STEPS, seed=seed)
     model.float()
     train(model, inputs, labels, seed)
     model.double()
-    after = saltflat.spectrum(model, data, draws=DRAWS, steps=STEPS, seed=seed)
+    after = saltflat.compute_spectrum(model, data, draws=DRAWS, steps=STEPS, seed=seed)
     after.save(out / "spectrum.json")
     after.plot().savefig(out / "spectrum.png", dpi=150)
     print(f"{after}\n")
@@ -63,7 +63,7 @@ def main() -> None:
         high, low = found.eigenvalues[0], found.eigenvalues[-1]
         print(f"{name:12}  loss {found.loss:.3g}, eigenvalues from {low:.3g} to {high:.3g}, trace {found.trace:.3g}")
 
-    layers = saltflat.spectrum(model, data, k=3, matrix="gauss_newton", per="layer", draws=DRAWS, steps=STEPS)
+    layers = saltflat.compute_spectrum(model, data, k=3, matrix="gauss_newton", per="layer", draws=DRAWS, steps=STEPS)
     print(f"\n{layers}\n\nPictures are in {out}: spectrum.png of the network, spectrum_layers.png of its layers.")
     layers.plot().savefig(out / "spectrum_layers.png", dpi=150)
 

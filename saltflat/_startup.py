@@ -18,26 +18,26 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
-def interrupts_raise() -> Iterator[None]:
+def raise_on_interrupt() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt inside of it, where the program catches that."""
-    quiet = signal.getsignal(signal.SIGINT) is _leave
+    quiet = signal.getsignal(signal.SIGINT) is _exit_on_interrupt
     if quiet:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
         if quiet:
-            signal.signal(signal.SIGINT, _leave)
+            signal.signal(signal.SIGINT, _exit_on_interrupt)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_on_interrupt(number: int, frame: FrameType | None) -> None:
     # Not an exception: libraries that are being imported turn those into errors of their own.
     with suppress(OSError):
         os.write(2, b"Interrupted.\n")
     os._exit(INTERRUPTED)
 
 
-def _is_command() -> bool:
+def _is_cli_process() -> bool:
     """Whether this process is ``saltflat`` or ``python -m saltflat``, and not one of its workers."""
     if threading.current_thread() is not threading.main_thread() or not sys.argv or sys.argv[0] not in sys.orig_argv:
         return False
@@ -46,5 +46,5 @@ def _is_command() -> bool:
     return Path(sys.argv[0]).stem == "saltflat"
 
 
-if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _leave)
+if _is_cli_process() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _exit_on_interrupt)

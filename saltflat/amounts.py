@@ -18,7 +18,7 @@ def is_choice(value: Any, choices: Container[str]) -> bool:
     return isinstance(value, str) and value in choices
 
 
-def whole_number(value: Any) -> int | None:
+def parse_integer(value: Any) -> int | None:
     """The value as a whole number; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
@@ -51,7 +51,7 @@ def check_count(least: int, **given: int) -> None:
             )
 
 
-def check_amount(**given: float) -> None:
+def check_non_negative(**given: float) -> None:
     """Strengths are finite and at least 0."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:

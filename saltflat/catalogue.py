@@ -11,11 +11,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from saltflat.measures import MEASURES
-from saltflat.report.table import rendered
+from saltflat.report.table import render_text
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """What the catalogue says of a measure.
 
     Attributes:
@@ -41,20 +41,20 @@ class Entry:
     cost: str
 
 
-class Catalogue(Sequence[Entry]):
+class Catalogue(Sequence[CatalogueEntry]):
     """Entries in the order of their families; prints as a list, of the terminal's width."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[CatalogueEntry]) -> None:
         self.entries = tuple(entries)
 
     @overload
-    def __getitem__(self, which: int) -> Entry: ...
+    def __getitem__(self, which: int) -> CatalogueEntry: ...
     @overload
-    def __getitem__(self, which: slice) -> Sequence[Entry]: ...
-    def __getitem__(self, which: int | slice) -> Entry | Sequence[Entry]:
+    def __getitem__(self, which: slice) -> Sequence[CatalogueEntry]: ...
+    def __getitem__(self, which: int | slice) -> CatalogueEntry | Sequence[CatalogueEntry]:
         return self.entries[which]
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[CatalogueEntry]:
         return iter(self.entries)
 
     def __len__(self) -> int:
@@ -74,21 +74,21 @@ class Catalogue(Sequence[Entry]):
             yield Padding(Group(*lines), (0, 0, 1, 4))
 
     def __str__(self) -> str:
-        return rendered(self)
+        return render_text(self)
 
     def __repr__(self) -> str:
         return f"<Catalogue of {len(self)} measures>"
 
 
-def catalogue() -> Catalogue:
+def list_measures() -> Catalogue:
     """Every measure: what it says, its formula, what leaves it unchanged, what it needs and costs, and its source.
 
-    >>> [entry.invariant_to for entry in catalogue() if entry.name == "kappa"]
+    >>> [entry.invariant_to for entry in list_measures() if entry.name == "kappa"]
     [('layer_scale',)]
     """
     return Catalogue(
         [
-            Entry(
+            CatalogueEntry(
                 each.name,
                 each.meaning,
                 each.formula,

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from saltflat.data import Batch
 from saltflat.errors import EmptyDataError, OptionError
-from saltflat.loan import loan
-from saltflat.probe import checked_outputs
-from saltflat.problem import Problem, real
-from saltflat.scratch import Heap
-from saltflat.sweep import bytes_from, check_seed
-from saltflat.turns import in_turn
+from saltflat.loan import open_session
+from saltflat.probe import compute_checked_outputs
+from saltflat.problem import Problem, cast_targets
+from saltflat.scratch import HeapTrimmer
+from saltflat.sweep import check_seed, parse_bytes
+from saltflat.turns import take_turns
 
 GRAPHS = 32  # times the results of a forward pass: what differentiating it twice holds, gaps in the heap included
 
 
 @dataclass(frozen=True)
-class Agreement:
+class CurvatureComparison:
     """Curvature of the mean loss along one random direction of a parameter, by its Hessian and by Gauss-Newton."""
 
     hessian: float
@@ -31,14 +31,14 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Certificate(Mapping[str, Agreement]):
+class Certificate(Mapping[str, CurvatureComparison]):
     """For each parameter, how far its Gauss-Newton block is from its Hessian block.
 
     For networks that are piecewise linear in every single layer (ReLU, max-pooling, BatchNorm in eval mode) the two are
     the same, and ``curvature_diagonal`` *is* the diagonal of the Hessian. Behind smooth activations it is not.
     """
 
-    agreements: Mapping[str, Agreement]
+    agreements: Mapping[str, CurvatureComparison]
     examples: int
     tolerance: float = 1e-6
 
@@ -52,7 +52,7 @@ class Certificate(Mapping[str, Agreement]):
         """Whether the Gauss-Newton blocks are the Hessian's, to rounding."""
         return all(each.gap <= self.tolerance for each in self.agreements.values())
 
-    def __getitem__(self, name: str) -> Agreement:
+    def __getitem__(self, name: str) -> CurvatureComparison:
         return self.agreements[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -73,7 +73,7 @@ class Certificate(Mapping[str, Agreement]):
         )
 
 
-@in_turn
+@take_turns
 def certify(
     model: nn.Module,
     data: Any,
@@ -96,19 +96,19 @@ def certify(
     seed = check_seed(seed)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
         raise OptionError(f"Got examples={examples!r}. Want at least 1. Do: leave it out for 8.")
-    room = bytes_from(memory)
-    heap = Heap(room // 4)
-    with loan(model, mode, data):
-        problem = Problem.of(model, data, loss, layers, torch.float64, mode)
+    room = parse_bytes(memory)
+    heap = HeapTrimmer(room // 4)
+    with open_session(model, mode, data):
+        problem = Problem.build(model, data, loss, layers, torch.float64, mode)
         seen, share = 0, 0.0
         sums = {name: [0.0, 0.0] for name in problem.network.measured}
-        for batch in problem.batches():
+        for batch in problem.read_batches():
             few = batch.cut(0, examples - seen)
             pair = few.cut(0, 2)
-            _, noticed = checked_outputs(problem, pair)
+            _, noticed = compute_checked_outputs(problem, pair)
             step = max(1, room // max(1, GRAPHS * noticed.bytes // pair.examples))
             for start in range(0, few.examples, step):
-                both, part = _curvatures(problem, few.cut(start, start + step), seed)
+                both, part = _compute_curvatures(problem, few.cut(start, start + step), seed)
                 for name, found in both.items():
                     sums[name] = [total + float(value) for total, value in zip(sums[name], found, strict=True)]
                 share += part
@@ -125,11 +125,11 @@ def certify(
     # Where a parameter has no effect at all, both are rounding.
     floor = 1e-9 * max(abs(value) for pair in pairs.values() for value in pair)
     gaps = {name: abs(h - g) / max(abs(h), abs(g), floor) if h != g else 0.0 for name, (h, g) in pairs.items()}
-    agreements = {name: Agreement(h, g, gaps[name]) for name, (h, g) in pairs.items()}
+    agreements = {name: CurvatureComparison(h, g, gaps[name]) for name, (h, g) in pairs.items()}
     return Certificate(agreements, seen)
 
 
-def direction(shape: torch.Size, seed: int) -> Tensor:
+def draw_direction(shape: torch.Size, seed: int) -> Tensor:
     """A random unit vector; parameters of one shape share it, which does no harm."""
     noise = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=noise, dtype=torch.float64)
@@ -137,13 +137,13 @@ def direction(shape: torch.Size, seed: int) -> Tensor:
     return unit
 
 
-def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+def _compute_curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
     """v'Hv and v'Gv of every parameter, by differentiating twice and without any of the layers' rules.
 
     They are of the sum over the examples; what it is to be divided by comes second.
     """
     leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
-    targets = real(batch.targets)
+    targets = cast_targets(batch.targets)
     outputs = problem.network(batch, leaves=leaves)
     problem.check_outputs(outputs, batch)
     problem.loss.check(outputs, targets)
@@ -161,7 +161,7 @@ def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tu
             )
         found = {}
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-            v = direction(leaf.shape, seed).to(leaf.device)
+            v = draw_direction(leaf.shape, seed).to(leaf.device)
             second = None
             if gradient is not None and gradient.requires_grad:
                 inner = (gradient * v).sum()
@@ -170,6 +170,6 @@ def _curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tu
             if second is None:
                 found[name] = torch.zeros((), dtype=torch.float64)
             else:
-                found[name] = (second * v).sum() if variable is None else curvature.along(second)
+                found[name] = (second * v).sum() if variable is None else curvature.compute_quadratic_form(second)
         results.append(found)
     return {name: (results[0][name], results[1][name]) for name in leaves}, float(share)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Softmax:
+class SoftmaxCurvature:
     """``mass * (diag(p) - p p')`` with ``p`` of shape ``(examples, positions, classes)``.
 
     ``axis`` is that of the classes in the outputs.
@@ -20,13 +20,13 @@ class Softmax:
     axis: int
     shape: torch.Size
 
-    def along(self, direction: Tensor) -> Tensor:
+    def compute_quadratic_form(self, direction: Tensor) -> Tensor:
         """The sum of direction' B direction over the examples."""
         u = direction.movedim(self.axis, -1).reshape_as(self.p)
         mean = (self.p * u).sum(-1, keepdim=True)
         return (self.mass * (self.p * (u - mean).square()).sum(-1)).sum()
 
-    def placed(self, columns: Tensor) -> Tensor:
+    def reshape_to_outputs(self, columns: Tensor) -> Tensor:
         """``(..., positions, classes)`` back to ``(..., *outputs)``."""
         lead = columns.shape[:-2]
         positions = [size for axis, size in enumerate(self.shape[1:], start=1) if axis != self.axis]
@@ -34,27 +34,27 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Diagonal:
+class DiagonalCurvature:
     """One curvature per output, ``(examples, *outputs)``."""
 
     values: Tensor
 
-    def along(self, direction: Tensor) -> Tensor:
+    def compute_quadratic_form(self, direction: Tensor) -> Tensor:
         return (self.values * direction.square()).sum()
 
 
 @dataclass(frozen=True)
-class Roots:
+class FactoredCurvature:
     """``sum_k columns_k columns_k'`` minus the same of ``negative``; each ``(rank, examples, *outputs)``."""
 
     columns: Tensor
     negative: Tensor | None
 
-    def along(self, direction: Tensor) -> Tensor:
-        def part(columns: Tensor) -> Tensor:
+    def compute_quadratic_form(self, direction: Tensor) -> Tensor:
+        def sum_squares(columns: Tensor) -> Tensor:
             return (columns * direction).reshape(*columns.shape[:2], -1).sum(2).square().sum()
 
-        return part(self.columns) - (part(self.negative) if self.negative is not None else 0)
+        return sum_squares(self.columns) - (sum_squares(self.negative) if self.negative is not None else 0)
 
 
-Curvature = Softmax | Diagonal | Roots
+Curvature = SoftmaxCurvature | DiagonalCurvature | FactoredCurvature

@@ -47,41 +47,41 @@ class Batch:
     shared: frozenset[int] = frozenset()
 
     @property
-    def numbers(self) -> Tensor:
+    def example_indices(self) -> Tensor:
         """``(examples,)``: the position of each example in the data."""
         return torch.arange(self.first, self.first + self.examples) if self.places is None else self.places
 
     def cut(self, start: int, stop: int) -> Batch:
         stop = min(stop, self.examples)
-        args, kwargs = self.map(lambda t: t[start:stop])
+        args, kwargs = self.map_tensors(lambda t: t[start:stop])
         places = None if self.places is None else self.places[start:stop]
         return Batch(args, kwargs, self.targets[start:stop], self.first + start, stop - start, places, self.shared)
 
     def take(self, which: Tensor, first: int, places: Tensor | None = None) -> Batch:
         """Some of the examples, numbered from ``first`` on or with the ``places`` given."""
-        args, kwargs = self.map(lambda t: t[which.to(t.device)])
+        args, kwargs = self.map_tensors(lambda t: t[which.to(t.device)])
         return Batch(args, kwargs, self.targets[which.to(self.targets.device)], first, len(which), places, self.shared)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs with ``change`` applied to every tensor that has the examples as its first axis."""
 
-        def one(leaf: Any) -> Any:
-            return change(leaf) if self.counts(leaf) else leaf
+        def change_leaf(leaf: Any) -> Any:
+            return change(leaf) if self.has_example_axis(leaf) else leaf
 
-        changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(one, (self.args, self.kwargs))
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(change_leaf, (self.args, self.kwargs))
         return changed
 
-    def counts(self, leaf: Any) -> bool:
+    def has_example_axis(self, leaf: Any) -> bool:
         fits = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.examples
         return fits and id(leaf) not in self.shared
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
 
     def to(self, dtype: torch.dtype | None) -> Batch:
         """Floating-point inputs in another precision; inference tensors become ordinary ones."""
 
-        def one(leaf: Any) -> Any:
+        def convert_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             if leaf.is_inference():
@@ -89,22 +89,22 @@ class Batch:
             leaf = leaf.detach()
             return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
 
-        args, kwargs, targets = tree_map(one, (self.args, self.kwargs, self.targets))
+        args, kwargs, targets = tree_map(convert_leaf, (self.args, self.kwargs, self.targets))
         changed = Batch(args, kwargs, targets, self.first, self.examples, self.places)
-        pairs = zip(self.tensors(), changed.tensors(), strict=True)
-        return replace(changed, shared=frozenset(id(new) for old, new in pairs if not self.counts(old)))
+        pairs = zip(self.list_tensors(), changed.list_tensors(), strict=True)
+        return replace(changed, shared=frozenset(id(new) for old, new in pairs if not self.has_example_axis(old)))
 
 
-def batches(data: Data) -> Iterator[Batch]:
+def read_batches(data: Data) -> Iterator[Batch]:
     """One pass over the data."""
-    if isinstance(data, Readings):
-        yield from data.batches()
+    if isinstance(data, RepeatableData):
+        yield from data.read_batches()
         return
     first = 0
     for number, item in enumerate([data] if _is_one_batch(data) else iter(data)):
-        args, kwargs, targets = inputs_and_targets(item, number)
+        args, kwargs, targets = unpack_batch(item, number)
         for leaf in tree_flatten((args, kwargs))[0]:
-            _check_dense(leaf, number)
+            _check_dense_leaf(leaf, number)
         if targets.dim() == 0:
             raise DataError(
                 f"Got a target without an axis for the examples in batch {number}. "
@@ -112,11 +112,13 @@ def batches(data: Data) -> Iterator[Batch]:
                 "Do: batch single examples, for instance with DataLoader(dataset, batch_size=128)."
             )
         batch = Batch(args, kwargs, targets, first, targets.shape[0])
-        batch = replace(batch, shared=frozenset(id(leaf) for leaf in batch.tensors() if not batch.counts(leaf)))
+        batch = replace(
+            batch, shared=frozenset(id(leaf) for leaf in batch.list_tensors() if not batch.has_example_axis(leaf))
+        )
         if batch.examples == 0:
             continue
-        if not any(batch.counts(leaf) for leaf in batch.tensors()):
-            shapes = [tuple(leaf.shape) for leaf in batch.tensors()]
+        if not any(batch.has_example_axis(leaf) for leaf in batch.list_tensors()):
+            shapes = [tuple(leaf.shape) for leaf in batch.list_tensors()]
             raise DataError(
                 f"Got {batch.examples} targets and inputs of shape {shapes} in batch {number}. "
                 "Want the same number of examples along the first axis of both. "
@@ -126,7 +128,7 @@ def batches(data: Data) -> Iterator[Batch]:
         yield batch
 
 
-def _is_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
+def _is_tensor_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
@@ -134,10 +136,10 @@ def _is_one_batch(data: Any) -> bool:
     """A pair of tensors; or inputs of several tensors with a tensor of targets; or a dict."""
     several = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Mapping | tuple | list)
     several = several and isinstance(data[1], Tensor)
-    return _is_pair(data) or several or isinstance(data, Mapping)
+    return _is_tensor_pair(data) or several or isinstance(data, Mapping)
 
 
-def inputs_and_targets(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+def unpack_batch(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
     """What to call the model with, by place and by name, and the targets, of batch ``number``."""
     if isinstance(item, Batch):
         return item.args, item.kwargs, item.targets
@@ -149,9 +151,9 @@ def inputs_and_targets(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dic
                 f"Got a dict with the keys {sorted(map(str, item))} as batch {number}. "
                 "Want a tensor under 'labels' beside the inputs. Do: rename the targets to 'labels'."
             )
-        return (), _plain(inputs, number), _labels(targets, number)
+        return (), _convert_mappings(inputs, number), _convert_labels(targets, number)
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[1], Tensor):
-        inputs, targets = _plain(item[0], number), _labels(item[1], number)
+        inputs, targets = _convert_mappings(item[0], number), _convert_labels(item[1], number)
         if isinstance(inputs, Tensor):
             return (inputs,), {}, targets
         if isinstance(inputs, Mapping):
@@ -166,7 +168,7 @@ def inputs_and_targets(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dic
     )
 
 
-def odd_kind(tensor: Tensor) -> str | None:
+def find_unsupported_kind(tensor: Tensor) -> str | None:
     """What keeps a tensor from being cut into examples and computed with; None for ordinary ones."""
     if tensor.is_nested:
         return "nested"
@@ -175,8 +177,8 @@ def odd_kind(tensor: Tensor) -> str | None:
     return "meta" if tensor.is_meta else None
 
 
-def _check_dense(leaf: Any, number: int) -> None:
-    kind = odd_kind(leaf) if isinstance(leaf, Tensor) else None
+def _check_dense_leaf(leaf: Any, number: int) -> None:
+    kind = find_unsupported_kind(leaf) if isinstance(leaf, Tensor) else None
     if kind is not None:
         advice = {
             "nested": "torch.nested.to_padded_tensor, with a model that knows the padding",
@@ -188,19 +190,19 @@ def _check_dense(leaf: Any, number: int) -> None:
         )
 
 
-def _labels(targets: Tensor, number: int) -> Tensor:
+def _convert_labels(targets: Tensor, number: int) -> Tensor:
     """Whole numbers as int64: in uint8, the usual ignore_index of -100 is class 156."""
-    _check_dense(targets, number)
+    _check_dense_leaf(targets, number)
     whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
     return targets.long() if whole else targets
 
 
-def _plain(inputs: Any, number: int) -> Any:
+def _convert_mappings(inputs: Any, number: int) -> Any:
     """The inputs with a plain dict for every mapping that torch does not look into (UserDict, BatchEncoding)."""
 
-    def one(leaf: Any) -> Any:
+    def convert_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
-            return _plain(dict(leaf), number)
+            return _convert_mappings(dict(leaf), number)
         held = vars(leaf).values() if is_dataclass(leaf) and hasattr(leaf, "__dict__") else ()
         if any(isinstance(value, Tensor) for value in held):
             raise DataError(
@@ -210,10 +212,10 @@ def _plain(inputs: Any, number: int) -> Any:
             )
         return leaf
 
-    return tree_map(one, inputs)
+    return tree_map(convert_leaf, inputs)
 
 
-def checked(data: Any) -> Data:
+def prepare_data(data: Any) -> Data:
     """Data that can be read as often as needed and answers the same each time; else an error that says why not."""
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=128)
@@ -228,16 +230,20 @@ def checked(data: Any) -> Data:
             f"Got a {type(data).__name__}, which can be read only once. Want data that can be read again. "
             "Do: pass list(...) of it, or the DataLoader itself."
         )
-    if _is_pair(data) and all(odd_kind(part) is None and part.dim() for part in data) and len(data[0]) != len(data[1]):
+    if (
+        _is_tensor_pair(data)
+        and all(find_unsupported_kind(part) is None and part.dim() for part in data)
+        and len(data[0]) != len(data[1])
+    ):
         raise DataError(
             f"Got {len(data[0])} inputs and {len(data[1])} targets. Want as many of one as of the other. "
             "Do: check that they belong together."
         )
-    if isinstance(data, Readings):
+    if isinstance(data, RepeatableData):
         return data
     if isinstance(data, DataLoader):
-        data = _in_order(data)
-    one = next(batches(data), None)
+        data = _fix_loader_order(data)
+    one = next(read_batches(data), None)
     if one is None:
         raise EmptyDataError(
             "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
@@ -246,24 +252,24 @@ def checked(data: Any) -> Data:
     if _is_one_batch(data) or type(data) in (list, tuple):
         return held  # every reading yields the same tensors
     # Checksums instead of a copy: a batch may be as large as the data.
-    first, two = _sums(one), next(batches(data), None)
+    first, two = _compute_batch_checksums(one), next(read_batches(data), None)
     if two is None:
         raise OneShotDataError(
             f"Got a {type(data).__name__} that gave nothing on the second reading. Want data that can be read again. "
             "Do: pass a list of its batches."
         )
-    if not _alike(first, _sums(two)):
+    if not _has_same_checksums(first, _compute_batch_checksums(two)):
         if _has_fixed_order(data):
             raise NondeterministicError(
                 "Got a DataLoader whose first batch differs between two readings (random augmentation). "
                 "Want the same examples every time. Do: measure on a dataset without random transforms, or pass "
                 "list(loader) to measure what one pass yields."
             )
-        return _hold(data)
-    return Readings(data)
+        return _load_into_memory(data)
+    return RepeatableData(data)
 
 
-class Readings:
+class RepeatableData:
     """Data that has to yield the same batches in every reading: the examples are told apart by their numbers.
 
     Later readings are compared with the first by a checksum of every example, which costs little beside a forward pass.
@@ -277,23 +283,23 @@ class Readings:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
 
-    def batches(self) -> Iterator[Batch]:
+    def read_batches(self) -> Iterator[Batch]:
         number = -1
-        for number, batch in enumerate(batches(self.data)):
-            found = _sums(batch)
+        for number, batch in enumerate(read_batches(self.data)):
+            found = _compute_batch_checksums(batch)
             if number < len(self.seen):
-                same = _alike(self.seen[number], found)
+                same = _has_same_checksums(self.seen[number], found)
             else:
                 same = not self.is_complete
                 self.seen.append(found)
             if not same:
-                raise self._changed(f"batch {number}")
+                raise self._make_change_error(f"batch {number}")
             yield batch
         if number + 1 < len(self.seen):
-            raise self._changed(f"the number of batches ({number + 1} after {len(self.seen)})")
+            raise self._make_change_error(f"the number of batches ({number + 1} after {len(self.seen)})")
         self.is_complete = True
 
-    def _changed(self, what: str) -> NondeterministicError:
+    def _make_change_error(self, what: str) -> NondeterministicError:
         return NondeterministicError(
             f"Got a {type(self.data).__name__} whose readings differ in {what} (shuffling or random augmentation). "
             "Want the same examples in the same order every time. "
@@ -301,22 +307,24 @@ class Readings:
         )
 
 
-def _sums(batch: Batch) -> list[Tensor]:
+def _compute_batch_checksums(batch: Batch) -> list[Tensor]:
     """A checksum per example for every tensor that has examples; one for others.
 
     In whole numbers, which do not depend on the order of summation, and weighted by place: a mirrored image has the
     same pixels. Of large examples some places, all over them, have to do.
     """
 
-    def one(leaf: Tensor) -> Tensor:
-        rows = leaf if batch.counts(leaf) or leaf is batch.targets else leaf.unsqueeze(0)
+    def compute_leaf_checksums(leaf: Tensor) -> Tensor:
+        rows = leaf if batch.has_example_axis(leaf) or leaf is batch.targets else leaf.unsqueeze(0)
         step = max(1, COMPARED_AT_ONCE // max(1, min(rows[0].numel(), 2 * COMPARED_PLACES)))
-        return torch.cat([_checksums(part) for part in rows.split(step)])
+        return torch.cat([_compute_row_checksums(part) for part in rows.split(step)])
 
-    return [one(leaf) for leaf in [*batch.tensors(), batch.targets] if leaf.layout == torch.strided]
+    return [
+        compute_leaf_checksums(leaf) for leaf in [*batch.list_tensors(), batch.targets] if leaf.layout == torch.strided
+    ]
 
 
-def _checksums(rows: Tensor) -> Tensor:
+def _compute_row_checksums(rows: Tensor) -> Tensor:
     rows = torch.view_as_real(rows) if rows.is_complex() else rows
     bits = rows.view(BITS[rows.element_size()]) if rows.is_floating_point() else rows
     each = bits.reshape(len(rows), -1)
@@ -325,14 +333,14 @@ def _checksums(rows: Tensor) -> Tensor:
     return (each * (places * 2654435761 % (1 << 31) | 1)).sum(1)
 
 
-def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _fix_loader_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A shuffled loader's data in the order of its dataset, where nothing but torch's own shuffling orders them.
 
     What a loader of another class, a sampler or a batch sampler of the user's own yields is up to them: these are
     read as they are.
     """
     groups: Any = loader.batch_sampler
-    sampler = _sampler(loader)
+    sampler = _find_sampler(loader)
     random = type(sampler) is RandomSampler
     waits = getattr(loader, "in_order", True)  # else workers' batches come as they are done
     if sampler is None or (not random and waits):
@@ -351,7 +359,7 @@ def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     )
 
 
-def _sampler(loader: DataLoader[Any]) -> Any:
+def _find_sampler(loader: DataLoader[Any]) -> Any:
     """What numbers the examples of a loader; None where its class, its dataset or its batch sampler has a say in it."""
     groups = loader.batch_sampler
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
@@ -360,7 +368,7 @@ def _sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _has_fixed_order(data: Any) -> bool:
-    return isinstance(data, DataLoader) and type(_sampler(data)) is SequentialSampler
+    return isinstance(data, DataLoader) and type(_find_sampler(data)) is SequentialSampler
 
 
 def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: Any) -> None:
@@ -377,15 +385,15 @@ def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: An
         )
 
 
-def _hold(data: Any) -> list[Batch]:
+def _load_into_memory(data: Any) -> list[Batch]:
     """The examples of a loader whose readings differ in nothing but the order, in an order of their own."""
     held: list[Batch] = []
     marks: list[bytes] = []
     size = 0
-    for batch in batches(data):
-        held.append(_copied(batch))
-        marks += _digests(batch)
-        size += sum(leaf.numel() * leaf.element_size() for leaf in [*batch.tensors(), batch.targets])
+    for batch in read_batches(data):
+        held.append(_copy_batch(batch))
+        marks += _compute_digests(batch)
+        size += sum(leaf.numel() * leaf.element_size() for leaf in [*batch.list_tensors(), batch.targets])
         if size > HELD:
             raise NondeterministicError(
                 f"Got a {type(data).__name__} whose first batch differs between two readings (shuffling or random "
@@ -393,14 +401,14 @@ def _hold(data: Any) -> list[Batch]:
                 "Want the same examples in the same order every time. "
                 "Do: measure on un-augmented data, with shuffle=False or a sampler of a fixed order."
             )
-    if Counter(marks) != Counter(mark for batch in batches(data) for mark in _digests(batch)):
+    if Counter(marks) != Counter(mark for batch in read_batches(data) for mark in _compute_digests(batch)):
         raise NondeterministicError(
             f"Got a {type(data).__name__} whose first batch differs between two readings, and not by the order of its "
             "examples alone (random augmentation, a random sample, or padding that depends on the batch). "
             "Want the same examples every time. "
             "Do: measure on un-augmented data, or pass list(loader) to measure what one pass yields."
         )
-    whole = _joined(held)
+    whole = _try_join_batches(held)
     if whole is None:
         return held
     # Sorted by content, so that the result does not depend on the state of a random generator.
@@ -409,7 +417,7 @@ def _hold(data: Any) -> list[Batch]:
     return [whole.take(order[start : start + largest], start) for start in range(0, whole.examples, largest)]
 
 
-def _copied(batch: Batch) -> Batch:
+def _copy_batch(batch: Batch) -> Batch:
     """A batch in memory of its own: an iterable may use that of its batches again."""
     args, kwargs, targets = tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (batch.args, batch.kwargs, batch.targets)
@@ -417,12 +425,12 @@ def _copied(batch: Batch) -> Batch:
     return Batch(args, kwargs, targets, batch.first, batch.examples)
 
 
-def _joined(held: Sequence[Batch]) -> Batch | None:
+def _try_join_batches(held: Sequence[Batch]) -> Batch | None:
     """All batches as one; None where they have different shapes or hold something that belongs to no example."""
     leaves, specs = zip(*(tree_flatten((each.args, each.kwargs, each.targets)) for each in held), strict=True)
     columns = list(zip(*leaves, strict=False))
     if any(spec != specs[0] for spec in specs) or not all(
-        batch.counts(leaf) and leaf.shape[1:] == column[0].shape[1:]
+        batch.has_example_axis(leaf) and leaf.shape[1:] == column[0].shape[1:]
         for column in columns
         for batch, leaf in zip(held, column, strict=True)
     ):
@@ -431,18 +439,18 @@ def _joined(held: Sequence[Batch]) -> Batch | None:
     return Batch(args, kwargs, targets, 0, len(targets))
 
 
-def _digests(batch: Batch) -> list[bytes]:
+def _compute_digests(batch: Batch) -> list[bytes]:
     """What tells each example from others."""
     rows = [
         leaf.detach().cpu().contiguous().reshape(batch.examples, -1).view(torch.uint8).numpy()
-        for leaf in [*batch.tensors(), batch.targets]
-        if batch.counts(leaf) and leaf.numel()
+        for leaf in [*batch.list_tensors(), batch.targets]
+        if batch.has_example_axis(leaf) and leaf.numel()
     ]
     return [blake2b(b"".join(row[n].tobytes() for row in rows), digest_size=16).digest() for n in range(batch.examples)]
 
 
-def _alike(one: list[Any], two: list[Any]) -> bool:
-    def same(a: Any, b: Any) -> bool:
+def _has_same_checksums(one: list[Any], two: list[Any]) -> bool:
+    def is_equal(a: Any, b: Any) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             # NaN equals NaN here: it is reported by its own check.
             return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
@@ -451,4 +459,4 @@ def _alike(one: list[Any], two: list[Any]) -> bool:
         except (TypeError, ValueError, RuntimeError):  # arrays, images: no single answer
             return True
 
-    return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
+    return len(one) == len(two) and all(is_equal(a, b) for a, b in zip(one, two, strict=True))

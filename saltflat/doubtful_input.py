@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from saltflat.data import Batch
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss, NegativeLogLikelihood
-from saltflat.problem import Problem, real
+from saltflat.losses import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, NegativeLogLikelihood
+from saltflat.problem import Problem, cast_targets
 
 GUESSING = "no better than guessing"
 OTHER_SLOPE = (
@@ -20,7 +20,7 @@ OTHER_SLOPE = (
 FEW_OUTPUTS = 32  # so few may lie between 0 and 1 by chance
 
 
-def notes_on_input(problem: Problem, batch: Batch, mean_loss: float) -> list[str]:
+def find_input_notes(problem: Problem, batch: Batch, mean_loss: float) -> list[str]:
     """Sentences for the reader of a report.
 
     Args:
@@ -30,19 +30,19 @@ def notes_on_input(problem: Problem, batch: Batch, mean_loss: float) -> list[str
     """
     with torch.no_grad():
         outputs = problem.network(batch).double()
-    targets = real(batch.targets)
-    found = [_note_on_pixels(tensor) for tensor in batch.tensors() if batch.counts(tensor)]
+    targets = cast_targets(batch.targets)
+    found = [_find_pixel_note(tensor) for tensor in batch.list_tensors() if batch.has_example_axis(tensor)]
     found += [
-        _note_on_probabilities(problem.loss, outputs, targets),
-        _note_on_chance(problem.loss, outputs, targets, mean_loss),
-        _note_on_linear_loss(problem.loss, outputs, targets),
+        _find_probability_note(problem.loss, outputs, targets),
+        _find_chance_note(problem.loss, outputs, targets, mean_loss),
+        _find_linear_loss_note(problem.loss, outputs, targets),
     ]
     if problem.network.has_other_slope:
         found.append(OTHER_SLOPE)
     return list(dict.fromkeys(note for note in found if note))
 
 
-def _note_on_pixels(inputs: Tensor) -> str:
+def _find_pixel_note(inputs: Tensor) -> str:
     """Images of bytes have values up to 255, whatever type they were converted to."""
     if inputs.dtype == torch.bool or inputs.is_complex() or not inputs.numel():
         return ""
@@ -62,11 +62,11 @@ def _note_on_pixels(inputs: Tensor) -> str:
     )
 
 
-def _note_on_probabilities(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
+def _find_probability_note(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
     if bool((outputs < 0).any()) or bool((outputs > 1).any()):
         return ""
     if isinstance(loss, CrossEntropy) and not isinstance(loss, NegativeLogLikelihood):
-        axis = loss.class_axis(outputs, targets)
+        axis = loss.find_class_axis(outputs, targets)
         if outputs.shape[axis] > 1 and bool(((outputs.sum(axis) - 1).abs() < 1e-4).all()):
             return (
                 "The outputs are probabilities already: all lie between 0 and 1, and those of each example sum to 1. "
@@ -80,10 +80,10 @@ def _note_on_probabilities(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
     return ""
 
 
-def _note_on_chance(loss: Loss, outputs: Tensor, targets: Tensor, mean_loss: float) -> str:
+def _find_chance_note(loss: Loss, outputs: Tensor, targets: Tensor, mean_loss: float) -> str:
     """Equal probabilities for all classes have this loss whatever the class weights and the label smoothing."""
     if isinstance(loss, CrossEntropy):
-        classes = outputs.shape[loss.class_axis(outputs, targets)]
+        classes = outputs.shape[loss.find_class_axis(outputs, targets)]
     elif isinstance(loss, BinaryCrossEntropy) and loss.pos_weight is None:
         classes = 2
     else:
@@ -97,13 +97,13 @@ def _note_on_chance(loss: Loss, outputs: Tensor, targets: Tensor, mean_loss: flo
     )
 
 
-def _note_on_linear_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
-    if not isinstance(loss, Custom):
+def _find_linear_loss_note(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
+    if not isinstance(loss, CustomLoss):
         return ""
     free = outputs.detach().requires_grad_()
     direction = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
     with torch.enable_grad():
-        slope = loss.slope(free, targets, create_graph=True)
+        slope = loss.compute_slope(free, targets, create_graph=True)
         try:
             bent = _differentiate((slope * direction).sum(), free)
         except RuntimeError:  # torch has no second derivative of it, which measures made of gradients do not need

@@ -9,24 +9,31 @@ import torch
 from torch import nn
 
 from saltflat.amounts import check_count, check_positive
-from saltflat.columns import plan_from
-from saltflat.errors import OptionError, ParameterError, unknown
-from saltflat.geometry import geometries
-from saltflat.lanczos import Top, block_products, room_for_basis, rounding, start_vectors, top_eigenvalues
-from saltflat.loan import loan
+from saltflat.columns import parse_column_plan
+from saltflat.errors import OptionError, ParameterError, make_unknown_name_error
+from saltflat.geometry import find_geometries
+from saltflat.lanczos import (
+    TopEigenvalue,
+    draw_start_vectors,
+    find_top_eigenvalues,
+    get_rounding_tolerance,
+    make_block_product,
+    reserve_basis,
+)
+from saltflat.loan import open_session
 from saltflat.problem import Problem
-from saltflat.progress import steps_shown
+from saltflat.progress import show_steps
 from saltflat.setting import Setting
-from saltflat.sweep import bytes_from, check_seed
-from saltflat.turns import in_turn
+from saltflat.sweep import check_seed, parse_bytes
+from saltflat.turns import take_turns
 
 
-@in_turn
-def eigenvalues_of(
+@take_turns
+def compute_eigenvalues(
     model: nn.Module,
     data: Any,
     loss: Any = "cross_entropy",
-    start: Mapping[str, Top] | None = None,
+    start: Mapping[str, TopEigenvalue] | None = None,
     *,
     tolerance: float | None = None,
     steps: int = 500,
@@ -37,7 +44,7 @@ def eigenvalues_of(
     seed: int = 0,
     progress: bool | Callable[[str, int, int | None], None] | None = None,
     mode: str = "eval",
-) -> dict[str, Top]:
+) -> dict[str, TopEigenvalue]:
     """The largest eigenvalue of every weight's curvature block, with its vector and a bound on its error.
 
     Args:
@@ -59,41 +66,43 @@ def eigenvalues_of(
         >>> _ = torch.manual_seed(0)
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)).double()
         >>> data = torch.randn(20, 2).double(), torch.randint(3, (20,))
-        >>> first = eigenvalues_of(net, data)
-        >>> again = eigenvalues_of(net, data, start=first)
+        >>> first = compute_eigenvalues(net, data)
+        >>> again = compute_eigenvalues(net, data, start=first)
         >>> [top.steps for top in again.values()]
         [2, 2]
     """
     check_count(1, steps=steps)
     if tolerance is not None:
         check_positive(tolerance=tolerance)
-    plan, limit, seed = plan_from(columns), bytes_from(memory), check_seed(seed)
-    with loan(model, mode, data), steps_shown(progress) as tick:
-        problem = Problem.of(model, data, loss, layers, dtype, mode)
+    plan, limit, seed = parse_column_plan(columns), parse_bytes(memory), check_seed(seed)
+    with open_session(model, mode, data), show_steps(progress) as tick:
+        problem = Problem.build(model, data, loss, layers, dtype, mode)
         setting = Setting(problem, plan, seed, limit, tick=tick)
-        starts = start_vectors(setting, geometries(problem.network))
+        starts = draw_start_vectors(setting, find_geometries(problem.network))
         if not starts:
             raise ParameterError(
                 "Got no parameter of two or more axes. Want at least one weight. Do: name layers that have one."
             )
-        if start is not None and not (isinstance(start, Mapping) and all(isinstance(t, Top) for t in start.values())):
+        if start is not None and not (
+            isinstance(start, Mapping) and all(isinstance(t, TopEigenvalue) for t in start.values())
+        ):
             raise OptionError(
-                f"Got start={type(start).__name__}. Want an earlier result of eigenvalues_of. Do: leave it out."
+                f"Got start={type(start).__name__}. Want an earlier result of compute_eigenvalues. Do: leave it out."
             )
         for name, top in (start or {}).items():
             if name not in starts:
-                raise unknown("layer of the earlier result", name, starts)
+                raise make_unknown_name_error("layer of the earlier result", name, starts)
             if top.vector.shape != starts[name].shape:
                 raise OptionError(
                     f"Got an earlier vector of shape {tuple(top.vector.shape)} for {name!r}. "
                     f"Want {tuple(starts[name].shape)}. Do: start from a result of the same architecture."
                 )
             starts[name] = top.vector.to(starts[name])
-        with room_for_basis(setting, starts) as basis:
-            return top_eigenvalues(
-                block_products(setting),
+        with reserve_basis(setting, starts) as basis:
+            return find_top_eigenvalues(
+                make_block_product(setting),
                 starts,
-                rounding(setting) if tolerance is None else tolerance,
+                get_rounding_tolerance(setting) if tolerance is None else tolerance,
                 steps,
                 lambda done, total: tick("Largest eigenvalues of the layers", done, total),
                 basis,

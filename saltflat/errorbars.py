@@ -10,33 +10,33 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 
-def stretch(freedom: Any) -> Any:
+def compute_student_factor(freedom: Any) -> Any:
     """How much wider a 95 % interval is with an error known from a few degrees of freedom only.
 
-    >>> round(float(stretch(1)), 2), round(float(stretch(1e6)), 2)
+    >>> round(float(compute_student_factor(1)), 2), round(float(compute_student_factor(1e6)), 2)
     (6.48, 1.0)
     """
     return t.ppf(0.975, freedom) / norm.ppf(0.975)
 
 
 _FREEDOM = np.geomspace(1, 1e6, 400)
-_STRETCH = stretch(_FREEDOM)
+_STRETCH = compute_student_factor(_FREEDOM)
 
 
-def variance_of_mean(per_draw: Tensor) -> Tensor:
+def compute_variance_of_mean(per_draw: Tensor) -> Tensor:
     r"""Unbiased variance of a sum of draws that were each scaled by ``1 / draws``, along the first axis.
 
     With :math:`Y_d = X_d / m` the estimate is :math:`\sum_d Y_d` and its variance
     :math:`\frac{m}{m-1} \sum_d (Y_d - \bar Y)^2`.
 
-    >>> variance_of_mean(torch.tensor([1.0, 3.0]))
+    >>> compute_variance_of_mean(torch.tensor([1.0, 3.0]))
     tensor(4.)
     """
     m = per_draw.shape[0]
     return (per_draw - per_draw.mean(0)).square().sum(0) * (m / (m - 1))
 
 
-def standard_error(variance: Tensor, squared: Tensor, draws: int) -> Tensor:
+def compute_standard_error(variance: Tensor, squared: Tensor, draws: int) -> Tensor:
     r"""The error bar e for which value +- 1.96 e holds the truth 95 % of the time.
 
     The variance of a sum over examples is the sum of their variances, each known from a few draws only. When few
@@ -50,7 +50,7 @@ def standard_error(variance: Tensor, squared: Tensor, draws: int) -> Tensor:
         draws: how many draws each of them comes from.
 
     >>> one, many = torch.tensor([1.0, 100.0]), torch.tensor([1.0, 100.0])
-    >>> standard_error(one, many, draws=4) / one.sqrt()  # one example alone; a hundred alike
+    >>> compute_standard_error(one, many, draws=4) / one.sqrt()  # one example alone; a hundred alike
     tensor([1.3116, 1.0024])
     """
     freedom = torch.where(squared > 0, (draws + 1) * variance.square() / squared, torch.ones_like(variance))

@@ -15,9 +15,9 @@ class SaltflatError(Exception):
 
     def __str__(self) -> str:
         # Messages quote names from files, and end up on a terminal.
-        from saltflat.report.text import printable_lines  # at call time: reports need this module
+        from saltflat.report.text import make_lines_printable  # at call time: reports need this module
 
-        return printable_lines(super().__str__())
+        return make_lines_printable(super().__str__())
 
 
 class UnknownNameError(SaltflatError, LookupError):
@@ -92,16 +92,16 @@ class CodeNotAllowedError(StudyError):
     """Code that a study's files name, and that nobody has allowed to run; nothing was imported."""
 
 
-def first_line(error: BaseException) -> str:
+def format_error_line(error: BaseException) -> str:
     """What an error of someone else's says, in one line.
 
-    >>> first_line(RuntimeError("sizes differ\\nhere"))
+    >>> format_error_line(RuntimeError("sizes differ\\nhere"))
     'RuntimeError: sizes differ'
     """
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+def make_unknown_name_error(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that does not exist, with the nearest that do."""
     names = sorted(known)
     near = get_close_matches(str(name), names, n=1, cutoff=0.5)
@@ -114,7 +114,7 @@ class MemoryLimitWarning(UserWarning):
     """A call will take more memory than ``memory=`` says."""
 
 
-def warn(message: str, category: type[Warning]) -> None:
+def warn_caller(message: str, category: type[Warning]) -> None:
     """Warn of a call, at the line outside of the package that made it."""
     own, frame, level = str(Path(__file__).parent), sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith((own, contextlib.__file__)):

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from saltflat.errorbars import stretch
-from saltflat.geometry import Geometry, geometries
-from saltflat.measures import Measure, Part
-from saltflat.measures.request import Request
+from saltflat.errorbars import compute_student_factor
+from saltflat.geometry import Geometry, find_geometries
+from saltflat.measures import Measure, MeasureResult
+from saltflat.measures.request import MeasureRequest
 from saltflat.report import Reading
 from saltflat.sampling import Jackknife
-from saltflat.setting import Found, NotDefinedError, Setting
+from saltflat.setting import NotDefinedError, Setting, StatisticResult
 from saltflat.statistic import COMPUTED, STATISTICS
 
 # What was found for each parameter of a measure: by layers, or of the network.
@@ -26,20 +26,20 @@ Values = Mapping[str, Any]
 class Evaluation:
     """A measure applied to statistics: its reading, and the parts it is made of."""
 
-    request: Request
-    needed: Mapping[str, Found]
-    whole: Mapping[str, Part]
+    request: MeasureRequest
+    needed: Mapping[str, StatisticResult]
+    whole: Mapping[str, MeasureResult]
     reading: Reading
 
 
-def evaluate(request: Request, found: Mapping[str, Found], setting: Setting) -> Evaluation:
+def evaluate_measure(request: MeasureRequest, found: Mapping[str, StatisticResult], setting: Setting) -> Evaluation:
     """A measure's reading; its error by leaving out one draw at a time."""
     needed = {name: found[need.key] for name, need in request.needs.items()}
-    shapes = _shapes(request, setting)
-    whole = parts_of(request, {name: each.value for name, each in needed.items()}, shapes)
+    shapes = _select_geometries(request, setting)
+    whole = compute_parts(request, {name: each.value for name, each in needed.items()}, shapes)
     if not whole:
         raise NotDefinedError("needs weights of two or more axes: there are none among the measured parameters")
-    value = _total(request, whole)
+    value = _combine_parts(request, whole)
     only = next(iter(whole.values()))
     by_layer = {name: float(part.value) for name, part in whole.items()}
     layers = only.layers if request.measure.on == "network" else by_layer
@@ -47,15 +47,17 @@ def evaluate(request: Request, found: Mapping[str, Found], setting: Setting) -> 
     stderr, layer_stderr = only.stderr if len(whole) == 1 else None, {}
     if draws:
         replicas = [
-            parts_of(request, {name: _replica(each, d) for name, each in needed.items()}, shapes)
+            compute_parts(request, {name: _get_replicate(each, d) for name, each in needed.items()}, shapes)
             for d in range(min(draws))
         ]
-        stderr = _jackknife([_total(request, parts) for parts in replicas])
+        stderr = _compute_jackknife_error([_combine_parts(request, parts) for parts in replicas])
         layer_stderr = {
-            name: _jackknife([float(parts[name].value) for parts in replicas]) for name in layers if name in whole
+            name: _compute_jackknife_error([float(parts[name].value) for parts in replicas])
+            for name in layers
+            if name in whole
         }
-    whole = {name: _doubted(request, part, shapes.get(name)) for name, part in whole.items()}
-    notes = (*_notes(whole), *dict.fromkeys(note for each in needed.values() for note in each.notes))
+    whole = {name: _add_doubts(request, part, shapes.get(name)) for name, part in whole.items()}
+    notes = (*_collect_notes(whole), *dict.fromkeys(note for each in needed.values() for note in each.notes))
     if math.isnan(value) and not notes:
         notes = ("the measure's formula gave no number",)
     residuals = [part.residual for part in whole.values() if part.residual is not None]
@@ -71,12 +73,12 @@ def evaluate(request: Request, found: Mapping[str, Found], setting: Setting) -> 
         converged=all(part.converged for part in whole.values()),
         residual=max(residuals) if residuals else None,
         notes=notes,
-        details=_details(request, whole),
+        details=_collect_details(request, whole),
     )
     return Evaluation(request, needed, whole, reading)
 
 
-def with_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) -> dict[str, Reading]:
+def add_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) -> dict[str, Reading]:
     """The readings with standard errors over examples, where all their statistics are known by groups."""
     readings = {each.request.key: each.reading for each in evaluations}
     sizes = setting.sizes
@@ -88,7 +90,7 @@ def with_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) ->
         if all(found.without is not None for found in each.needed.values())
         and not any(part.depends_on_all for part in each.whole.values())
     ]
-    parts: dict[str, list[dict[str, Part]]] = {each.request.key: [] for each in known}
+    parts: dict[str, list[dict[str, MeasureResult]]] = {each.request.key: [] for each in known}
     for group in range(len(sizes)):
         # A statistic without this group is made once for all measures, and let go with it.
         cache: dict[int, Any] = {}
@@ -97,10 +99,12 @@ def with_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) ->
                 if id(found) not in cache and found.without is not None:
                     cache[id(found)] = found.without(group)
             values = {name: cache[id(found)] for name, found in each.needed.items()}
-            parts[each.request.key].append(_parts_without(each, values, _shapes(each.request, setting)))
+            parts[each.request.key].append(
+                _compute_parts_without(each, values, _select_geometries(each.request, setting))
+            )
     for each in known:
         without, layers = parts[each.request.key], each.reading.layers
-        total = Jackknife(each.reading.value, [_total(each.request, one) for one in without], sizes)
+        total = Jackknife(each.reading.value, [_combine_parts(each.request, one) for one in without], sizes)
         by_layer = {
             name: Jackknife(layers[name], [float(one[name].value) for one in without], sizes).stderr
             for name in without[0]
@@ -115,21 +119,23 @@ def with_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) ->
     return readings
 
 
-def _shapes(request: Request, setting: Setting) -> Mapping[str, Geometry]:
-    return setting.geometries if by_unit(request) else geometries(setting.problem.network)
+def _select_geometries(request: MeasureRequest, setting: Setting) -> Mapping[str, Geometry]:
+    return setting.geometries if is_axis_dependent(request) else find_geometries(setting.problem.network)
 
 
-def _parts_without(evaluation: Evaluation, values: Values, shapes: Mapping[str, Geometry]) -> dict[str, Part]:
+def _compute_parts_without(
+    evaluation: Evaluation, values: Values, shapes: Mapping[str, Geometry]
+) -> dict[str, MeasureResult]:
     request, whole = evaluation.request, evaluation.whole
     if not any(part.slopes for part in whole.values()):
-        return parts_of(request, values, shapes)
+        return compute_parts(request, values, shapes)
     here = {name: each.value for name, each in evaluation.needed.items()}
-    return {name: _moved(request, part, name, here, values, shapes) for name, part in whole.items()}
+    return {name: _extrapolate_part(request, part, name, here, values, shapes) for name, part in whole.items()}
 
 
-def _moved(
-    request: Request, part: Part, name: str, here: Values, there: Values, shapes: Mapping[str, Geometry]
-) -> Part:
+def _extrapolate_part(
+    request: MeasureRequest, part: MeasureResult, name: str, here: Values, there: Values, shapes: Mapping[str, Geometry]
+) -> MeasureResult:
     """What a measure says of changed statistics, to first order."""
     value = float(part.value)
     for key, slope in part.slopes.items():
@@ -137,12 +143,12 @@ def _moved(
             value += sum(float((slope[each] * (there[key][each] - here[key][each])).sum()) for each in slope)
         else:
             own = shapes if request.measure.on == "weights" else {}
-            before, after = (_of_layer(key, values[key], name, own) for values in (here, there))
+            before, after = (_select_layer_value(key, values[key], name, own) for values in (here, there))
             value += float((slope.to(after.device) * (after - before)).sum())
-    return Part(value)
+    return MeasureResult(value)
 
 
-def claims(of: Measure, reading: Reading) -> tuple[str, ...]:
+def list_invariances(of: Measure, reading: Reading) -> tuple[str, ...]:
     """The symmetries that leave a measure as it is, without those that do not on this network."""
     withdrawn = {
         symmetry
@@ -153,15 +159,15 @@ def claims(of: Measure, reading: Reading) -> tuple[str, ...]:
     return tuple(symmetry for symmetry in of.invariant_to if symmetry not in withdrawn)
 
 
-def by_unit(request: Request) -> bool:
+def is_axis_dependent(request: MeasureRequest) -> bool:
     """Whether it matters which axes of a weight count its inputs and outputs."""
     of = request.measure
     return of.by_matrix or any(name in STATISTICS and STATISTICS[name].kind == "matrix" for name in of.statistics)
 
 
-def _doubted(request: Request, part: Part, shape: Geometry | None) -> Part:
+def _add_doubts(request: MeasureRequest, part: MeasureResult, shape: Geometry | None) -> MeasureResult:
     """With what does not hold for this parameter, and what was guessed of it."""
-    if shape is None or not by_unit(request):
+    if shape is None or not is_axis_dependent(request):
         return part
     notes, details = part.notes, part.details
     if shape.guessed and (request.options.keys() & {"side"} or not request.measure.by_matrix):
@@ -171,17 +177,17 @@ def _doubted(request: Request, part: Part, shape: Geometry | None) -> Part:
     return replace(part, notes=notes, details=details)
 
 
-def parts_of(request: Request, values: Values, shapes: Mapping[str, Geometry]) -> dict[str, Part]:
+def compute_parts(request: MeasureRequest, values: Values, shapes: Mapping[str, Geometry]) -> dict[str, MeasureResult]:
     """What the measure says of each layer; of the network under an empty name."""
     of = request.measure
     if of.on == "network":
-        return {"": _part(of.function(**values, **request.options))}
+        return {"": _make_part(of.function(**values, **request.options))}
     names = shapes if of.on == "weights" else next(iter(each for each in values.values() if isinstance(each, Mapping)))
     return {
-        name: _part(
+        name: _make_part(
             of.function(
                 **{
-                    key: _of_layer(key, value, name, shapes if of.on == "weights" else {})
+                    key: _select_layer_value(key, value, name, shapes if of.on == "weights" else {})
                     for key, value in values.items()
                 },
                 **request.options,
@@ -191,32 +197,32 @@ def parts_of(request: Request, values: Values, shapes: Mapping[str, Geometry]) -
     }
 
 
-def _of_layer(statistic: str, value: Any, name: str, shapes: Mapping[str, Geometry]) -> Any:
+def _select_layer_value(statistic: str, value: Any, name: str, shapes: Mapping[str, Geometry]) -> Any:
     if statistic in COMPUTED and COMPUTED[statistic].per == "network":
         return value
     own = value.get(name)
     entries = statistic in ("weight", "initial_weight") or (
         statistic in STATISTICS and STATISTICS[statistic].kind == "entries"
     )
-    return shapes[name].matrices(own) if entries and name in shapes else own
+    return shapes[name].view_as_matrices(own) if entries and name in shapes else own
 
 
-def _part(found: Tensor | float | Part) -> Part:
-    return found if isinstance(found, Part) else Part(found)
+def _make_part(found: Tensor | float | MeasureResult) -> MeasureResult:
+    return found if isinstance(found, MeasureResult) else MeasureResult(found)
 
 
-def _total(request: Request, parts: Mapping[str, Part]) -> float:
+def _combine_parts(request: MeasureRequest, parts: Mapping[str, MeasureResult]) -> float:
     values = [float(part.value) for part in parts.values()]
     if any(map(math.isnan, values)):
         return math.nan
     return max(values) if request.measure.total == "max" else math.fsum(values)
 
 
-def _replica(found: Found, draw: int) -> Any:
+def _get_replicate(found: StatisticResult, draw: int) -> Any:
     return found.value if found.replicates is None else found.replicates[draw]
 
 
-def _jackknife(values: Sequence[float]) -> float:
+def _compute_jackknife_error(values: Sequence[float]) -> float:
     """Standard error from estimates with one draw left out each.
 
     Stretched from the normal to Student's distribution, so that 1.96 of it make a 95 % interval with few draws, too.
@@ -224,10 +230,10 @@ def _jackknife(values: Sequence[float]) -> float:
     count = len(values)
     mean = math.fsum(values) / count
     spread = math.sqrt((count - 1) / count * math.fsum((value - mean) ** 2 for value in values))
-    return float(spread * stretch(count - 1))
+    return float(spread * compute_student_factor(count - 1))
 
 
-def _notes(parts: Mapping[str, Part]) -> Iterable[str]:
+def _collect_notes(parts: Mapping[str, MeasureResult]) -> Iterable[str]:
     """Each sentence once, with the layers it is about."""
     about: dict[str, list[str]] = {}
     for name, part in parts.items():
@@ -238,7 +244,7 @@ def _notes(parts: Mapping[str, Part]) -> Iterable[str]:
         yield f"{shown}: {note}" if shown else note
 
 
-def _details(request: Request, parts: Mapping[str, Part]) -> dict[str, Any]:
+def _collect_details(request: MeasureRequest, parts: Mapping[str, MeasureResult]) -> dict[str, Any]:
     if request.measure.on == "network":
         return dict(parts[""].details)
     return {name: dict(part.details) for name, part in parts.items() if part.details}

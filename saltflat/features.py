@@ -9,7 +9,7 @@ from saltflat.geometry import Convolution, Transposed
 from saltflat.setting import Setting
 
 
-def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def compute_input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Standard deviation over examples and positions of each input channel, by weight; and notes about odd ones.
 
     A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
@@ -22,22 +22,22 @@ def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ..
         for module, layer in network.layers.items()
         if "weight" in layer.names and network.model.get_submodule(layer.names["weight"].rpartition(".")[0]) is module
     }
-    found: dict[str, _Moments] = {}
+    found: dict[str, _RunningMoments] = {}
 
-    def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = _unmapped(x)
-        axis = channel_axis(module, x)
+    def record_input(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = _unwrap_vmap(x)
+        axis = find_channel_axis(module, x)
         if axis is not None and module in owned:
             rows = x.detach().movedim(axis, -1).reshape(-1, x.shape[axis])
-            found.setdefault(owned[module], _Moments()).add(rows.double())
+            found.setdefault(owned[module], _RunningMoments()).add(rows.double())
         return y
 
     with torch.no_grad():
-        for batch in setting.chunks(0):
-            network(batch, tap)
+        for batch in setting.read_chunks(0):
+            network(batch, record_input)
     deviations, notes = {}, []
     for name, moments in found.items():
-        deviation = moments.deviation()
+        deviation = moments.compute_deviation()
         empty, flat = moments.largest == 0, (deviation <= 1e-12 * moments.largest) & (moments.largest > 0)
         deviations[name] = deviation.masked_fill(empty, torch.inf).masked_fill(flat, 1.0)
         if bool(flat.any()):
@@ -45,7 +45,7 @@ def input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ..
     return deviations, tuple(notes)
 
 
-def channel_axis(module: nn.Module, x: Tensor) -> int | None:
+def find_channel_axis(module: nn.Module, x: Tensor) -> int | None:
     if isinstance(module, nn.Linear):
         return x.dim() - 1
     if isinstance(module, Convolution | Transposed):
@@ -53,7 +53,7 @@ def channel_axis(module: nn.Module, x: Tensor) -> int | None:
     return None
 
 
-def _unmapped(x: Tensor) -> Tensor:
+def _unwrap_vmap(x: Tensor) -> Tensor:
     """The values of all examples where the model maps itself over them: inside of ``vmap`` a tensor shows one."""
     functorch = torch._C._functorch
     while functorch.is_batchedtensor(x):
@@ -61,7 +61,7 @@ def _unmapped(x: Tensor) -> Tensor:
     return x
 
 
-class _Moments:
+class _RunningMoments:
     """Count, mean and sum of squared deviations, put together from parts without cancellation."""
 
     def __init__(self) -> None:
@@ -83,5 +83,5 @@ class _Moments:
         self.mean, self.count = self.mean + step * (count / total), total
         self.largest = torch.maximum(self.largest, largest)
 
-    def deviation(self) -> Tensor:
+    def compute_deviation(self) -> Tensor:
         return (self.squares / max(self.count, 1)).sqrt()

@@ -42,17 +42,17 @@ class Geometry:
     doubt: str = ""
     guessed: bool = False
 
-    def matrices(self, values: Tensor) -> Tensor:
+    def view_as_matrices(self, values: Tensor) -> Tensor:
         """An array of the parameter's shape as ``(groups, out, in, positions)``."""
         stacked: Tensor = values.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], -1)
         return stacked.transpose(1, 2) if self.inputs_first else stacked
 
-    def units(self, axis: str) -> tuple[Tensor, int]:
+    def index_units(self, axis: str) -> tuple[Tensor, int]:
         """For every entry of the parameter the number of its unit, and how many units there are.
 
         ``"column"`` counts the units that feed the layer, ``"row"`` those that the layer feeds.
         """
-        _check_axis(axis)
+        _check_unit_axis(axis)
         first, second = self.shape[:2]
         by_first = (axis == "column") == self.inputs_first
         leading = torch.arange(first)[:, None]
@@ -64,7 +64,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Arranged(Geometry):
+class PermutedGeometry(Geometry):
     """The same for any order of axes, some of which may be several in one.
 
     Attributes:
@@ -74,8 +74,8 @@ class Arranged(Geometry):
     Example:
         Two heads, each from three inputs to four outputs.
 
-        >>> heads = Arranged.of(torch.Size([2, 3, 4]), (2, 3, 4), ("out", "in", "out"))
-        >>> heads.matrices(torch.zeros(2, 3, 4)).shape
+        >>> heads = PermutedGeometry.from_roles(torch.Size([2, 3, 4]), (2, 3, 4), ("out", "in", "out"))
+        >>> heads.view_as_matrices(torch.zeros(2, 3, 4)).shape
         torch.Size([1, 8, 3, 1])
     """
 
@@ -83,38 +83,40 @@ class Arranged(Geometry):
     roles: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> Arranged:
+    def from_roles(cls, shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> PermutedGeometry:
         # Forms of gradients with shortcuts for plain matrices must not take them.
         return cls(shape, inputs_first=True, sizes=sizes, roles=roles)
 
     @property
-    def _order(self) -> list[int]:
+    def _axis_order(self) -> list[int]:
         return [axis for role in (GROUP, OUT, IN, POSITION) for axis, each in enumerate(self.roles) if each == role]
 
-    def _size(self, role: str) -> int:
+    def _count_role(self, role: str) -> int:
         return torch.Size(size for size, each in zip(self.sizes, self.roles, strict=True) if each == role).numel()
 
-    def matrices(self, values: Tensor) -> Tensor:
+    def view_as_matrices(self, values: Tensor) -> Tensor:
         return (
-            values.reshape(self.sizes).permute(self._order).reshape([self._size(r) for r in (GROUP, OUT, IN, POSITION)])
+            values.reshape(self.sizes)
+            .permute(self._axis_order)
+            .reshape([self._count_role(r) for r in (GROUP, OUT, IN, POSITION)])
         )
 
-    def units(self, axis: str) -> tuple[Tensor, int]:
-        _check_axis(axis)
-        groups, rows, columns, _ = sizes = [self._size(role) for role in (GROUP, OUT, IN, POSITION)]
+    def index_units(self, axis: str) -> tuple[Tensor, int]:
+        _check_unit_axis(axis)
+        groups, rows, columns, _ = sizes = [self._count_role(role) for role in (GROUP, OUT, IN, POSITION)]
         count = groups * (columns if axis == "column" else rows)
         number = torch.arange(count).reshape(groups, *((1, columns) if axis == "column" else (rows, 1)), 1)
-        laid = number.expand(sizes).reshape([self.sizes[place] for place in self._order])
-        back = sorted(range(len(self.sizes)), key=self._order.__getitem__)
+        laid = number.expand(sizes).reshape([self.sizes[place] for place in self._axis_order])
+        back = sorted(range(len(self.sizes)), key=self._axis_order.__getitem__)
         return laid.permute(back).reshape(self.shape).contiguous(), count
 
 
-def _check_axis(axis: str) -> None:
+def _check_unit_axis(axis: str) -> None:
     if axis not in ("column", "row"):
         raise OptionError(f"Got axis={axis!r}. Want 'column' or 'row'. Do: leave it out for columns.")
 
 
-def geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:
+def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:
     """The measured parameters of two or more axes.
 
     With a batch, as the operations use them that the model does with it; without, as the module sees them that owns
@@ -122,17 +124,17 @@ def geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geo
     """
     if batch is not None:
         # At call time: finding rescalings needs this module.
-        from saltflat.symmetry.roles import geometries_in_use
+        from saltflat.symmetry.roles import find_used_geometries
 
-        return geometries_in_use(network, batch)
+        return find_used_geometries(network, batch)
     return {
-        name: layout_of(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
+        name: infer_geometry(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
         for name, value in network.measured.items()
         if value.dim() > 1
     }
 
 
-def layout_of(owner: nn.Module, shape: torch.Size) -> Geometry:
+def infer_geometry(owner: nn.Module, shape: torch.Size) -> Geometry:
     """A parameter as the module sees it that owns its name."""
     if isinstance(owner, Transposed):
         return Geometry(shape, owner.groups, inputs_first=True)

@@ -16,11 +16,11 @@ from math import exp, sqrt
 import torch
 from torch import Tensor
 
-from saltflat.forms import Form
-from saltflat.noise import normals
+from saltflat.forms import FactoredGradient
+from saltflat.noise import draw_normals
 from saltflat.setting import Setting
-from saltflat.statistic import Site, Statistic
-from saltflat.totals import Totals
+from saltflat.statistic import ParameterSite, Statistic
+from saltflat.totals import SweepTotals
 
 Vectors = Mapping[str, Tensor]
 # Multiplies the block of every given parameter with its vector.
@@ -40,7 +40,7 @@ MISSED = 1e-6  # largest probability of having missed an eigenvalue
 
 
 @dataclass(frozen=True)
-class Top:
+class TopEigenvalue:
     """The largest (algebraic) eigenvalue of one block.
 
     Attributes:
@@ -63,7 +63,7 @@ class Top:
 
 
 @dataclass(frozen=True)
-class Extremes:
+class ExtremeEigenvalues:
     """The eigenvalues at both ends of one block's spectrum.
 
     Attributes:
@@ -88,7 +88,7 @@ class Extremes:
     scale: float
 
 
-class _Krylov:
+class _KrylovSpace:
     """A basis ``V``, the block's projection ``V' A V`` and the vector to multiply next.
 
     Everything is kept orthogonal to the rows of ``outside``.
@@ -101,7 +101,7 @@ class _Krylov:
         self.basis = flat.new_empty(min(basis, self.room), len(flat))
         self.small = flat.new_zeros(len(self.basis), len(self.basis))
         self.size = self.steps = 0
-        self.next = self.orthonormal(flat)
+        self.next = self.orthonormalize(flat)
 
     def extend(self, product: Tensor) -> Tensor:
         """Go on with the product of ``next``; what of it lies outside the basis is returned."""
@@ -112,21 +112,21 @@ class _Krylov:
         known = self.basis[: self.size]
         inside = known @ product
         self.small[self.size - 1, : self.size] = self.small[: self.size, self.size - 1] = inside
-        return self._outside_of(product - inside @ known)
+        return self._project_out(product - inside @ known)
 
-    def orthonormal(self, vector: Tensor) -> Tensor:
+    def orthonormalize(self, vector: Tensor) -> Tensor:
         """The direction in which a vector leaves the basis."""
-        rest: Tensor = self._outside_of(self._outside_of(vector / vector.norm()))
+        rest: Tensor = self._project_out(self._project_out(vector / vector.norm()))
         return rest.div(rest.norm())
 
-    def _outside_of(self, vector: Tensor) -> Tensor:
+    def _project_out(self, vector: Tensor) -> Tensor:
         # Twice is enough (Kahan and Parlett): after ``extend`` this removes what rounding left.
         known = self.basis[: self.size]
         vector = vector - (known @ vector) @ known
         return vector if self.outside is None else vector - (self.outside @ vector) @ self.outside
 
 
-class _Lanczos(_Krylov):
+class _EigenvalueSearch(_KrylovSpace):
     """A search for the ``largest`` and ``smallest`` eigenvalues at both ends.
 
     The error of each is compared with ``tolerance`` times its size, or times ``relative`` of the largest size seen
@@ -154,19 +154,19 @@ class _Lanczos(_Krylov):
         self.values = self.residuals = self.bounds = self.gaps = self.small.new_full((1,), torch.inf)
         self.done = False
 
-    def take(self, product: Tensor) -> None:
+    def add_product(self, product: Tensor) -> None:
         """Go on with the block times ``next``."""
         rest = self.extend(product)
         length = float(rest.norm())
         values, vectors = torch.linalg.eigh(self.small[: self.size, : self.size])
         self.scale = max(self.scale, float(values.abs().max()))
-        ends = self._ends()
+        ends = self._find_ends()
         self.values = values[ends]
         # A V = V T + rest e', so the residual of V y is |rest| times y's last entry.
         self.residuals = length * vectors[-1, ends].abs()
-        self.gaps = _gaps(values)[ends]
-        self.bounds = _bounds(self.residuals, self.gaps, min(self.largest, len(ends)))
-        error = float((self.bounds / self.references()).max()) if self.scale else 0.0
+        self.gaps = _compute_gaps(values)[ends]
+        self.bounds = _compute_error_bounds(self.residuals, self.gaps, min(self.largest, len(ends)))
+        error = float((self.bounds / self.compute_error_scales()).max()) if self.scale else 0.0
         if error < self.best / 2:
             self.best, self.since = error, self.steps
         stuck = self.steps - self.since >= PATIENCE
@@ -179,29 +179,29 @@ class _Lanczos(_Krylov):
         if self.size == len(self.basis):
             self._restart(values, vectors)
         if invariant and self.fresh is not None:
-            self.next = self.orthonormal(self.fresh())
+            self.next = self.orthonormalize(self.fresh())
         else:
             self.next = rest / length
 
-    def references(self) -> Tensor:
+    def compute_error_scales(self) -> Tensor:
         """What the error of each wanted eigenvalue is compared with."""
-        return _references(self.values, self.relative, self.scale, min(self.largest, len(self.values)))
+        return _compute_error_scales(self.values, self.relative, self.scale, min(self.largest, len(self.values)))
 
-    def vectors(self) -> Tensor:
+    def compute_vectors(self) -> Tensor:
         """The unit vectors of the wanted eigenvalues, as rows."""
         if not self.size:
             return self.next[None]
         _, vectors = torch.linalg.eigh(self.small[: self.size, : self.size])
-        return torch.matmul(vectors[:, self._ends()].mT, self.basis[: self.size])
+        return torch.matmul(vectors[:, self._find_ends()].mT, self.basis[: self.size])
 
-    def top(self) -> Top:
+    def make_top_eigenvalue(self) -> TopEigenvalue:
         """The largest eigenvalue; errors are relative to the largest size."""
         scale = self.scale or 1.0
         value, residual, bound = (float(each[0]) for each in (self.values, self.residuals, self.bounds))
-        vector, converged = self.vectors()[0].reshape(self.shape), bound / scale <= self.tolerance
-        return Top(value, vector, residual / scale, bound / scale, self.steps, converged)
+        vector, converged = self.compute_vectors()[0].reshape(self.shape), bound / scale <= self.tolerance
+        return TopEigenvalue(value, vector, residual / scale, bound / scale, self.steps, converged)
 
-    def _ends(self) -> list[int]:
+    def _find_ends(self) -> list[int]:
         """Places of the wanted ones among all, which ascend: the largest first, then the smallest."""
         top = min(self.largest, self.size)
         return [self.size - 1 - n for n in range(top)] + list(range(min(self.smallest, self.size - top)))
@@ -220,7 +220,7 @@ class _Lanczos(_Krylov):
         self.size = len(kept)
 
 
-class _Check(_Lanczos):
+class _MissedEigenvalueSearch(_EigenvalueSearch):
     """A search for eigenvalues beyond ``high`` and below ``low``, orthogonal to the vectors that were found.
 
     It ends as soon as there are hardly any: with a random start, the largest Ritz value after m steps is short of the
@@ -229,23 +229,25 @@ class _Check(_Lanczos):
     many as the first search took to tell the outermost eigenvalues from the next ones.
     """
 
-    def __init__(self, found: _Lanczos, start: Tensor, outside: Tensor, low: float, high: float, basis: int) -> None:
+    def __init__(
+        self, found: _EigenvalueSearch, start: Tensor, outside: Tensor, low: float, high: float, basis: int
+    ) -> None:
         super().__init__(start, found.tolerance, basis, 1, min(1, found.smallest), found.relative, outside)
         self.scale, self.patience = found.scale, found.steps
         self.low, self.high = low, high
 
-    def take(self, product: Tensor) -> None:
-        super().take(product)
-        slack = self.tolerance * self.references()
+    def add_product(self, product: Tensor) -> None:
+        super().add_product(product)
+        slack = self.tolerance * self.compute_error_scales()
         self.new = (self.values > self.high + slack) | (self.values < self.low - slack)
         if not bool(self.new.any()):
-            self.done = self.done or self.steps >= self.patience or self._unlikely()
+            self.done = self.done or self.steps >= self.patience or self._is_miss_unlikely()
 
-    def _unlikely(self) -> bool:
+    def _is_miss_unlikely(self) -> bool:
         """Whether an eigenvalue beyond those found would have been seen by now."""
         if self.steps > self.size or len(self.values) < 1 + self.smallest:  # restarted, or hardly begun
             return False
-        top, bottom = float(self.values[0]), float(self.values[-1]) if self.smallest else self._lowest()
+        top, bottom = float(self.values[0]), float(self.values[-1]) if self.smallest else self._compute_lowest()
         return all(
             width > 0 and 1.648 * sqrt(self.room) * exp(-sqrt(max(0.0, gap / width)) * (2 * self.steps - 1)) <= MISSED
             for gap, width in (
@@ -254,11 +256,11 @@ class _Check(_Lanczos):
             )
         )
 
-    def _lowest(self) -> float:
+    def _compute_lowest(self) -> float:
         return float(torch.linalg.eigvalsh(self.small[: self.size, : self.size])[0])
 
 
-class _Quadrature(_Krylov):
+class _Quadrature(_KrylovSpace):
     """The Gauss quadrature of a start vector's spectral measure, built up step by step."""
 
     def __init__(self, start: Tensor, steps: int, outside: Tensor, scale: float) -> None:
@@ -266,7 +268,7 @@ class _Quadrature(_Krylov):
         self.scale = scale
         self.done = False
 
-    def take(self, product: Tensor) -> None:
+    def add_product(self, product: Tensor) -> None:
         rest = self.extend(product)
         length = float(rest.norm())
         self.scale = max(self.scale, float(self.small[self.size - 1, self.size - 1].abs()))
@@ -274,27 +276,27 @@ class _Quadrature(_Krylov):
         if not self.done:
             self.next = rest / length
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def compute_nodes_and_weights(self) -> tuple[Tensor, Tensor]:
         """Nodes and weights; the weights sum to one."""
         nodes, vectors = torch.linalg.eigh(self.small[: self.size, : self.size])
         return nodes.cpu(), vectors[0].square().cpu()
 
 
-def _gaps(values: Tensor) -> Tensor:
+def _compute_gaps(values: Tensor) -> Tensor:
     """The distance of each to its nearest neighbor; the values ascend."""
     apart = values.diff()
     end = values.new_full((1,), torch.inf)
     return torch.minimum(torch.cat([end, apart]), torch.cat([apart, end]))
 
 
-def _references(values: Tensor, relative: float, scale: float, largest: int) -> Tensor:
+def _compute_error_scales(values: Tensor, relative: float, scale: float, largest: int) -> Tensor:
     """What errors are compared with; the first of the values are the ``largest`` ones."""
     least = torch.full_like(values, SMALLEST * scale)
     least[:largest] = relative * scale
     return torch.maximum(values.abs(), least)
 
 
-def _bounds(residuals: Tensor, gaps: Tensor, largest: int) -> Tensor:
+def _compute_error_bounds(residuals: Tensor, gaps: Tensor, largest: int) -> Tensor:
     """How far eigenvalues can be from Rayleigh quotients, which are quadratically close where the next one is far.
 
     That is used for the first, ``largest`` ones only. The smallest ones often have neighbors that are not seen.
@@ -304,9 +306,9 @@ def _bounds(residuals: Tensor, gaps: Tensor, largest: int) -> Tensor:
     return torch.minimum(residuals, quadratic)
 
 
-def _advance(
+def _advance_searches(
     product: Product,
-    runs: Mapping[str, _Lanczos],
+    runs: Mapping[str, _EigenvalueSearch],
     steps: int,
     tick: Callable[[int, int], None] = lambda done, total: None,
     noise: float = 0.0,
@@ -319,20 +321,20 @@ def _advance(
             break
         products = product({name: run.next.reshape(run.shape) for name, run in open_.items()})
         for name, run in open_.items():
-            run.take(products[name])
+            run.add_product(products[name])
         most = max(run.scale for run in runs.values())
         for run in open_.values():
             run.done |= run.scale < noise * most and run.size >= run.largest + run.smallest
 
 
-def top_eigenvalues(
+def find_top_eigenvalues(
     product: Product,
     starts: Vectors,
     tolerance: float = 1e-9,
     steps: int = 500,
     tick: Callable[[int, int], None] = lambda done, total: None,
     basis: int = BASIS,
-) -> dict[str, Top]:
+) -> dict[str, TopEigenvalue]:
     """The largest eigenvalue of every block, from starting vectors; an earlier result's vectors make it quick.
 
     Args:
@@ -345,16 +347,16 @@ def top_eigenvalues(
 
     Example:
         >>> matrix = torch.diag(torch.arange(1.0, 6.0, dtype=torch.float64))
-        >>> found = top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, {"a": torch.ones(5)})["a"]
+        >>> found = find_top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, {"a": torch.ones(5)})["a"]
         >>> round(found.value, 6), found.steps
         (5.0, 5)
     """
-    runs = {name: _Lanczos(start, tolerance, basis) for name, start in starts.items()}
-    _advance(product, runs, steps, tick)
-    return {name: run.top() for name, run in runs.items()}
+    runs = {name: _EigenvalueSearch(start, tolerance, basis) for name, start in starts.items()}
+    _advance_searches(product, runs, steps, tick)
+    return {name: run.make_top_eigenvalue() for name, run in runs.items()}
 
 
-def extreme_eigenvalues(
+def find_extreme_eigenvalues(
     product: StackedProduct,
     draw: Callable[[int], Vectors],
     largest: int,
@@ -366,7 +368,7 @@ def extreme_eigenvalues(
     steps: int = 500,
     basis: int = BASIS,
     tick: Callable[[int], None] = lambda done: None,
-) -> dict[str, Extremes]:
+) -> dict[str, ExtremeEigenvalues]:
     """The ``largest`` and ``smallest`` eigenvalues of every block; a block of fewer entries has them all.
 
     A Lanczos process sees one vector of the eigenspace of a repeated eigenvalue. So the search is repeated from a new
@@ -387,7 +389,7 @@ def extreme_eigenvalues(
     Example:
         >>> matrix = torch.diag(torch.tensor([3.0, 3.0, 1.0, 0.5, -2.0], dtype=torch.float64))
         >>> noise = torch.Generator().manual_seed(0)
-        >>> found = extreme_eigenvalues(
+        >>> found = find_extreme_eigenvalues(
         ...     lambda v: {"a": v["a"] @ matrix},
         ...     lambda number: {"a": torch.randn(5, dtype=torch.float64, generator=noise)},
         ...     largest=3,
@@ -398,65 +400,65 @@ def extreme_eigenvalues(
     """
     number = done = 0
 
-    def single(vectors: Vectors) -> Vectors:
+    def multiply_single(vectors: Vectors) -> Vectors:
         nonlocal done
         done += 1
         tick(done)
         return product({name: each[None] for name, each in vectors.items()})
 
-    def drawn() -> Vectors:
+    def draw_next() -> Vectors:
         nonlocal number
         number += 1
         return draw(number)
 
-    def fresh_for(name: str) -> Callable[[], Tensor]:
-        return lambda: drawn()[name]
+    def make_drawer(name: str) -> Callable[[], Tensor]:
+        return lambda: draw_next()[name]
 
     runs = {
-        name: _Lanczos(start, tolerance, basis, largest, smallest, relative, fresh=fresh_for(name))
+        name: _EigenvalueSearch(start, tolerance, basis, largest, smallest, relative, fresh=make_drawer(name))
         for name, start in draw(0).items()
     }
-    _advance(single, runs, steps, noise=rounding)
-    found = {name: _Pairs(run) for name, run in runs.items()}
+    _advance_searches(multiply_single, runs, steps, noise=rounding)
+    found = {name: _EigenPairs(run) for name, run in runs.items()}
     unsure = [name for name, pairs in found.items() if len(pairs.values) < pairs.vectors.shape[1]]
     for _ in range(largest + smallest + 1):
         if not unsure:
             break
-        starts = drawn()
-        checks = {name: found[name].check(runs[name], starts[name], basis) for name in unsure}
-        _advance(single, checks, steps, noise=rounding)
-        unsure = [name for name, check in checks.items() if found[name].add(check)]
+        starts = draw_next()
+        checks = {name: found[name].make_missed_search(runs[name], starts[name], basis) for name in unsure}
+        _advance_searches(multiply_single, checks, steps, noise=rounding)
+        unsure = [name for name, check in checks.items() if found[name].add_missed(check)]
         del checks  # and their bases
     products = product({name: pairs.vectors for name, pairs in found.items()})
     tick(done + 1)
     noise = rounding * max(pairs.scale for pairs in found.values())
     return {
-        name: pairs.result(products[name], name not in unsure, rounding * pairs.scale, noise)
+        name: pairs.compute_extremes(products[name], name not in unsure, rounding * pairs.scale, noise)
         for name, pairs in found.items()
     }
 
 
-class _Pairs:
+class _EigenPairs:
     """Eigenvalues and vectors of one block that were found so far: the largest ones first, then the smallest."""
 
-    def __init__(self, run: _Lanczos) -> None:
+    def __init__(self, run: _EigenvalueSearch) -> None:
         self.tolerance, self.relative = run.tolerance, run.relative
         self.largest, self.smallest, self.scale = run.largest, run.smallest, run.scale
-        self.values, self.vectors, self.gaps = run.values, run.vectors(), run.gaps
+        self.values, self.vectors, self.gaps = run.values, run.compute_vectors(), run.gaps
         run.basis = run.basis.new_empty(0)  # makes room for that of the next search
 
-    def check(self, run: _Lanczos, start: Tensor, basis: int) -> _Check:
+    def make_missed_search(self, run: _EigenvalueSearch, start: Tensor, basis: int) -> _MissedEigenvalueSearch:
         """A search for what was missed."""
         high = float(self.values[: self.largest].min())
         low = float(self.values[self.largest :].max()) if len(self.values) > self.largest else -torch.inf
-        return _Check(run, start, torch.linalg.qr(self.vectors.mT).Q.mT, low, high, basis)
+        return _MissedEigenvalueSearch(run, start, torch.linalg.qr(self.vectors.mT).Q.mT, low, high, basis)
 
-    def add(self, check: _Check) -> bool:
+    def add_missed(self, check: _MissedEigenvalueSearch) -> bool:
         """Put what was missed in its place, and say whether there was anything."""
         if not bool(check.new.any()):
             return False
         values = torch.cat([self.values, check.values[check.new]])
-        vectors = torch.cat([self.vectors, check.vectors()[check.new]])
+        vectors = torch.cat([self.vectors, check.compute_vectors()[check.new]])
         gaps = torch.cat([self.gaps, check.gaps[check.new]])
         order = values.argsort(descending=True)
         kept = torch.cat([order[: self.largest], order.flip(0)[: self.smallest]])
@@ -464,7 +466,7 @@ class _Pairs:
         self.scale = max(self.scale, float(values.abs().max()))
         return True
 
-    def result(self, products: Tensor, complete: bool, rounding: float, noise: float) -> Extremes:
+    def compute_extremes(self, products: Tensor, complete: bool, rounding: float, noise: float) -> ExtremeEigenvalues:
         """With errors from the products of the vectors themselves, which are no better than ``rounding``.
 
         An error within ``noise`` is none, in a block that is zero.
@@ -474,16 +476,18 @@ class _Pairs:
         order = torch.cat(ends)
         values, vectors, products, gaps = values[order], self.vectors[order], products[order], self.gaps[order]
         residuals = (products - values[:, None] * vectors).norm(dim=1)
-        references = _references(values, self.relative, self.scale, self.largest)
+        references = _compute_error_scales(values, self.relative, self.scale, self.largest)
         # Copies of an eigenvalue are not its neighbors: the bound holds for an eigenvalue of any multiplicity.
         apart = (values[:, None] - values).abs()
         apart = apart.where(apart > self.tolerance * references, torch.inf)
-        bounds = _bounds(residuals, torch.minimum(gaps, apart.min(1).values), self.largest).clamp_min(rounding)
+        bounds = _compute_error_bounds(residuals, torch.minimum(gaps, apart.min(1).values), self.largest).clamp_min(
+            rounding
+        )
         converged = bounds <= (10 * self.tolerance * references).clamp_min(noise)
-        return Extremes(values, vectors, residuals, bounds, converged, self.largest, complete, self.scale)
+        return ExtremeEigenvalues(values, vectors, residuals, bounds, converged, self.largest, complete, self.scale)
 
 
-def quadratures(
+def compute_quadratures(
     product: StackedProduct,
     draw: Callable[[int], Vectors],
     draws: int,
@@ -521,56 +525,56 @@ def quadratures(
             products = product({name: torch.stack([run.next for run in each]) for name, each in open_.items()})
             for name, each in open_.items():
                 for run, row in zip(each, products[name], strict=True):
-                    run.take(row)
+                    run.add_product(row)
             tick(first // at_once * steps + step + 1, total)
         for name, each in runs.items():
-            found[name] += [run.result() for run in each]
+            found[name] += [run.compute_nodes_and_weights() for run in each]
     tick(total, total)
     return found
 
 
-def block_products(setting: Setting) -> Product:
+def make_block_product(setting: Setting) -> Product:
     """Multiplication with the Gauss-Newton block of each parameter, one sweep for all."""
-    stacked = stacked_block_products(setting)
+    stacked = make_stacked_block_product(setting)
 
-    def product(vectors: Vectors) -> Vectors:
+    def multiply(vectors: Vectors) -> Vectors:
         return {name: each[0] for name, each in stacked({name: v[None] for name, v in vectors.items()}).items()}
 
-    return product
+    return multiply
 
 
-def stacked_block_products(setting: Setting) -> StackedProduct:
+def make_stacked_block_product(setting: Setting) -> StackedProduct:
     """The same for several vectors of each parameter, ``(vectors, *shape)``, still one sweep for all."""
 
-    def product(vectors: Vectors) -> Vectors:
-        def total(form: Form, site: Site) -> Tensor:
-            return torch.stack([form.expand(form.project(each.to(site.value))) for each in vectors[site.name]])
+    def multiply(vectors: Vectors) -> Vectors:
+        def compute_total(form: FactoredGradient, site: ParameterSite) -> Tensor:
+            return torch.stack([form.sum_weighted(form.project(each.to(site.value))) for each in vectors[site.name]])
 
-        statistic = Statistic("product", of="curvature", total=total, spread=None, meaning="G v")
-        found = Totals(setting, [statistic], only=vectors.keys()).sweep().values()["product"]
+        statistic = Statistic("product", of="curvature", total=compute_total, spread=None, meaning="G v")
+        found = SweepTotals(setting, [statistic], only=vectors.keys()).sweep().compute_values()["product"]
         # A parameter without effect has zeros in its own shape.
         return {name: each.expand(vectors[name].shape) for name, each in found.items()}
 
-    return product
+    return multiply
 
 
-def curvature_along(setting: Setting, vectors: Vectors) -> tuple[dict[str, Tensor], ...] | None:
+def compute_curvature_replicates(setting: Setting, vectors: Vectors) -> tuple[dict[str, Tensor], ...] | None:
     """v' G v of every parameter with one random draw of columns left out at a time; None if columns are exact."""
 
-    def total(form: Form, site: Site) -> Tensor:
+    def compute_total(form: FactoredGradient, site: ParameterSite) -> Tensor:
         return form.project(vectors[site.name].to(site.value)).double().square().sum()
 
-    statistic = Statistic("along", of="curvature", total=total, spread=None, meaning="v' G v", kind="scalar")
-    return Totals(setting, [statistic], replicate=True, only=vectors.keys()).sweep().replicates(statistic)
+    statistic = Statistic("along", of="curvature", total=compute_total, spread=None, meaning="v' G v", kind="scalar")
+    return SweepTotals(setting, [statistic], replicate=True, only=vectors.keys()).sweep().compute_replicates(statistic)
 
 
-def start_vectors(setting: Setting, names: Collection[str]) -> dict[str, Tensor]:
+def draw_start_vectors(setting: Setting, names: Collection[str]) -> dict[str, Tensor]:
     """A random vector for each parameter, the same for the same name and seed."""
-    return {name: vector for name, vector in normals(setting, 0).items() if name in names}
+    return {name: vector for name, vector in draw_normals(setting, 0).items() if name in names}
 
 
 @contextmanager
-def room_for_basis(setting: Setting, names: Collection[str]) -> Iterator[int]:
+def reserve_basis(setting: Setting, names: Collection[str]) -> Iterator[int]:
     """How many vectors of these parameters fit in half of the memory, all blocks together; the rest is for passes."""
     size = 8 * max(1, sum(setting.problem.network.measured[name].numel() for name in names))
     basis = max(LEAST, min(BASIS, setting.limit // (2 * size)))
@@ -578,6 +582,6 @@ def room_for_basis(setting: Setting, names: Collection[str]) -> Iterator[int]:
         yield basis
 
 
-def rounding(setting: Setting) -> float:
+def get_rounding_tolerance(setting: Setting) -> float:
     """How closely an eigenvalue can be told in the precision of the parameters."""
     return max(ROUNDING[value.dtype] for value in setting.problem.network.measured.values())

@@ -12,17 +12,17 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import checkpoint
 
 from saltflat.amounts import is_choice
-from saltflat.attributes import Attributes
-from saltflat.data import odd_kind
+from saltflat.attributes import AttributeSnapshot
+from saltflat.data import find_unsupported_kind
 from saltflat.errors import DeviceError, ModelError, OptionError
-from saltflat.randomness import remembered
-from saltflat.turns import borrowing
+from saltflat.randomness import snapshot_rng
+from saltflat.turns import borrow_model
 
 TRAIN_MODE = "The model was in train mode; it was measured in eval mode and given back in train mode."
 
 
 @contextmanager
-def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
+def open_session(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
     """Measure under fixed conditions: eval mode (unless ``mode="keep"``), gradients on, autocast and fused kernels off.
 
     Parameters and buffers are never handed out themselves (see :class:`saltflat.network.Network`), so what is left to
@@ -30,18 +30,18 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
     the result.
     """
     check_module(model)
-    _check_transforms()
+    _check_no_transforms()
     if not is_choice(mode, ("eval", "keep")):
         raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out to measure in eval mode.")
     notes: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(borrowing(model))
+        stack.enter_context(borrow_model(model))
         check_tensors(model)
         modes = [(module, module.training) for module in model.modules()]
-        attributes = Attributes(model.modules())
+        attributes = AttributeSnapshot(model.modules())
         stack.callback(attributes.restore, thorough=True)
-        stack.callback(remembered())
-        for generator in _generators(data):
+        stack.callback(snapshot_rng())
+        for generator in _find_generators(data):
             stack.callback(generator.set_state, generator.get_state())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -51,9 +51,9 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        stack.enter_context(full_precision(model))
-        stack.enter_context(own_forward(model))
-        stack.enter_context(without_checkpoints())
+        stack.enter_context(use_full_precision(model))
+        stack.enter_context(remove_accelerate_autocast(model))
+        stack.enter_context(disable_checkpointing())
         # A compiled model would compile our taps into its graphs.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
@@ -69,11 +69,11 @@ def loan(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
 
 
 @contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
+def use_full_precision(model: nn.Module) -> Iterator[None]:
     """Convolutions and products with all the digits of float32: TF32 leaves three of them, bfloat16 two."""
     # cuDNN's recurrent kernels have no backward pass in eval mode.
     cudnn, recurrent = torch.backends.cudnn, any(isinstance(module, nn.RNNBase) for module in model.modules())
-    enabled, back = cudnn.enabled, remember_precision()
+    enabled, back = cudnn.enabled, snapshot_precision()
     try:
         set_precision("highest")
         if recurrent:
@@ -90,7 +90,7 @@ _PRECISIONS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("m
 _GENERIC = ("generic", "all")
 
 
-def remember_precision() -> Callable[[], None]:
+def snapshot_precision() -> Callable[[], None]:
     """A function that puts torch's precision settings back, old and new ones, in whatever order they were set.
 
     The new settings (torch 2.9, ``fp32_precision``) show what is in force, not what was set, and the old ones
@@ -108,15 +108,15 @@ def remember_precision() -> Callable[[], None]:
     except RuntimeError:  # it is set, and the new settings, which are out of the way, say that it is not
         allowed = True
 
-    def back() -> None:
+    def restore_precision() -> None:
         # Each of these writes to new settings, too.
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = allowed
         for key, value in kept.items():
             torch._C._set_fp32_precision_setter(*key, value)
 
-    back()
-    return back
+    restore_precision()
+    return restore_precision
 
 
 def set_precision(products: str) -> None:
@@ -130,7 +130,7 @@ def set_precision(products: str) -> None:
 
 
 @contextmanager
-def own_forward(model: nn.Module) -> Iterator[None]:
+def remove_accelerate_autocast(model: nn.Module) -> Iterator[None]:
     """The model without the autocast that Accelerate puts around its forward pass: curvature needs all the digits."""
     with ExitStack() as stack:
         for held in map(vars, model.modules()):
@@ -143,19 +143,19 @@ def own_forward(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_checkpoints() -> Iterator[None]:
+def disable_checkpointing() -> Iterator[None]:
     """Run checkpointed functions as if they were not: ``torch.utils.checkpoint`` in either of its kinds.
 
     The backward pass would run them again, when the model has its own parameters back, and take what that saves for
     what the forward pass saved: by position, so that tensors of the same shape are mistaken for each other.
     """
 
-    class Plainly:
+    class PlainFunction:
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             return function(*args)
 
-    instead = {"CheckpointFunction": Plainly, "_checkpoint_hook": lambda frame: nullcontext()}
+    instead = {"CheckpointFunction": PlainFunction, "_checkpoint_hook": lambda frame: nullcontext()}
     with ExitStack() as stack:
         for name, value in instead.items():
             if hasattr(checkpoint, name):
@@ -164,7 +164,7 @@ def without_checkpoints() -> Iterator[None]:
         yield
 
 
-def _check_transforms() -> None:
+def _check_no_transforms() -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise OptionError(
             "Got a call inside of a torch.func transform (vmap, grad, vjp, jvp). "
@@ -199,7 +199,7 @@ def check_tensors(model: nn.Module, buffers: bool = True) -> None:
             raise ModelError(
                 f"Got {name!r} without a shape yet. Want initialised layers. Do: run a batch through the model."
             )
-        kind = odd_kind(value)
+        kind = find_unsupported_kind(value)
         if kind == "meta":
             raise DeviceError(
                 f"Got {name!r} on the meta device, without values. Want a model that can be run, on cpu or a GPU. "
@@ -212,7 +212,7 @@ def check_tensors(model: nn.Module, buffers: bool = True) -> None:
             )
 
 
-def _generators(data: Any) -> list[torch.Generator]:
+def _find_generators(data: Any) -> list[torch.Generator]:
     """Random generators that reading the data would move on."""
     holders = [data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)]
     found = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}

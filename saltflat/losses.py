@@ -4,9 +4,9 @@ The loss of the data is what ``reduction="mean"`` would give if all of it were o
 ``total(outputs, targets)``, divided by the sum of ``share``. A loss below gives, for a batch, those two and the pieces
 of the second derivative that :mod:`saltflat.columns` turns into columns to propagate back:
 
-* :class:`~saltflat.curvature.Softmax`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
-* :class:`~saltflat.curvature.Diagonal`: a number per output;
-* :class:`~saltflat.curvature.Roots`: any symmetric matrix, as signed columns.
+* :class:`~saltflat.curvature.SoftmaxCurvature`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
+* :class:`~saltflat.curvature.DiagonalCurvature`: a number per output;
+* :class:`~saltflat.curvature.FactoredCurvature`: any symmetric matrix, as signed columns.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from saltflat.curvature import Curvature, Diagonal, Roots, Softmax
-from saltflat.errors import LabelError, OptionError, SaltflatError, first_line, unknown
+from saltflat.curvature import Curvature, DiagonalCurvature, FactoredCurvature, SoftmaxCurvature
+from saltflat.errors import LabelError, OptionError, SaltflatError, format_error_line, make_unknown_name_error
 
 # Largest difference between a function of several examples together and the mean over them that is still rounding:
 # a function may work in float32.
@@ -36,7 +36,7 @@ COMPARISONS = 64  # per loss, so that long sweeps in small chunks do not pay for
 LOG_ONE = 1e-4
 
 
-def shape_of(values: Tensor) -> str:
+def format_shape(values: Tensor) -> str:
     """As a reader knows it, whatever part of the examples is at hand."""
     return f"({', '.join(['N', *map(str, values.shape[1:])])}{',' * (values.dim() == 1)})"
 
@@ -80,7 +80,7 @@ class CrossEntropy(Loss):
     classes_second: bool = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        axis = self.class_axis(outputs, targets)
+        axis = self.find_class_axis(outputs, targets)
         classes = outputs.shape[axis]
         if self.weight is not None and self.weight.numel() != classes:
             raise LabelError(
@@ -101,10 +101,10 @@ class CrossEntropy(Loss):
                 "Do: count labels from 0, or give the network as many outputs as there are classes."
             )
 
-    def class_axis(self, outputs: Tensor, targets: Tensor) -> int:
+    def find_class_axis(self, outputs: Tensor, targets: Tensor) -> int:
         if outputs.dim() < 2:
             raise LabelError(
-                f"Got outputs of shape {shape_of(outputs)}. Want (N, classes) for cross_entropy. "
+                f"Got outputs of shape {format_shape(outputs)}. Want (N, classes) for cross_entropy. "
                 "Do: use 'mse' or 'bce_with_logits' for a single output."
             )
         last = outputs.dim() - 1
@@ -118,18 +118,18 @@ class CrossEntropy(Loss):
             if targets.shape == outputs.shape[:-1]:
                 return last
         raise LabelError(
-            f"Got targets of type {targets.dtype} and shape {shape_of(targets)} "
-            f"for outputs of shape {shape_of(outputs)}. "
+            f"Got targets of type {targets.dtype} and shape {format_shape(targets)} "
+            f"for outputs of shape {format_shape(outputs)}. "
             "Want integer class numbers, one for each position of the outputs, or probabilities of the outputs' shape. "
             "Do: pass class numbers as torch.long."
         )
 
-    def _parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    def _compute_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         """Log-probabilities, target masses, divisor, axis of the classes.
 
         The first two are ``(examples, positions, classes)``, the divisor is ``(examples, positions)``.
         """
-        axis = self.class_axis(outputs, targets)
+        axis = self.find_class_axis(outputs, targets)
         logp = F.log_softmax(outputs.movedim(axis, -1), -1)
         classes = logp.shape[-1]
         logp = logp.reshape(logp.shape[0], -1, classes)
@@ -149,21 +149,21 @@ class CrossEntropy(Loss):
         return logp, mass * weight, share, axis
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        logp, mass, _, _ = self._parts(outputs, targets)
+        logp, mass, _, _ = self._compute_parts(outputs, targets)
         # Zero mass times minus infinity is nothing, not NaN.
         return -(mass * logp).where(mass != 0, torch.zeros_like(logp)).sum((1, 2))
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._parts(outputs, targets)[2].sum(1)
+        return self._compute_parts(outputs, targets)[2].sum(1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        logp, mass, _, axis = self._parts(outputs, targets)
+        logp, mass, _, axis = self._compute_parts(outputs, targets)
         gradient = logp.exp() * mass.sum(-1, keepdim=True) - mass
-        return Softmax(logp, mass, axis, outputs.shape).placed(gradient)
+        return SoftmaxCurvature(logp, mass, axis, outputs.shape).reshape_to_outputs(gradient)
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Softmax:
-        logp, mass, _, axis = self._parts(outputs, targets)
-        return Softmax(logp.exp(), mass.sum(-1), axis, outputs.shape)
+    def curvature(self, outputs: Tensor, targets: Tensor) -> SoftmaxCurvature:
+        logp, mass, _, axis = self._compute_parts(outputs, targets)
+        return SoftmaxCurvature(logp.exp(), mass.sum(-1), axis, outputs.shape)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class NegativeLogLikelihood(CrossEntropy):
                 f"Got targets of type {targets.dtype} for NLLLoss. Want class numbers. "
                 "Do: pass class numbers as torch.long, or use CrossEntropyLoss for probabilities."
             )
-        total = outputs.detach().logsumexp(self.class_axis(outputs, targets))
+        total = outputs.detach().logsumexp(self.find_class_axis(outputs, targets))
         if bool((total.abs() > LOG_ONE).any()):
             worst = total.flatten()[total.abs().argmax()].exp()
             raise OptionError(
@@ -192,7 +192,7 @@ class NegativeLogLikelihood(CrossEntropy):
             )
 
 
-class _PerOutput(Loss):
+class _PerOutputLoss(Loss):
     """A loss that is a mean over all outputs of all examples."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -202,7 +202,7 @@ class _PerOutput(Loss):
             )
         if targets.shape != outputs.shape:
             raise LabelError(
-                f"Got targets of shape {shape_of(targets)} for outputs of shape {shape_of(outputs)}. "
+                f"Got targets of shape {format_shape(targets)} for outputs of shape {format_shape(outputs)}. "
                 "Want the same shape: broadcasting one over the other is nearly always a mistake. "
                 "Do: reshape the targets, e.g. targets[:, None]."
             )
@@ -212,7 +212,7 @@ class _PerOutput(Loss):
 
 
 @dataclass(frozen=True)
-class SquaredError(_PerOutput):
+class SquaredError(_PerOutputLoss):
     """Mean squared error over all outputs, ``torch.nn.functional.mse_loss``."""
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -221,12 +221,12 @@ class SquaredError(_PerOutput):
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return 2 * (outputs - targets)
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Diagonal:
-        return Diagonal(torch.full_like(outputs, 2.0))
+    def curvature(self, outputs: Tensor, targets: Tensor) -> DiagonalCurvature:
+        return DiagonalCurvature(torch.full_like(outputs, 2.0))
 
 
 @dataclass(frozen=True)
-class BinaryCrossEntropy(_PerOutput):
+class BinaryCrossEntropy(_PerOutputLoss):
     """Binary cross-entropy of logits, mean over all outputs.
 
     As ``torch.nn.functional.binary_cross_entropy_with_logits`` defines it.
@@ -242,20 +242,22 @@ class BinaryCrossEntropy(_PerOutput):
                 "Want probabilities from 0 to 1. Do: check the labels given to bce_with_logits."
             )
 
-    def _up(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _compute_softplus_weight(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Weight of the logit's softplus: 1 without ``pos_weight``."""
         ones = torch.ones_like(outputs)
         return ones if self.pos_weight is None else ones + (self.pos_weight.to(outputs) - 1) * targets
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        each = (1 - targets) * outputs + self._up(outputs, targets) * F.softplus(-outputs)
+        each = (1 - targets) * outputs + self._compute_softplus_weight(outputs, targets) * F.softplus(-outputs)
         return each.reshape(len(outputs), -1).sum(1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (1 - targets) - self._up(outputs, targets) * torch.sigmoid(-outputs)
+        return (1 - targets) - self._compute_softplus_weight(outputs, targets) * torch.sigmoid(-outputs)
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Diagonal:
-        return Diagonal(self._up(outputs, targets) * torch.sigmoid(outputs) * torch.sigmoid(-outputs))
+    def curvature(self, outputs: Tensor, targets: Tensor) -> DiagonalCurvature:
+        return DiagonalCurvature(
+            self._compute_softplus_weight(outputs, targets) * torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+        )
 
 
 # What to do about averages that a function of one example cannot take.
@@ -265,7 +267,7 @@ PASS_MODULE = (
 )
 
 
-class _Compared:
+class _ComparisonHistory:
     """Which examples a function was compared on, and the last of them.
 
     The last are kept because chunks may hold one example, or one class.
@@ -276,7 +278,7 @@ class _Compared:
         self.seen: set[float] = set()
         self.last: tuple[Tensor, Tensor] | None = None
 
-    def select(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+    def select_examples(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
         """Some examples with targets as different as there are; None where they show nothing that others did not."""
         if self.left <= 0:
             return None
@@ -307,7 +309,7 @@ class _Compared:
 
 
 @dataclass(frozen=True)
-class Custom(Loss):
+class CustomLoss(Loss):
     """Any ``function(outputs, targets)``; it is called on one example at a time, as a batch of one.
 
     So the loss of the data is the mean over examples of what the function gives for each. A function of a whole batch
@@ -316,10 +318,10 @@ class Custom(Loss):
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
-    _compared: _Compared = field(default_factory=_Compared, init=False, repr=False, compare=False)
+    _compared: _ComparisonHistory = field(default_factory=_ComparisonHistory, init=False, repr=False, compare=False)
 
-    def of_one(self, output: Tensor, target: Tensor) -> Tensor:
-        value = self._call(output.unsqueeze(0), target.unsqueeze(0))
+    def compute_example_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        value = self._call_function(output.unsqueeze(0), target.unsqueeze(0))
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise OptionError(
@@ -333,7 +335,7 @@ class Custom(Loss):
             )
         return value.reshape(())
 
-    def _call(self, outputs: Tensor, targets: Tensor) -> Any:
+    def _call_function(self, outputs: Tensor, targets: Tensor) -> Any:
         """The function's value, with a module's parameters and buffers in the precision and place of the outputs."""
         module = self.function
         if isinstance(module, nn.Module):
@@ -345,18 +347,18 @@ class Custom(Loss):
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         with torch.no_grad():
-            chosen = self._compared.select(outputs.detach(), targets)
-            self.of_one(outputs[0], targets[0])
+            chosen = self._compared.select_examples(outputs.detach(), targets)
+            self.compute_example_loss(outputs[0], targets[0])
             if chosen is not None:
                 self._check_mean(*chosen)
 
     def _check_mean(self, outputs: Tensor, targets: Tensor) -> None:
         alone = self.total(outputs, targets)
         try:
-            together = self._call(outputs, targets)
+            together = self._call_function(outputs, targets)
         except Exception:  # a function for one example only has but one meaning
             return
-        count, name = len(alone), _name(self.function)
+        count, name = len(alone), _format_function_name(self.function)
         if not isinstance(together, Tensor) or together.numel() not in (1, count):
             return  # so has one whose result for several examples is no loss
         if not bool(together.isfinite().all()) or not bool(outputs.isfinite().all()):
@@ -385,7 +387,7 @@ class Custom(Loss):
         )
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        each = torch.stack([self.of_one(o, t) for o, t in zip(outputs, targets, strict=True)])
+        each = torch.stack([self.compute_example_loss(o, t) for o, t in zip(outputs, targets, strict=True)])
         return each if outputs.requires_grad else each.detach()  # parameters of the loss are constants here
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -393,9 +395,9 @@ class Custom(Loss):
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         free = outputs.detach().requires_grad_()
-        return self.slope(free, targets)
+        return self.compute_slope(free, targets)
 
-    def slope(self, outputs: Tensor, targets: Tensor, create_graph: bool = False) -> Tensor:
+    def compute_slope(self, outputs: Tensor, targets: Tensor, create_graph: bool = False) -> Tensor:
         """The derivative of ``total`` by outputs that require a gradient; zero where it does not depend on them."""
         total = self.total(outputs, targets).sum()
         if not total.requires_grad:
@@ -404,14 +406,16 @@ class Custom(Loss):
             return torch.autograd.grad(total, outputs, create_graph=create_graph)[0]
         except RuntimeError as error:
             raise OptionError(
-                f"Expected a loss that torch can differentiate, but got {first_line(error)} for the derivative of "
-                f"{_name(self.function)}. Try converting its targets with .to(outputs), and elementary operations."
+                f"Expected a loss that torch can differentiate, but got {format_error_line(error)} for the derivative "
+                f"of {_format_function_name(self.function)}. Try converting its targets with .to(outputs), and "
+                "elementary "
+                "operations."
             ) from error
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Roots:
+    def curvature(self, outputs: Tensor, targets: Tensor) -> FactoredCurvature:
         size = outputs[0].numel()
         # Detached: a loss may have parameters of its own, which are constants here.
-        matrices = self._hessians(outputs, targets).detach().reshape(-1, size, size)
+        matrices = self._compute_hessians(outputs, targets).detach().reshape(-1, size, size)
         values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
         # (examples, size, rank) to (rank, examples, *outputs), the largest first
         roots = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1).flip(0)
@@ -421,28 +425,29 @@ class Custom(Loss):
         # Rounding makes eigenvalues of -1e-17 out of zeros: not worth a second set of columns.
         real = bool((-values).max() > 1e-13 * values.abs().max())
         placed = (size, *outputs.shape)
-        return Roots(positive.reshape(placed), negative.flip(0).reshape(placed) if real else None)
+        return FactoredCurvature(positive.reshape(placed), negative.flip(0).reshape(placed) if real else None)
 
-    def _hessians(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _compute_hessians(self, outputs: Tensor, targets: Tensor) -> Tensor:
         try:
-            mapped: Tensor = torch.func.vmap(torch.func.hessian(self.of_one))(outputs, targets)
+            mapped: Tensor = torch.func.vmap(torch.func.hessian(self.compute_example_loss))(outputs, targets)
             return mapped
         except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
             one: Callable[..., Tensor] = torch.autograd.functional.hessian
             pairs = zip(outputs, targets, strict=True)
             try:
-                return torch.stack([one(lambda o, t=t: self.of_one(o, t), o) for o, t in pairs])
+                return torch.stack([one(lambda o, t=t: self.compute_example_loss(o, t), o) for o, t in pairs])
             except SaltflatError:
                 raise
             except RuntimeError as error:
                 raise OptionError(
-                    f"Got {first_line(error)} for the second derivative of {_name(self.function)}. Want a loss that "
-                    "torch can differentiate twice: curvature is made of it. Do: write it as a function of elementary "
+                    f"Got {format_error_line(error)} for the second derivative of "
+                    f"{_format_function_name(self.function)}. Want a loss that torch can differentiate twice: "
+                    "curvature is made of it. Do: write it as a function of elementary "
                     "operations, or ask for measures that need gradients only, such as fisher_trace."
                 ) from error
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _format_function_name(function: Callable[..., Any]) -> str:
     return f"the loss {getattr(function, '__name__', type(function).__name__)}"
 
 
@@ -453,13 +458,13 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 }
 
 
-def describe(loss: Loss) -> str:
+def format_loss(loss: Loss) -> str:
     """The name of a loss, and its options that are not the usual ones: reports with equal ones have equal losses.
 
-    >>> describe(CrossEntropy(label_smoothing=0.1, weight=torch.tensor([1.0, 2.5])))
+    >>> format_loss(CrossEntropy(label_smoothing=0.1, weight=torch.tensor([1.0, 2.5])))
     'cross_entropy(label_smoothing=0.1, weight=[1, 2.5])'
     """
-    if isinstance(loss, Custom):
+    if isinstance(loss, CustomLoss):
         function = getattr(loss.function, "func", loss.function)  # of a partial
         return str(getattr(function, "__qualname__", type(function).__qualname__))
     name = next((name for name, kind in LOSSES.items() if kind is type(loss)), type(loss).__name__)
@@ -494,25 +499,25 @@ DIVISORS = {
 }
 
 
-def loss_from(given: Any) -> Loss:
+def parse_loss(given: Any) -> Loss:
     """The loss meant by a name, a loss of ours, a loss module of torch, or a function."""
     if isinstance(given, Loss):
         return given
     if isinstance(given, str):
         if given not in LOSSES:
-            raise unknown("loss", given, LOSSES)
+            raise make_unknown_name_error("loss", given, LOSSES)
         return LOSSES[given]()
     if not callable(given):
-        raise unknown("loss", given, LOSSES)
+        raise make_unknown_name_error("loss", given, LOSSES)
     if isinstance(given, type):
         raise OptionError(
             f"Got the class {given.__name__} as the loss. Want one of its instances. Do: pass {given.__name__}()."
         )
-    module = _as_module(given)
-    return (_known(module) if module is not None else None) or Custom(given)
+    module = _find_torch_module(given)
+    return (_convert_torch_loss(module) if module is not None else None) or CustomLoss(given)
 
 
-def _as_module(given: Any) -> nn.Module | None:
+def _find_torch_module(given: Any) -> nn.Module | None:
     """The loss module of torch that does what is given: itself, or that of a function with options set by name."""
     if isinstance(given, nn.Module):
         # A subclass, a patched instance or one with hooks may compute anything.
@@ -528,7 +533,7 @@ def _as_module(given: Any) -> nn.Module | None:
         return None
 
 
-def _known(given: nn.Module) -> Loss | None:
+def _convert_torch_loss(given: nn.Module) -> Loss | None:
     """The loss of a module of torch that is known here; None for other modules."""
     kind = type(given)
     if kind.__module__ == nn.modules.loss.__name__ and getattr(given, "reduction", "mean") in ("sum", "none"):

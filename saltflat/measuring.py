@@ -16,29 +16,29 @@ from torch import Tensor, nn
 
 from saltflat.amounts import check_flag, is_choice
 from saltflat.certificate import certify
-from saltflat.columns import plan_from
-from saltflat.doubtful_input import notes_on_input
-from saltflat.errors import NonFiniteError, OptionError, first_line, unknown
-from saltflat.evaluating import claims
-from saltflat.gathering import DIAGONALS, Search
-from saltflat.loan import loan
-from saltflat.logits import normalized
-from saltflat.losses import loss_from
+from saltflat.columns import parse_column_plan
+from saltflat.doubtful_input import find_input_notes
+from saltflat.errors import NonFiniteError, OptionError, format_error_line, make_unknown_name_error
+from saltflat.evaluating import list_invariances
+from saltflat.gathering import DIAGONALS, StatisticCollector
+from saltflat.loan import open_session
+from saltflat.logits import normalize_logits
+from saltflat.losses import parse_loss
 from saltflat.measures.references import REFERENCES
-from saltflat.measures.request import Request, requests
-from saltflat.problem import Problem, finite
-from saltflat.progress import steps_shown
+from saltflat.measures.request import MeasureRequest, parse_measures
+from saltflat.problem import Problem, is_finite
+from saltflat.progress import show_steps
 from saltflat.report import Reading, Report
-from saltflat.selection import select
+from saltflat.selection import select_examples
 from saltflat.setting import Setting
 from saltflat.statistic import STATISTICS
-from saltflat.sweep import bytes_from, check_seed, described
-from saltflat.turns import in_turn
+from saltflat.sweep import check_seed, describe_setting, parse_bytes
+from saltflat.turns import take_turns
 
 __all__ = ["measure"]
 
 
-@in_turn
+@take_turns
 def measure(
     model: nn.Module,
     data: Any,
@@ -69,7 +69,7 @@ def measure(
         measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; ``"quick"`` (as None),
             all that one sweep over the data gives; ``"invariant"``, all that rescaling layers leaves unchanged;
             ``"all"``; or some of these, such as ``["quick", "kappa"]``. What only a preset asks for and this model does
-            not allow is left out, and the report says why. :func:`saltflat.catalogue` lists the measures and their
+            not allow is left out, and the report says why. :func:`saltflat.list_measures` lists the measures and their
             cost.
         columns: ``"exact"``, ``"top"`` or ``"sampled"``: how the loss's curvature is taken; see
             :mod:`saltflat.columns`.
@@ -101,45 +101,47 @@ def measure(
         (['hessian_trace', 'normalized_sharpness'], True)
     """
     started = time.perf_counter()
-    asked = requests(measures)
-    plan, room, seed = plan_from(columns), bytes_from(memory), check_seed(seed)
-    data = select(data, limit=limit)
+    asked = parse_measures(measures)
+    plan, room, seed = parse_column_plan(columns), parse_bytes(memory), check_seed(seed)
+    data = select_examples(data, limit=limit)
     check_flag(certificate=certificate, sampling=sampling)
     if not is_choice(diagonal, DIAGONALS):
-        raise unknown("diagonal", diagonal, DIAGONALS)
-    chosen = normalized(loss_from(loss), logits)
-    with loan(model, mode, data) as notes, steps_shown(progress) as tick:
-        problem = Problem.of(model, data, chosen, layers, dtype, mode)
-        setting = Setting(problem, plan, seed, room, _initial(initial, problem), tick, sampling)
-        search = Search(setting, DIAGONALS[diagonal], certificate)
+        raise make_unknown_name_error("diagonal", diagonal, DIAGONALS)
+    chosen = normalize_logits(parse_loss(loss), logits)
+    with open_session(model, mode, data) as notes, show_steps(progress) as tick:
+        problem = Problem.build(model, data, chosen, layers, dtype, mode)
+        setting = Setting(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
+        search = StatisticCollector(setting, DIAGONALS[diagonal], certificate)
         search.gather(asked)
-        readings, left_out = search.readings(asked)
+        readings, left_out = search.compute_readings(asked)
         examples, mean_loss = setting.examples, setting.mean_loss
         if setting.first is not None:
-            notes += notes_on_input(problem, setting.first, mean_loss)
+            notes += find_input_notes(problem, setting.first, mean_loss)
         notes += search.notes
     agreement = None
     if certificate:
-        with search.timed("certificate"):
-            agreement = _certified(model, data, chosen, layers, seed, mode, room)
+        with search.time_step("certificate"):
+            agreement = _compute_certificate(model, data, chosen, layers, seed, mode, room)
         if not agreement["holds"]:
-            readings = {each.key: _hedged(each, readings[each.key]) for each in asked if each.key in readings}
+            readings = {
+                each.key: _add_certificate_note(each, readings[each.key]) for each in asked if each.key in readings
+            }
     return Report(
         readings=readings,
         left_out=left_out,
-        legend={each.key: _legend(each, readings[each.key]) for each in asked if each.key in readings},
+        legend={each.key: _make_legend(each, readings[each.key]) for each in asked if each.key in readings},
         model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         examples=examples,
         loss=mean_loss,
-        settings={**described(setting), "logits": logits, "diagonal": diagonal},
+        settings={**describe_setting(setting), "logits": logits, "diagonal": diagonal},
         versions={
-            "saltflat": version(),
+            "saltflat": get_package_version(),
             "torch": torch.__version__,
             "numpy": numpy.__version__,
             "scipy": scipy.__version__,
             "python": platform.python_version(),
         },
-        device=_device(setting),
+        device=_format_device(setting),
         seconds=time.perf_counter() - started,
         seconds_by_step=search.seconds,
         certificate=agreement,
@@ -149,13 +151,13 @@ def measure(
     )
 
 
-def version() -> str:
+def get_package_version() -> str:
     import saltflat  # at call time: this module is part of it
 
     return saltflat.__version__
 
 
-def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -> dict[str, Tensor] | None:
+def _parse_initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -> dict[str, Tensor] | None:
     if given is None:
         return None
     values = given.state_dict() if isinstance(given, nn.Module) else given
@@ -171,7 +173,7 @@ def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -
                 f"Got initial weights without a tensor for {name!r}. Want one for every measured parameter. "
                 "Do: pass the state_dict of the same architecture."
             )
-        if not finite(values[name]):
+        if not is_finite(values[name]):
             raise NonFiniteError(
                 f"Got NaN or infinity in the initial {name!r}. Want finite weights. Do: pass those before training."
             )
@@ -184,7 +186,7 @@ def _initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -
     return found
 
 
-def _certified(
+def _compute_certificate(
     model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, mode: str, memory: int
 ) -> dict[str, Any]:
     try:
@@ -195,13 +197,13 @@ def _certified(
             "gap": torch.nan,
             "examples": 0,
             "gaps": {},
-            "failed": first_line(error),
+            "failed": format_error_line(error),
         }
     gaps = {name: each.gap for name, each in found.items()}
     return {"holds": found.holds, "gap": found.gap, "examples": found.examples, "gaps": gaps}
 
 
-def _hedged(request: Request, reading: Reading) -> Reading:
+def _add_certificate_note(request: MeasureRequest, reading: Reading) -> Reading:
     """A reading made of Gauss-Newton blocks that are not known to be the Hessian's."""
     if not is_gauss_newton(request):
         return reading
@@ -209,7 +211,7 @@ def _hedged(request: Request, reading: Reading) -> Reading:
     return replace(reading, exact=False, notes=(*reading.notes, note))
 
 
-def is_gauss_newton(request: Request) -> bool:
+def is_gauss_newton(request: MeasureRequest) -> bool:
     """Whether a measure takes curvature from the Gauss-Newton matrix."""
     made_of = [need.name for need in request.needs.values()]
     return any(
@@ -217,18 +219,18 @@ def is_gauss_newton(request: Request) -> bool:
     )
 
 
-def _legend(request: Request, reading: Reading) -> dict[str, Any]:
+def _make_legend(request: MeasureRequest, reading: Reading) -> dict[str, Any]:
     of = request.measure
     return {
         "meaning": of.meaning,
         "formula": of.formula,
-        "invariant_to": list(claims(of, reading)),
+        "invariant_to": list(list_invariances(of, reading)),
         "reference": REFERENCES[of.reference],
         "smaller": of.smaller,
         "logarithmic": of.logarithmic,
     }
 
 
-def _device(setting: Setting) -> str:
+def _format_device(setting: Setting) -> str:
     device = next(iter(setting.problem.network.measured.values())).device
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

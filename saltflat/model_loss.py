@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
 from saltflat.errors import ModelError
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss, SquaredError, shape_of
-from saltflat.problem import Problem, real
+from saltflat.losses import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError, format_shape
+from saltflat.problem import Problem, cast_targets
 
 TOLERANCE = 1e-5  # relative; the model takes its own loss in float32
 
@@ -27,31 +27,31 @@ def check_model_loss(problem: Problem, batches: Sequence[Batch]) -> None:
     A loss that was passed as a function is the user's word, and not compared. The first of the (small) batches with
     labels that are not all ignored decides.
     """
-    if isinstance(problem.loss, Custom) or not _accepts_labels(problem.model, batches[0]):
+    if isinstance(problem.loss, CustomLoss) or not _can_accept_labels(problem.model, batches[0]):
         return
     for batch in batches:
-        with torch.no_grad(), problem.network.lent(problem.network.constants):
-            own = loss_of_model(problem.model, batch.args, batch.kwargs, batch.targets)
+        with torch.no_grad(), problem.network.use_parameters(problem.network.constants):
+            own = compute_model_loss(problem.model, batch.args, batch.kwargs, batch.targets)
         if own is None:
             return
         if isfinite(own):
-            _compare(problem, batch, own)
+            _check_same_loss(problem, batch, own)
             return
 
 
-def _compare(problem: Problem, batch: Batch, own: float) -> None:
+def _check_same_loss(problem: Problem, batch: Batch, own: float) -> None:
     with torch.no_grad():
-        outputs, targets = problem.network(batch).double(), real(batch.targets)
-        ours = _mean(problem.loss, outputs, targets)
+        outputs, targets = problem.network(batch).double(), cast_targets(batch.targets)
+        ours = _compute_mean_loss(problem.loss, outputs, targets)
         # Smoothing and class weights are the user's choice: what matters is which output belongs to which label.
         plain = problem.loss
         if isinstance(plain, CrossEntropy):
             plain = replace(plain, label_smoothing=0.0, weight=None)
-        if _is_close(own, ours) or _is_close(own, _mean(plain, outputs, targets)):
+        if _is_close(own, ours) or _is_close(own, _compute_mean_loss(plain, outputs, targets)):
             return
-        next_ones = _labels_of_next_tokens(batch, plain)
-        if next_ones is None or not _is_close(own, _mean(plain, outputs, next_ones)):
-            advice = _advice(own, outputs, targets)
+        next_ones = _shift_labels(batch, plain)
+        if next_ones is None or not _is_close(own, _compute_mean_loss(plain, outputs, next_ones)):
+            advice = _format_loss_advice(own, outputs, targets)
         elif isinstance(plain, CrossEntropy) and _is_shifted(batch, plain):
             return
         else:
@@ -66,7 +66,9 @@ def _compare(problem: Problem, batch: Batch, own: float) -> None:
     )
 
 
-def loss_of_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Tensor) -> float | None:
+def compute_model_loss(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Tensor
+) -> float | None:
     """The loss a model gives when it is called with labels; None where it gives none."""
     config: Any = getattr(model, "config", None)
     kept = getattr(config, "problem_type", None)  # transformers sets it in the first pass with labels
@@ -85,7 +87,7 @@ def loss_of_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return float(found) if isinstance(found, Tensor) and found.dim() == 0 else None
 
 
-def _accepts_labels(model: nn.Module, batch: Batch) -> bool:
+def _can_accept_labels(model: nn.Module, batch: Batch) -> bool:
     """Whether forward takes labels by name; wrappers that pass on whatever they get may, if inputs go by name, too."""
     try:
         parameters = inspect.signature(model.forward).parameters
@@ -95,7 +97,7 @@ def _accepts_labels(model: nn.Module, batch: Batch) -> bool:
     return "labels" not in batch.kwargs and ("labels" in parameters or (anything and bool(batch.kwargs)))
 
 
-def _mean(loss: Loss, outputs: Tensor, targets: Tensor) -> float:
+def _compute_mean_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> float:
     return float(loss.total(outputs, targets).sum() / loss.share(outputs, targets).sum())
 
 
@@ -103,7 +105,7 @@ def _is_close(one: float, other: float) -> bool:
     return abs(one - other) <= TOLERANCE * max(abs(one), abs(other))
 
 
-def _labels_of_next_tokens(batch: Batch, loss: Loss) -> Tensor | None:
+def _shift_labels(batch: Batch, loss: Loss) -> Tensor | None:
     if not isinstance(loss, CrossEntropy) or batch.targets.dim() != 2 or batch.targets.is_floating_point():
         return None
     return F.pad(batch.targets[:, 1:], (0, 1), value=loss.ignore_index)
@@ -113,7 +115,7 @@ def _is_shifted(batch: Batch, loss: CrossEntropy) -> bool:
     """Whether labels are those of the next tokens already: by the tokens, else by labels that end in ignored ones."""
     labels = batch.targets
     kept = labels != loss.ignore_index
-    for tokens in batch.tensors():
+    for tokens in batch.list_tensors():
         if tokens.shape == labels.shape and not tokens.is_floating_point():
             if bool((tokens == labels)[kept].all()):
                 return False
@@ -122,11 +124,11 @@ def _is_shifted(batch: Batch, loss: CrossEntropy) -> bool:
     return not bool(kept[:, -1].any())
 
 
-def _advice(own: float, outputs: Tensor, targets: Tensor) -> str:
+def _format_loss_advice(own: float, outputs: Tensor, targets: Tensor) -> str:
     for name, loss in {"mse": SquaredError(), "bce_with_logits": BinaryCrossEntropy()}.items():
         if targets.numel() == outputs.numel() and targets.dtype != torch.bool:
             values = targets.reshape(outputs.shape).to(outputs)
-            if _is_close(own, _mean(loss, outputs, values)):
-                shape = "" if values.shape == targets.shape else f", with labels of shape {shape_of(outputs)}"
+            if _is_close(own, _compute_mean_loss(loss, outputs, values)):
+                shape = "" if values.shape == targets.shape else f", with labels of shape {format_shape(outputs)}"
                 return f"Do: pass loss={name!r}{shape}."
     return "Do: pass the model's own loss as a function loss(outputs, targets)."

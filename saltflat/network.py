@@ -14,18 +14,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from saltflat.attributes import Attributes, version_of
-from saltflat.data import Batch, odd_kind
-from saltflat.errors import ModelError, OptionError, ParameterError, PrecisionError, unknown
-from saltflat.layers import Rule, rule_for
+from saltflat.attributes import AttributeSnapshot, get_tensor_version
+from saltflat.data import Batch, find_unsupported_kind
+from saltflat.errors import ModelError, OptionError, ParameterError, PrecisionError, make_unknown_name_error
+from saltflat.layers import LayerRule, find_layer_rule
 from saltflat.layers.batch_norm import normalize_with_fixed_statistics
-from saltflat.turns import running
+from saltflat.turns import mark_running
 
 # (module, what it was given, what it gave) -> what it gives instead
 Tap = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-class Constants:
+class ModuleConstants:
     """A module as its rule sees it: its options, with constants for its parameters and buffers."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -37,12 +37,12 @@ class Constants:
 
 
 @dataclass(frozen=True)
-class Layer:
+class MeasuredLayer:
     """A module with a rule, and the names of those of its parameters that are measured."""
 
-    rule: Rule
+    rule: LayerRule
     names: Mapping[str, str]
-    constants: Constants
+    constants: ModuleConstants
 
 
 class Network:
@@ -60,22 +60,22 @@ class Network:
 
     def __init__(self, model: nn.Module, layers: Sequence[str] | str | None, dtype: torch.dtype | None) -> None:
         self.model = model
-        names = _selected(model, layers)
-        self.constants = _constants(model, dtype)
+        names = _select_parameters(model, layers)
+        self.constants = _copy_constants(model, dtype)
         self.measured = {name: self.constants[name] for name in names}
-        self.layers: dict[nn.Module, Layer] = {}
+        self.layers: dict[nn.Module, MeasuredLayer] = {}
         self.modules = list(model.modules())
-        self.attributes = Attributes(self.modules)
+        self.attributes = AttributeSnapshot(self.modules)
         # A parameter that is also registered as a buffer is a parameter.
         self.names: dict[int, str] = {}
-        for name, value in _members(model):
+        for name, value in _iterate_members(model):
             self.names.setdefault(id(value), name)
         self.rewrites_batch_norm = any(
             isinstance(m, nn.modules.batchnorm._NormBase | nn.GroupNorm) for m in self.modules
         )
         self.needs_graph = False
         self.has_other_slope = False
-        self._originals = {name: (value, version_of(value)) for name, value in _members(model)}
+        self._originals = {name: (value, get_tensor_version(value)) for name, value in _iterate_members(model)}
         self._versions = {name: value._version for name, value in self.constants.items()}
         self._written: set[str] = set()
         by_id = self.names
@@ -84,10 +84,10 @@ class Network:
                 key: by_id[id(v)] for key, v in [*module._parameters.items(), *module._buffers.items()] if v is not None
             }
             own = {key: held[key] for key in module._parameters if held.get(key) in self.measured}
-            rule = rule_for(module) if own else None
+            rule = find_layer_rule(module) if own else None
             if rule is not None:
                 constants = {key: self.constants[name] for key, name in held.items()}
-                self.layers[module] = Layer(rule, own, Constants(module, constants))
+                self.layers[module] = MeasuredLayer(rule, own, ModuleConstants(module, constants))
 
         # On CPUs the convolution kernels reorder images that are not channels-last on entry and exit. With 16 channels
         # that is half of their time; with fewer, what the other layers lose by it weighs more.
@@ -114,20 +114,20 @@ class Network:
         # Copies, because a model may write to its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (batch.args, batch.kwargs))
         if tap is not None and not plain and self.channels_last:
-            args, kwargs = tree_map(_channels_last, (args, kwargs))
+            args, kwargs = tree_map(_convert_channels_last, (args, kwargs))
         wanted = torch.is_grad_enabled()
         with ExitStack() as stack:
-            stack.enter_context(self.lent(parameters))
-            stack.enter_context(self._tapped(tap, plain))
+            stack.enter_context(self.use_parameters(parameters))
+            stack.enter_context(self._install_taps(tap, plain))
             if self.rewrites_batch_norm and not as_is:
-                stack.enter_context(_RewrittenBatchNorm())
+                stack.enter_context(_BatchNormRewriter())
             if self.needs_graph:
                 stack.enter_context(torch.enable_grad())
-            outputs = logits(self.model(*args, **kwargs))
+            outputs = extract_logits(self.model(*args, **kwargs))
         return outputs if wanted or not self.needs_graph else outputs.detach()
 
     @contextmanager
-    def lent(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    def use_parameters(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """The modules with these parameters and buffers; all their attributes are put back afterwards.
 
         That includes what a forward pass leaves behind (caches, counters, buffers registered on the fly), and modules
@@ -144,11 +144,11 @@ class Network:
                     vars(module)[holder].update({key: parameters[self.names[id(v)]] for key, v in present.items()})
                 if isinstance(module, nn.RNNBase):
                     vars(module)["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
-            self.attributes.replace({key: parameters[name] for key, name in self.names.items()})
-            with running():
+            self.attributes.replace_aliases({key: parameters[name] for key, name in self.names.items()})
+            with mark_running():
                 yield
         finally:
-            self.attributes.put_back()
+            self.attributes.restore_aliases()
             for module, attributes, held in kept:
                 vars(module).clear()
                 vars(module).update(attributes)
@@ -164,7 +164,7 @@ class Network:
         for name, constant in self.constants.items():
             if constant._version == self._versions[name] and name not in self._written:
                 continue
-            original = self._original(name)
+            original = self._get_original(name)
             if original is None:
                 continue
             with torch.no_grad():
@@ -179,31 +179,31 @@ class Network:
         From now on these are given their values again before every pass.
         """
         for name, constant in self.constants.items():
-            original = self._original(name)
-            if original is not None and (constant.shape != original.shape or not _equal(constant, original)):
+            original = self._get_original(name)
+            if original is not None and (constant.shape != original.shape or not _is_unchanged(constant, original)):
                 self._written.add(name)
         return [name for name in self.constants if name in self._written]
 
-    def _original(self, name: str) -> Tensor | None:
+    def _get_original(self, name: str) -> Tensor | None:
         """The user's own tensor, unless it was changed since it was copied."""
         value, version = self._originals[name]
-        return value.detach() if version_of(value) == version else None
+        return value.detach() if get_tensor_version(value) == version else None
 
     @contextmanager
-    def _tapped(self, tap: Tap | None, plain: bool) -> Iterator[None]:
+    def _install_taps(self, tap: Tap | None, plain: bool) -> Iterator[None]:
         if tap is None:
             yield
             return
         try:
             for module, layer in self.layers.items():
-                module.forward = _tapped_forward(module, layer.rule, tap, plain)
+                module.forward = _make_tapped_forward(module, layer.rule, tap, plain)
             yield
         finally:
             for module in self.layers:
                 vars(module).pop("forward", None)
 
 
-def _tapped_forward(module: nn.Module, rule: Rule, tap: Tap, plain: bool) -> Callable[..., Tensor]:
+def _make_tapped_forward(module: nn.Module, rule: LayerRule, tap: Tap, plain: bool) -> Callable[..., Tensor]:
     # What the session has put into the module. A model may put something else there for a call (functional_call): the
     # rule does not know what that was made of, autograd does.
     expected = {**module._parameters, **module._buffers}
@@ -231,7 +231,7 @@ def _tapped_forward(module: nn.Module, rule: Rule, tap: Tap, plain: bool) -> Cal
     return forward
 
 
-class _RewrittenBatchNorm(TorchFunctionMode):
+class _BatchNormRewriter(TorchFunctionMode):
     """Computes BatchNorm with fixed statistics, and InstanceNorm, by elementary operations wherever they are called.
 
     GroupNorm whose input has the channels last and no gradient gets a copy of it in the usual layout: on a CPU torch's
@@ -275,36 +275,36 @@ _BATCH_NORMS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def _channels_last(x: Any) -> Any:
+def _convert_channels_last(x: Any) -> Any:
     images = isinstance(x, Tensor) and x.dim() == 4
     return x.contiguous(memory_format=torch.channels_last) if images else x
 
 
-def _members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def _constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _copy_constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Detached copies of all parameters and buffers: a forward pass may write to any of them, also past torch's back.
 
     That takes as much memory as the model, which is less than the statistics of its parameters take.
     """
 
-    def one(value: Tensor) -> Tensor:
+    def copy_tensor(value: Tensor) -> Tensor:
         constant = value.detach()
         if dtype is not None and value.is_floating_point():
             constant = constant.to(dtype)
         return constant.clone() if constant.data_ptr() == value.data_ptr() else constant
 
-    return {name: one(value) for name, value in _members(model)}
+    return {name: copy_tensor(value) for name, value in _iterate_members(model)}
 
 
-def _equal(constant: Tensor, original: Tensor) -> bool:
+def _is_unchanged(constant: Tensor, original: Tensor) -> bool:
     return bool(((constant == original.to(constant.dtype)) | (constant != constant)).all())
 
 
-def _selected(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]:
+def _select_parameters(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]:
     parameters = dict(model.named_parameters())
     if layers is None:
         names = [name for name, p in parameters.items() if p.requires_grad]
@@ -321,7 +321,7 @@ def _selected(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]
             raise OptionError(
                 f"Got layers={layers!r}. Want a name or a list of names. Do: for instance layers=['conv1']."
             )
-        names = _named(model, listed, parameters)
+        names = _find_named_parameters(model, listed, parameters)
         suspects = {name: parameters[name] for name in names}
     for name, parameter in suspects.items():
         if not parameter.is_floating_point():
@@ -334,7 +334,7 @@ def _selected(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]
     return names
 
 
-def _named(model: nn.Module, layers: Sequence[str], parameters: Mapping[str, Tensor]) -> list[str]:
+def _find_named_parameters(model: nn.Module, layers: Sequence[str], parameters: Mapping[str, Tensor]) -> list[str]:
     by_id = {id(p): name for name, p in parameters.items()}
     every = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     modules = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
@@ -346,7 +346,7 @@ def _named(model: nn.Module, layers: Sequence[str], parameters: Mapping[str, Ten
                 raise ParameterError(
                     f"Got the layer {layer!r}, which has no parameters. Want one that has. Do: name another."
                 )
-            raise unknown("layer", layer, {*every, *modules})
+            raise make_unknown_name_error("layer", layer, {*every, *modules})
         found.update(dict.fromkeys(inside))
     if not found:
         raise ParameterError(
@@ -363,7 +363,7 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"Got dtype={dtype}. Want torch.float32 or torch.float64. Do: leave dtype out or pass one of these."
             )
         return
-    for name, value in _members(model):
+    for name, value in _iterate_members(model):
         if value.is_floating_point() and value.dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
                 f"Got {name!r} in {value.dtype}. "
@@ -372,7 +372,7 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
             )
 
 
-def logits(outputs: Any) -> Tensor:
+def extract_logits(outputs: Any) -> Tensor:
     """The tensor the loss is taken of, also from outputs that carry it as ``logits``."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits", outputs)
@@ -383,13 +383,13 @@ def logits(outputs: Any) -> Tensor:
             f"Got {got} from the model. Want a floating-point tensor, or an object with one as .logits or ['logits']. "
             "Do: wrap the model in a module that returns the outputs the loss is taken of."
         )
-    check_dense(outputs)
+    check_dense_outputs(outputs)
     return outputs
 
 
-def check_dense(outputs: Tensor) -> None:
+def check_dense_outputs(outputs: Tensor) -> None:
     """Refuse outputs that are not dense tensors."""
-    kind = odd_kind(outputs)
+    kind = find_unsupported_kind(outputs)
     if kind is not None:
         raise ModelError(
             f"Expected a dense tensor from the model, but got a {kind} one. Try wrapping the model in a module that "

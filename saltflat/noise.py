@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltflat.errorbars import stretch
+from saltflat.errorbars import compute_student_factor
 from saltflat.setting import Setting
 
 
-def normals(setting: Setting, draw: int) -> dict[str, Tensor]:
+def draw_normals(setting: Setting, draw: int) -> dict[str, Tensor]:
     """Standard normal numbers in the shape of every parameter, float64."""
-    return _drawn(setting, draw, lambda generator, shape: generator.standard_normal(shape))
+    return _draw_per_parameter(setting, draw, lambda generator, shape: generator.standard_normal(shape))
 
 
-def signs(setting: Setting, draw: int) -> dict[str, Tensor]:
+def draw_signs(setting: Setting, draw: int) -> dict[str, Tensor]:
     """Plus or minus one, alike likely, in the shape of every parameter, float64."""
-    return _drawn(setting, draw, lambda generator, shape: 1.0 - 2.0 * generator.integers(2, size=shape))
+    return _draw_per_parameter(setting, draw, lambda generator, shape: 1.0 - 2.0 * generator.integers(2, size=shape))
 
 
-def _drawn(
+def _draw_per_parameter(
     setting: Setting, draw: int, sample: Callable[[np.random.Generator, torch.Size], object]
 ) -> dict[str, Tensor]:
     found = {}
@@ -39,14 +39,14 @@ def _drawn(
     return found
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+def compute_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean of independent numbers, and the error e for which mean +- 1.96 e holds the truth 95 % of the time.
 
     The scatter of a few numbers is itself uncertain: the error is stretched by the ratio of Student's t to the normal
     quantile.
 
-    >>> mean_and_error([1.0, 3.0])  # 1 sqrt(2) / sqrt(2), stretched by 12.71 / 1.96
+    >>> compute_mean_and_error([1.0, 3.0])  # 1 sqrt(2) / sqrt(2), stretched by 12.71 / 1.96
     (2.0, 6.48287...)
     """
     spread = np.std(values, ddof=1) / len(values) ** 0.5
-    return float(np.mean(values)), float(spread * stretch(len(values) - 1))
+    return float(np.mean(values)), float(spread * compute_student_factor(len(values) - 1))

@@ -28,32 +28,32 @@ from torch.utils._pytree import tree_map
 
 from saltflat.data import Batch
 from saltflat.errors import ModelError, SaltflatError
-from saltflat.forms import Dense, Form
+from saltflat.forms import DenseGradient, FactoredGradient
 from saltflat.network import Network
-from saltflat.vectorised import all_columns
+from saltflat.vectorised import unwrap_columns
 
-Emit = Callable[[str, Form], None]
+Emit = Callable[[str, FactoredGradient], None]
 Receive = Callable[[Tensor], None]
 
 
-class NotTogetherError(Exception):
+class NotBatchableError(Exception):
     """The examples of a chunk cannot be told apart in what a layer was given."""
 
 
 @dataclass(frozen=True)
-class Calls:
+class LayerCalls:
     """What the layers are given for one example: the same for all, unless the model routes examples by their values."""
 
     inputs: tuple[torch.Size, ...]
     shapes: tuple[tuple[int, torch.Size], ...]
 
     @classmethod
-    def of(cls, batch: Batch, calls: Sequence[tuple[nn.Module, torch.Size]]) -> Calls:
-        inputs = tuple(t.shape[1:] if batch.counts(t) else t.shape for t in batch.tensors())
+    def from_batch(cls, batch: Batch, calls: Sequence[tuple[nn.Module, torch.Size]]) -> LayerCalls:
+        inputs = tuple(t.shape[1:] if batch.has_example_axis(t) else t.shape for t in batch.list_tensors())
         return cls(inputs, tuple((id(module), shape) for module, shape in calls))
 
 
-class _Watch(torch.autograd.Function):
+class _GradientTap(torch.autograd.Function):
     """The identity, watched in the backward pass."""
 
     @staticmethod
@@ -64,32 +64,32 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.receive(all_columns(g))
+        ctx.receive(unwrap_columns(g))
         return g, g.new_zeros(()), None
 
 
-class Gradients:
+class GradientCollector:
     """Collects the calls of one pass and emits each parameter's form when all of its uses are known."""
 
     def __init__(self, network: Network, emit: Emit) -> None:
         self.network, self.emit = network, emit
         self.waiting: Counter[str] = Counter()
-        self.forms: dict[str, Form] = {}
+        self.forms: dict[str, FactoredGradient] = {}
 
-    def called(self, module: nn.Module) -> None:
+    def expect_call(self, module: nn.Module) -> None:
         self.waiting.update(self.network.layers[module].names.values())
 
-    def uses(self, name: str) -> None:
+    def expect_use(self, name: str) -> None:
         self.waiting[name] += 1
 
-    def received(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
+    def receive_gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
         layer = self.network.layers[module]
         forms = layer.rule.factor(layer.constants, x, g)
         for key, name in layer.names.items():
             self.add(name, forms[key])
 
-    def add(self, name: str, form: Form) -> None:
-        self.forms[name] = self.forms[name].joined(form) if name in self.forms else form
+    def add(self, name: str, form: FactoredGradient) -> None:
+        self.forms[name] = self.forms[name].add(form) if name in self.forms else form
         self.waiting[name] -= 1
         if self.waiting[name] == 0:
             self.emit(name, self.forms.pop(name))
@@ -100,12 +100,12 @@ class Gradients:
             self.emit(name, form)
 
 
-def together(
+def run_batched(
     network: Network,
     batch: Batch,
     loop: bool = False,
     rules: bool = True,
-    expected: Calls | None = None,
+    expected: LayerCalls | None = None,
     record: list[tuple[nn.Module, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Backward]:
     """One forward pass over a batch; the backward pass is returned as a function of the columns.
@@ -119,8 +119,8 @@ def together(
             else is one whose examples cannot be told apart.
         record: filled with the calls of layers that have a rule.
     """
-    anchor = torch.zeros((), device=device_of(network), requires_grad=True)
-    leaves = leaves_of(network)
+    anchor = torch.zeros((), device=get_device(network), requires_grad=True)
+    leaves = make_leaves(network)
     calls: list[tuple[nn.Module, Tensor]] = []
     versions: list[int] = []
     receivers: list[Receive | None] = []
@@ -128,9 +128,9 @@ def together(
 
     def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         number = len(calls)
-        calls.append((module, _split(x.detach(), examples, 0)))
+        calls.append((module, _split_examples(x.detach(), examples, 0)))
         versions.append(x._version)
-        _split(y, examples, 0)
+        _split_examples(y, examples, 0)
         if record is not None:
             record.append((module, x.detach(), y.detach()))
         receivers.append(None)
@@ -140,26 +140,30 @@ def together(
             if receiver is not None:  # a forward pass may differentiate on its own
                 receiver(g)
 
-        watched: Tensor = _Watch.apply(y, anchor, receive)  # type: ignore[no-untyped-call]
+        watched: Tensor = _GradientTap.apply(y, anchor, receive)  # type: ignore[no-untyped-call]
         return watched
 
     outputs = network(batch, tap if rules else None, leaves)
-    found = Calls.of(batch, [(module, x.shape[1:]) for module, x in calls])
+    found = LayerCalls.from_batch(batch, [(module, x.shape[1:]) for module, x in calls])
     if expected is not None and found.inputs == expected.inputs and found.shapes != expected.shapes:
-        raise NotTogetherError("the layers see other shapes than for one example alone")
-    tapped = bool(reached(outputs, {"": anchor}))
-    direct = reached(outputs, leaves)
+        raise NotBatchableError("the layers see other shapes than for one example alone")
+    tapped = bool(find_reached_leaves(outputs, {"": anchor}))
+    direct = find_reached_leaves(outputs, leaves)
     if direct and examples > 1:
-        raise NotTogetherError(f"parameters used outside of layers with a rule: {sorted(direct)}")
+        raise NotBatchableError(f"parameters used outside of layers with a rule: {sorted(direct)}")
 
     def pull(columns: Tensor, last: bool) -> list[Tensor]:
         targets = [anchor] * tapped + [leaves[name] for name in direct]
 
-        def one(column: Tensor) -> tuple[Tensor, ...]:
+        def pull_column(column: Tensor) -> tuple[Tensor, ...]:
             found = torch.autograd.grad(outputs, targets, column, retain_graph=loop or not last)
             return tuple(each.to_dense() if each.layout != torch.strided else each for each in found)
 
-        results = [torch.stack(each) for each in zip(*map(one, columns), strict=True)] if loop else vmap(one)(columns)
+        results = (
+            [torch.stack(each) for each in zip(*map(pull_column, columns), strict=True)]
+            if loop
+            else vmap(pull_column)(columns)
+        )
         return list(results[tapped:])
 
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
@@ -172,27 +176,27 @@ def together(
                     "Want the layer's input to stay: its gradient is made of it (training refuses this too). "
                     "Do: replace the in-place operation."
                 )
-        gradients = Gradients(network, emit)
+        gradients = GradientCollector(network, emit)
         for module, _ in calls:
-            gradients.called(module)
+            gradients.expect_call(module)
         for name in direct:
-            gradients.uses(name)
+            gradients.expect_use(name)
         held: list[list[Tensor]] = [[] for _ in calls]
         for number, (module, x) in enumerate(calls):
             if loop:
                 receivers[number] = held[number].append
             else:
                 receivers[number] = (
-                    lambda g, module=module, x=x: gradients.received(  # type: ignore[misc]
-                        module, x, _split(g.expand(len(columns), *g.shape[1:]), examples, 1)
+                    lambda g, module=module, x=x: gradients.receive_gradient(  # type: ignore[misc]
+                        module, x, _split_examples(g.expand(len(columns), *g.shape[1:]), examples, 1)
                     )
                 )
         values = pull(columns, last)
         for (module, x), parts in zip(calls, held, strict=True):
             if parts:
-                gradients.received(module, x, _split(torch.cat(parts), examples, 1))
+                gradients.receive_gradient(module, x, _split_examples(torch.cat(parts), examples, 1))
         for name, value in zip(direct, values, strict=True):
-            gradients.add(name, Dense(value.unsqueeze(1)))
+            gradients.add(name, DenseGradient(value.unsqueeze(1)))
         gradients.finish()
 
     return outputs.detach(), backward
@@ -201,24 +205,25 @@ def together(
 Backward = Callable[[Tensor, Emit, bool], None]
 
 
-def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
+def run_vmapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
     """The same for all examples of a batch by one vectorised pass each."""
     with torch.no_grad():
         outputs = network(batch)
     modules: list[nn.Module] = []
     zeros: list[Tensor] = []
 
-    def shape(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def record_shape(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         modules.append(module)
         zeros.append(torch.zeros_like(y.detach(), memory_format=torch.contiguous_format))
         return y
 
-    leaves = leaves_of(network)
+    leaves = make_leaves(network)
     direct = {
-        name: leaves[name].detach() for name in reached(network(batch.cut(0, 1), shape, leaves, plain=True), leaves)
+        name: leaves[name].detach()
+        for name in find_reached_leaves(network(batch.cut(0, 1), record_shape, leaves, plain=True), leaves)
     }
 
-    def one(inputs: tuple[Any, Any], columns: Tensor) -> Any:
+    def run_example(inputs: tuple[Any, Any], columns: Tensor) -> Any:
         args, kwargs = inputs
         alone = Batch(args, kwargs, batch.targets[:1], batch.first, 1)
 
@@ -237,39 +242,39 @@ def mapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
         return *vmap(pull)(columns), seen
 
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
-        inputs = batch.map(lambda leaf: leaf.unsqueeze(1))
-        axes = tree_map(lambda leaf: 0 if batch.counts(leaf) else None, (batch.args, batch.kwargs))
+        inputs = batch.map_tensors(lambda leaf: leaf.unsqueeze(1))
+        axes = tree_map(lambda leaf: 0 if batch.has_example_axis(leaf) else None, (batch.args, batch.kwargs))
         try:
-            with Unanimous():
-                g_taps, g_direct, seen = vmap(one, in_dims=(axes, 1))(inputs, columns.unsqueeze(2))
+            with UnanimousBranching():
+                g_taps, g_direct, seen = vmap(run_example, in_dims=(axes, 1))(inputs, columns.unsqueeze(2))
         except SaltflatError:
             raise
         except Exception as error:
             # What could be mapped in the probe need not be in every batch.
-            raise NotTogetherError(str(error)) from error
-        gradients = Gradients(network, emit)
+            raise NotBatchableError(str(error)) from error
+        gradients = GradientCollector(network, emit)
         for module in modules:
-            gradients.called(module)
+            gradients.expect_call(module)
         for name in direct:
-            gradients.uses(name)
+            gradients.expect_use(name)
         for module, x, g in zip(modules, seen, g_taps, strict=True):
-            gradients.received(module, x.detach(), g.transpose(0, 1))
+            gradients.receive_gradient(module, x.detach(), g.transpose(0, 1))
         for name, g in g_direct.items():
-            gradients.add(name, Dense(g.transpose(0, 1)))
+            gradients.add(name, DenseGradient(g.transpose(0, 1)))
         gradients.finish()
 
     return outputs, backward
 
 
-def leaves_of(network: Network) -> dict[str, Tensor]:
+def make_leaves(network: Network) -> dict[str, Tensor]:
     """The measured parameters as leaves of a graph."""
     return {name: value.detach().requires_grad_() for name, value in network.measured.items()}
 
 
-def check_own(network: Network, outputs: Tensor) -> None:
+def check_hidden_parameters(network: Network, outputs: Tensor) -> None:
     """Refuse a model that reaches its parameters past its modules: what it does with them cannot be measured."""
     own = {name: value for name, value in network.model.named_parameters() if name in network.measured}
-    found = reached(outputs, own)
+    found = find_reached_leaves(outputs, own)
     if found:
         raise ModelError(
             f"Got a forward pass that uses {found[0]!r} by a reference that is not among the module's attributes, "
@@ -278,7 +283,7 @@ def check_own(network: Network, outputs: Tensor) -> None:
         )
 
 
-class Unanimous(TorchFunctionMode):
+class UnanimousBranching(TorchFunctionMode):
     """While it is entered, ``if mask.all():`` is decided for all mapped examples at once where they agree."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -292,21 +297,21 @@ class Unanimous(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def device_of(network: Network) -> torch.device:
+def get_device(network: Network) -> torch.device:
     return next(iter(network.measured.values())).device
 
 
-def _split(values: Tensor, examples: int, axis: int) -> Tensor:
+def _split_examples(values: Tensor, examples: int, axis: int) -> Tensor:
     """Give the examples an axis of their own, in front of what a batch of one would have shown."""
     if examples == 1:
         return values.unsqueeze(axis)
     if values.dim() <= axis or values.shape[axis] % examples or values.shape[axis] == 0:
-        raise NotTogetherError(f"{examples} examples in an array of shape {tuple(values.shape)}")
+        raise NotBatchableError(f"{examples} examples in an array of shape {tuple(values.shape)}")
     result: Tensor = values.unflatten(axis, (examples, -1))
     return result
 
 
-def reached(outputs: Tensor, leaves: Mapping[str, Tensor]) -> list[str]:
+def find_reached_leaves(outputs: Tensor, leaves: Mapping[str, Tensor]) -> list[str]:
     """Names of the leaves that the outputs depend on outside of layers with a rule."""
     names = {id(leaf): name for name, leaf in leaves.items()}
     found, seen, stack = set(), set(), [outputs.grad_fn]

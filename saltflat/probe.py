@@ -25,12 +25,12 @@ from saltflat.errors import (
     OptionError,
     PrecisionError,
     SaltflatError,
-    first_line,
+    format_error_line,
 )
-from saltflat.forms import Form
-from saltflat.losses import Custom
+from saltflat.forms import FactoredGradient
+from saltflat.losses import CustomLoss
 from saltflat.model_loss import check_model_loss
-from saltflat.problem import Problem, real
+from saltflat.problem import Problem, cast_targets
 
 Way = Callable[..., tuple[Tensor, passes.Backward]]  # of a network and a batch
 
@@ -38,11 +38,11 @@ Way = Callable[..., tuple[Tensor, passes.Backward]]  # of a network and a batch
 LOOPED = "single, columns in a loop"
 PLAIN = "single, without rules of layers"
 WAYS: dict[str, Way] = {
-    "together": passes.together,
-    "mapped": passes.mapped,
-    "single": passes.together,
-    LOOPED: partial(passes.together, loop=True),
-    PLAIN: partial(passes.together, loop=True, rules=False),
+    "together": passes.run_batched,
+    "mapped": passes.run_vmapped,
+    "single": passes.run_batched,
+    LOOPED: partial(passes.run_batched, loop=True),
+    PLAIN: partial(passes.run_batched, loop=True, rules=False),
 }
 
 # What torch and Python raise when shapes, types or arguments do not fit.
@@ -78,68 +78,70 @@ class Probe:
     fixed: int
     moving: int
     widest: int
-    calls: passes.Calls
+    calls: passes.LayerCalls
     tolerance: float
 
-    def examples(self, batch: Batch, columns: int, limit: int) -> int:
+    def choose_num_examples(self, batch: Batch, columns: int, limit: int) -> int:
         """How many examples of a batch to take at once."""
-        fit = working(limit) // (self.fixed + self.moving * min(columns, self.columns(1, limit)))
+        fit = compute_working_memory(limit) // (
+            self.fixed + self.moving * min(columns, self.choose_num_columns(1, limit))
+        )
         if batch.targets.device.type == "cpu":
             fit = min(fit, CPU_CHUNK // (self.widest * columns))
         return max(1, fit)
 
-    def columns(self, examples: int, limit: int) -> int:
+    def choose_num_columns(self, examples: int, limit: int) -> int:
         """How many columns to propagate at once with so many examples."""
-        return max(1, (working(limit) // examples - self.fixed) // self.moving)
+        return max(1, (compute_working_memory(limit) // examples - self.fixed) // self.moving)
 
     def forward(self, problem: Problem, batch: Batch, way: str | None = None) -> tuple[Tensor, passes.Backward]:
         """Outputs, checked, and the backward pass."""
         way = way or self.way
         if way == "together" and batch.examples > 1:
-            outputs, backward = passes.together(problem.network, batch, expected=self.calls)
+            outputs, backward = passes.run_batched(problem.network, batch, expected=self.calls)
         else:
             outputs, backward = WAYS[way](problem.network, batch)
         problem.check_outputs(outputs, batch)
         return outputs, backward
 
 
-def working(limit: int) -> int:
+def compute_working_memory(limit: int) -> int:
     """What is left of the working memory for examples, beside kernels' own and Python's objects."""
     return limit - min(limit // 4, OVERHEAD)
 
 
-def probe(problem: Problem, batch: Batch, limit: int) -> Probe:
+def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give.
 
     More than two are run at once only if as many fit into ``limit`` bytes: else no chunk will have them.
     """
     pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
-    outputs, noticed = checked_outputs(problem, pairs[0])
+    outputs, noticed = compute_checked_outputs(problem, pairs[0])
     _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
     check_model_loss(problem, pairs)
     coarsest = noticed.coarsest
-    truths = [_Truth.of(problem, pairs[0], coarsest)]
-    _check_fixed(problem, truths[0], outputs)
-    truths[0] = _verified(problem, truths[0])
+    truths = [_ReferenceGradients.compute(problem, pairs[0], coarsest)]
+    _check_fixed_function(problem, truths[0], outputs)
+    truths[0] = _verify_reference(problem, truths[0])
     # A gradient of zero agrees with everything: look at more examples as long as some parameter has no other.
     for pair in pairs[1:]:
-        if not _silent(truths):
+        if not _find_silent_parameters(truths):
             break
-        truths.append(_verified(problem, _Truth.of(problem, pair, coarsest)))
+        truths.append(_verify_reference(problem, _ReferenceGradients.compute(problem, pair, coarsest)))
     checks = [truth for truth in truths if truth.batch.examples > 1]
     ways = ["together", "mapped"]
-    if not checks or len(_silent(truths)) == len(problem.network.measured) or noticed.sizes:
+    if not checks or len(_find_silent_parameters(truths)) == len(problem.network.measured) or noticed.sizes:
         # Examples that take different paths through the layers have to take them alone.
         ways = []
     elif noticed.order:
         # Ones that are put into another order can be mapped.
         ways.remove("together")
-    first = truths[0].single(0)
+    first = truths[0].select_example(0)
     results = noticed.bytes // pairs[0].examples
-    needs, fallback = _sizes(problem, first, LOOPED, results), LOOPED
+    needs, fallback = _measure_example_cost(problem, first, LOOPED, results), LOOPED
     if needs is None:
         # What a rule says of its layer is not all that the model does with it.
-        needs, fallback, ways = _sizes(problem, first, PLAIN, results), PLAIN, []
+        needs, fallback, ways = _measure_example_cost(problem, first, PLAIN, results), PLAIN, []
     assert needs is not None
     # What a CPU's heap holds is up to four times what is in use: arrays of many sizes leave gaps. On a GPU the kernels
     # of convolutions take working memory of their own.
@@ -152,14 +154,14 @@ def probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     group = batch.cut(0, min(GROUP, max(2, fitting)))
     _check_uncoupled(problem, group, coarsest)
     if ways and group.examples > 2:
-        checks += _group(problem, group, truths[0])
-    way = next((way for way in ways if all(_agrees(problem, way, check) for check in checks)), None)
-    way = way or ("single" if fallback == LOOPED and _agrees(problem, "single", first) else fallback)
+        checks += _make_group_references(problem, group, truths[0])
+    way = next((way for way in ways if all(_is_way_consistent(problem, way, check) for check in checks)), None)
+    way = way or ("single" if fallback == LOOPED and _is_way_consistent(problem, "single", first) else fallback)
     moving = columns + (few if way in ("together", "single") else all_of_them)
     return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls, first.tolerance)
 
 
-def check_alike(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
+def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
     """Refuse examples that have other outputs in this batch than they had in others; ``scales`` are the sizes of those.
 
     The first examples, which are probed, need not show that others are coupled.
@@ -167,61 +169,61 @@ def check_alike(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor,
     with torch.no_grad():
         found = problem.network(batch)
     if found.shape != outputs.shape:
-        raise _coupled()
+        raise _make_coupled_error()
     off = (found - outputs.to(found)).abs().reshape(batch.examples, -1).amax(1)
     if not bool((off <= tolerance * scales.to(off)).all()):
-        raise _coupled()
+        raise _make_coupled_error()
 
 
-def checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Noticing]:
+def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _OperationRecorder]:
     """Outputs of a few examples, and what was noticed on the way; what model, data or loss do not fit is said."""
-    outputs, noticed = _first_outputs(problem, pair)
+    outputs, noticed = _compute_first_outputs(problem, pair)
     problem.check_outputs(outputs, pair)
     try:
-        _check_loss(problem, outputs, pair)
+        _check_first_loss(problem, outputs, pair)
     except SaltflatError:
         raise
     except USUAL as error:
         raise OptionError(
-            f"Got {first_line(error)} from the loss on the first examples. "
+            f"Got {format_error_line(error)} from the loss on the first examples. "
             "Want a function of (outputs, targets) that fits them; outputs and real targets come in float64. "
             "Do: check it on one batch of the model's outputs, and convert what it holds with .to(outputs)."
         ) from error
     return outputs, noticed
 
 
-def _first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Noticing]:
+def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _OperationRecorder]:
     """Outputs of the model as it is, and what was noticed on the way."""
     network = problem.network
     try:
         try:
-            with torch.no_grad(), _Noticing() as noticed:
+            with torch.no_grad(), _OperationRecorder() as noticed:
                 outputs = network(pair, as_is=True)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
             # The model differentiates in its forward pass.
             network.needs_graph = True
-            with torch.no_grad(), _Noticing() as noticed:
+            with torch.no_grad(), _OperationRecorder() as noticed:
                 outputs = network(pair, as_is=True)
     except SaltflatError:
         raise
     except USUAL as error:
-        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pair.tensors())
+        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pair.list_tensors())
         raise ModelError(
-            f"Got {first_line(error)} from the model on the first examples (inputs {shapes}). "
+            f"Got {format_error_line(error)} from the model on the first examples (inputs {shapes}). "
             "Want a model that runs on this data. Do: check the inputs' shape and type against the model's."
         ) from error
     network.find_writes()
     return outputs, noticed
 
 
-def _singles(batch: Batch) -> list[Batch]:
+def _split_singles(batch: Batch) -> list[Batch]:
     return [batch.cut(n, n + 1) for n in range(batch.examples)]
 
 
 @dataclass(frozen=True)
-class _Truth:
+class _ReferenceGradients:
     """What the gradients of some examples must be, for a random column each.
 
     Attributes:
@@ -243,16 +245,16 @@ class _Truth:
     coarsest: torch.dtype
 
     @classmethod
-    def of(cls, problem: Problem, batch: Batch, coarsest: torch.dtype) -> _Truth:
+    def compute(cls, problem: Problem, batch: Batch, coarsest: torch.dtype) -> _ReferenceGradients:
         """The definition: one example at a time, by autograd alone."""
-        taken = [_taken_apart(problem, single) for single in _singles(batch)]
+        taken = [_differentiate_example(problem, single) for single in _split_singles(batch)]
         outputs = [outputs for outputs, _, _ in taken]
         same = all(each.shape[1:] == outputs[0].shape[1:] for each in outputs)
         if not same:
-            raise _coupled()
+            raise _make_coupled_error()
         gradients = {name: torch.stack([found[name] for _, _, found in taken]) for name in problem.network.measured}
         columns = torch.cat([column for _, column, _ in taken], 1)
-        rounding, tolerance = _rounding(columns, coarsest), TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
+        rounding, tolerance = _compute_rounding(columns, coarsest), TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
         norms = {name: value.norm() for name, value in gradients.items()}
         largest = torch.stack([norm.double() for norm in norms.values()]).amax()
         directions = {}
@@ -262,10 +264,12 @@ class _Truth:
             # Gradients that are nothing but rounding stay small; where all are, they stay below the tolerance.
             size = torch.maximum(norms[name], 0.01 * largest.to(value)) if largest > rounding else rounding / tolerance
             directions[name] = direction / size
-        along = torch.stack([_along(value, directions[name]).double() for name, value in gradients.items()]).sum(0)
+        along = torch.stack(
+            [_project_gradients(value, directions[name]).double() for name, value in gradients.items()]
+        ).sum(0)
         return cls(batch, columns, torch.cat(outputs), gradients, directions, along, coarsest)
 
-    def single(self, n: int) -> _Truth:
+    def select_example(self, n: int) -> _ReferenceGradients:
         gradients = {name: value[n : n + 1] for name, value in self.gradients.items()}
         columns, outputs, along = self.columns[:, n : n + 1], self.outputs[n : n + 1], self.along[n : n + 1]
         batch = self.batch.cut(n, n + 1)
@@ -279,7 +283,7 @@ class _Truth:
     @cached_property
     def projections(self) -> dict[str, Tensor]:
         """By parameter, each example's gradient along the direction."""
-        return {name: _along(value, self.directions[name]) for name, value in self.gradients.items()}
+        return {name: _project_gradients(value, self.directions[name]) for name, value in self.gradients.items()}
 
     @cached_property
     def sizes(self) -> dict[str, Tensor]:
@@ -297,18 +301,18 @@ class _Truth:
         return TOLERANCE.get(self.coarsest, TOLERANCE[torch.float32])
 
 
-def _verified(problem: Problem, truth: _Truth) -> _Truth:
+def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _ReferenceGradients:
     """The definition, compared with other ways to the same numbers.
 
     Single examples go through other kernels and memory layouts than batches do, and torch's are not all right.
     """
-    wrong = _contradicted(problem, truth)
+    wrong = _find_contradiction(problem, truth)
     if wrong is not None and not problem.network.rewrites_batch_norm:
         problem.network.rewrites_batch_norm = True
-        truth = _Truth.of(problem, truth.batch, truth.coarsest)
-        wrong = _contradicted(problem, truth)
+        truth = _ReferenceGradients.compute(problem, truth.batch, truth.coarsest)
+        wrong = _find_contradiction(problem, truth)
     if wrong is not None:
-        written = _written(problem)
+        written = _find_written_parameters(problem)
         if written:
             raise ModelError(
                 f"Got a forward pass that writes to its own parameter {written[0]!r}, which gradients do not know of. "
@@ -323,45 +327,45 @@ def _verified(problem: Problem, truth: _Truth) -> _Truth:
     return truth
 
 
-def _contradicted(problem: Problem, truth: _Truth) -> str | None:
+def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | None:
     """A parameter whose gradient is another one in a batch, or for which the forward derivative is another one."""
     network, batch, columns = problem.network, truth.batch, truth.columns
     if batch.examples == 1:
         batch, columns = batch.take(torch.tensor([0, 0]), batch.first), columns.expand(1, 2, *columns.shape[2:])
     try:
-        leaves = passes.leaves_of(network)
+        leaves = passes.make_leaves(network)
         outputs = network(batch, leaves=leaves)
-        found = _gradients(outputs, leaves, columns[0])
+        found = _compute_gradients(outputs, leaves, columns[0])
     except SaltflatError:
         raise
     except Exception as error:
         if truth.batch.examples > 1:
-            raise _not_differentiable(error, "a batch") from error
+            raise _make_not_differentiable_error(error, "a batch") from error
         found = {}  # a model that takes one example at a time
     repeats = batch.examples // truth.batch.examples
     wanted = {name: repeats * value.sum(0) for name, value in truth.gradients.items()}
     sizes = {name: value.abs().sum(0) * repeats for name, value in truth.gradients.items()}
-    for name in _different(found, wanted, sizes, truth, _rounding(columns, truth.coarsest)):
+    for name in _find_differences(found, wanted, sizes, truth, _compute_rounding(columns, truth.coarsest)):
         return repr(name)
     every = ", ".join(map(repr, list(truth.gradients)[:3]))
-    if _written(problem):
+    if _find_written_parameters(problem):
         # No kind of differentiation knows of that, but a difference quotient does.
-        off = (_difference_quotient(problem, truth) - truth.along).abs().max()
+        off = (_compute_difference_quotient(problem, truth) - truth.along).abs().max()
         return every if off > 0.05 * truth.along.abs().max() else None
-    forward = _forward_derivative(problem, truth)
+    forward = _compute_forward_derivative(problem, truth)
     if forward is None:
         # Backward passes are what training uses, and cutting off a part is a convention: no error, but a note.
         network.has_other_slope = network.has_other_slope or _has_other_slope(problem, truth)
         return None
-    if _near(forward, truth):
+    if _is_near_reference(forward, truth):
         return None
     # Derivatives of either kind may be wrong. A difference quotient is coarse, but tells which.
-    quotient = _difference_quotient(problem, truth)
+    quotient = _compute_difference_quotient(problem, truth)
     # Where the two differ by rounding alone, it is as far from one as from the other.
     return every if (quotient - forward).abs().max() < (quotient - truth.along).abs().max() / 2 else None
 
 
-def _written(problem: Problem) -> list[str]:
+def _find_written_parameters(problem: Problem) -> list[str]:
     """Measured parameters that the forward pass writes to, except for embeddings with a largest norm."""
     network = problem.network
     bounded = {id(m.weight) for m in network.modules if getattr(m, "max_norm", None) is not None}
@@ -369,12 +373,12 @@ def _written(problem: Problem) -> list[str]:
     return [name for name in network.find_writes() if name in network.measured and name not in known]
 
 
-def _near(found: Tensor, truth: _Truth) -> bool:
+def _is_near_reference(found: Tensor, truth: _ReferenceGradients) -> bool:
     scale = truth.along.abs().max().clamp_min(1.0)  # every parameter's share is about one
     return bool((found - truth.along).abs().max() <= truth.tolerance * scale)
 
 
-class _AsBackward(TorchFunctionMode):
+class _BackwardConventions(TorchFunctionMode):
     """Forward differentiation that leaves out what backward differentiation leaves out by convention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -396,11 +400,11 @@ class _AsBackward(TorchFunctionMode):
         return torch.where((given["input"] == padding % rows).unsqueeze(-1), result.detach(), result)
 
 
-def _forward_derivative(problem: Problem, truth: _Truth) -> Tensor | None:
+def _compute_forward_derivative(problem: Problem, truth: _ReferenceGradients) -> Tensor | None:
     """Derivatives of each example's output along the directions, by forward differentiation; None if there is none."""
     network = problem.network
     try:
-        with forward_ad.dual_level(), torch.enable_grad(), _AsBackward():
+        with forward_ad.dual_level(), torch.enable_grad(), _BackwardConventions():
             level = forward_ad._current_level
             # As forward_ad.make_dual, which first loads decompositions of rare operations for half a second.
             duals = {
@@ -413,17 +417,17 @@ def _forward_derivative(problem: Problem, truth: _Truth) -> Tensor | None:
         return None
     if tangent is None:
         return truth.along.new_zeros(truth.batch.examples)
-    return _each(tangent.detach() * truth.columns[0]).to(truth.along)
+    return _sum_per_example(tangent.detach() * truth.columns[0]).to(truth.along)
 
 
-def _has_other_slope(problem: Problem, truth: _Truth) -> bool:
+def _has_other_slope(problem: Problem, truth: _ReferenceGradients) -> bool:
     """Whether difference quotients contradict a backward pass that nothing else could be compared with.
 
     They can be trusted where two steps agree: then there is no kink between them.
     """
     before: Tensor | None = None
     for shrink in QUOTIENTS:
-        found = _difference_quotient(problem, truth, shrink)
+        found = _compute_difference_quotient(problem, truth, shrink)
         if before is not None:
             size = torch.maximum(found.abs().max(), truth.along.abs().max())
             if (found - before).abs().max() <= 0.01 * size:
@@ -432,7 +436,7 @@ def _has_other_slope(problem: Problem, truth: _Truth) -> bool:
     return False
 
 
-def _difference_quotient(problem: Problem, truth: _Truth, shrink: float = 1.0) -> Tensor:
+def _compute_difference_quotient(problem: Problem, truth: _ReferenceGradients, shrink: float = 1.0) -> Tensor:
     network = problem.network
     steps = {name: truth.directions[name].double() for name in network.measured}
     for module in network.modules:
@@ -455,19 +459,19 @@ def _difference_quotient(problem: Problem, truth: _Truth, shrink: float = 1.0) -
             ).double()
             for sign in (1, -1)
         )
-    return _each((ahead - behind) / (2 * size) * truth.columns[0]).to(truth.along)
+    return _sum_per_example((ahead - behind) / (2 * size) * truth.columns[0]).to(truth.along)
 
 
-def _group(problem: Problem, batch: Batch, truth: _Truth) -> list[_Truth]:
+def _make_group_references(problem: Problem, batch: Batch, truth: _ReferenceGradients) -> list[_ReferenceGradients]:
     """More examples at once than a pair: a model may change an order that two examples do not have."""
-    group = replace(truth, batch=batch, columns=_random_column(truth.outputs, batch), gradients={})
-    along = _forward_derivative(problem, group)
+    group = replace(truth, batch=batch, columns=_draw_random_column(truth.outputs, batch), gradients={})
+    along = _compute_forward_derivative(problem, group)
     if along is None:
-        return [_Truth.of(problem, batch.cut(0, 4), truth.coarsest)]
+        return [_ReferenceGradients.compute(problem, batch.cut(0, 4), truth.coarsest)]
     return [replace(group, along=along)]
 
 
-def _silent(truths: list[_Truth]) -> list[str]:
+def _find_silent_parameters(truths: list[_ReferenceGradients]) -> list[str]:
     """Parameters whose gradient was zero so far."""
     return [
         name
@@ -476,7 +480,7 @@ def _silent(truths: list[_Truth]) -> list[str]:
     ]
 
 
-class _Noticing(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
     """Notices operations that may treat the examples of a batch by their values.
 
     ``sizes``: results whose size depends on values (masks, experts). ``order``: sorting, and numbers read from tensors.
@@ -509,11 +513,11 @@ class _Noticing(TorchDispatchMode):
 
 def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Batch) -> None:
     """A loss that reads the model's parameters has a curvature of its own, which outputs know nothing of."""
-    if not isinstance(problem.loss, Custom):
+    if not isinstance(problem.loss, CustomLoss):
         return
     with torch.enable_grad():
-        value = problem.loss.of_one(outputs[0].detach().double(), real(batch.targets)[0])
-    found = passes.reached(value, dict(problem.model.named_parameters()))
+        value = problem.loss.compute_example_loss(outputs[0].detach().double(), cast_targets(batch.targets)[0])
+    found = passes.find_reached_leaves(value, dict(problem.model.named_parameters()))
     if found:
         raise OptionError(
             f"Got a loss that uses the model's parameter {found[0]!r} itself (a penalty, say). Want a function of "
@@ -527,15 +531,17 @@ def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> N
         return
     with torch.no_grad():
         together = problem.network(batch, as_is=True)
-        alone = [problem.network(single, as_is=True) for single in _singles(batch)]
+        alone = [problem.network(single, as_is=True) for single in _split_singles(batch)]
     tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
-    if any(one.shape[1:] != together.shape[1:] for one in alone) or not _close(together, torch.cat(alone), tolerance):
-        raise _coupled()
+    if any(one.shape[1:] != together.shape[1:] for one in alone) or not _is_allclose(
+        together, torch.cat(alone), tolerance
+    ):
+        raise _make_coupled_error()
 
 
-def _check_fixed(problem: Problem, truth: _Truth, outputs: Tensor) -> None:
+def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs: Tensor) -> None:
     """The outputs of a batch are those of its examples alone."""
-    if _close(outputs, truth.outputs, truth.tolerance):
+    if _is_allclose(outputs, truth.outputs, truth.tolerance):
         return
     if torch.finfo(truth.coarsest).bits < 32:
         raise PrecisionError(
@@ -544,8 +550,8 @@ def _check_fixed(problem: Problem, truth: _Truth, outputs: Tensor) -> None:
         )
     with torch.no_grad():
         again = problem.network(truth.batch, as_is=True)
-    if _close(outputs, again, truth.tolerance):
-        raise _coupled()
+    if _is_allclose(outputs, again, truth.tolerance):
+        raise _make_coupled_error()
     names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     raise NondeterministicError(
         "Got different outputs from the same inputs: the model draws random numbers even in eval mode"
@@ -554,7 +560,7 @@ def _check_fixed(problem: Problem, truth: _Truth, outputs: Tensor) -> None:
     )
 
 
-def _coupled() -> CoupledExamplesError:
+def _make_coupled_error() -> CoupledExamplesError:
     return CoupledExamplesError(
         "Got other outputs for an example in a batch than for the same example alone. "
         "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
@@ -562,8 +568,8 @@ def _coupled() -> CoupledExamplesError:
     )
 
 
-def _check_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
-    targets = real(batch.targets)
+def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
+    targets = cast_targets(batch.targets)
     problem.loss.check(outputs.double(), targets)
     with torch.enable_grad():
         problem.loss.gradient(outputs.double(), targets)
@@ -573,9 +579,9 @@ def _check_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
         )
 
 
-def _agrees(problem: Problem, way: str, truth: _Truth) -> bool:
+def _is_way_consistent(problem: Problem, way: str, truth: _ReferenceGradients) -> bool:
     """Whether a way gives every example its own gradients, for each parameter."""
-    comparison = _Comparison(problem, truth)
+    comparison = _GradientComparison(problem, truth)
     try:
         _, backward = WAYS[way](problem.network, truth.batch)
         backward(truth.columns, comparison.emit, True)
@@ -585,53 +591,53 @@ def _agrees(problem: Problem, way: str, truth: _Truth) -> bool:
         # Whatever keeps this way from working (an operation without a vectorised form, examples that cannot be told
         # apart, control flow on values), the slower ways are there for it.
         return False
-    return comparison.agrees()
+    return comparison.is_consistent()
 
 
-class _Comparison:
+class _GradientComparison:
     """Gradients as they are emitted, beside what they must be."""
 
-    def __init__(self, problem: Problem, truth: _Truth) -> None:
+    def __init__(self, problem: Problem, truth: _ReferenceGradients) -> None:
         self.truth, measured = truth, problem.network.measured
         self.squares = {name: torch.zeros_like(value) for name, value in measured.items()}
         self.along = {name: value.new_zeros(truth.batch.examples) for name, value in measured.items()}
 
-    def emit(self, name: str, form: Form) -> None:
+    def emit(self, name: str, form: FactoredGradient) -> None:
         self.along[name] = form.project(self.truth.directions[name])[0]
         if self.truth.gradients:
-            self.squares[name] = form.squares()
+            self.squares[name] = form.sum_squares()
 
-    def agrees(self) -> bool:
+    def is_consistent(self) -> bool:
         truth, squares, along = self.truth, self.squares, self.along
         if not truth.gradients:
-            return _near(torch.stack([each.double() for each in along.values()]).sum(0), truth)
-        rounding = _rounding(truth.columns, truth.coarsest)
-        if _different(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
+            return _is_near_reference(torch.stack([each.double() for each in along.values()]).sum(0), truth)
+        rounding = _compute_rounding(truth.columns, truth.coarsest)
+        if _find_differences(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
             return False
         # Sums over the examples do not notice examples that were taken for each other.
         # Directions are such that rounding is below the tolerance.
-        return not _different(along, truth.projections, truth.sizes, truth, truth.tolerance)
+        return not _find_differences(along, truth.projections, truth.sizes, truth, truth.tolerance)
 
 
-def _along(gradients: Tensor, direction: Tensor) -> Tensor:
+def _project_gradients(gradients: Tensor, direction: Tensor) -> Tensor:
     return gradients.reshape(len(gradients), direction.numel()) @ direction.reshape(-1)
 
 
-def _rounding(columns: Tensor, coarsest: torch.dtype) -> float:
+def _compute_rounding(columns: Tensor, coarsest: torch.dtype) -> float:
     """The size of gradients that can be rounding alone: of what a norm over a single feature leaves, say."""
     return 300 * torch.finfo(coarsest).eps * float(columns.norm())
 
 
-def _each(values: Tensor) -> Tensor:
+def _sum_per_example(values: Tensor) -> Tensor:
     """Sums over everything but the first axis."""
     return values.reshape(len(values), values[0].numel()).sum(1)
 
 
-def _different(
+def _find_differences(
     found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     sizes: Mapping[str, Tensor],
-    truth: _Truth,
+    truth: _ReferenceGradients,
     rounding: float,
     degree: int = 1,
 ) -> list[str]:
@@ -654,7 +660,7 @@ def _different(
     return [name for name, each in zip(names, bad.tolist(), strict=True) if each]
 
 
-def _random_column(outputs: Tensor, batch: Batch) -> Tensor:
+def _draw_random_column(outputs: Tensor, batch: Batch) -> Tensor:
     each = []
     for n in range(batch.examples):
         noise = torch.Generator().manual_seed(batch.first + n)
@@ -663,7 +669,7 @@ def _random_column(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _ExampleCost:
     """What one example takes, in bytes, and shows the layers."""
 
     fixed: int
@@ -671,28 +677,28 @@ class _Sizes:
     widest: int
     activations: int
     factors: int
-    calls: passes.Calls
+    calls: passes.LayerCalls
 
 
-def _taken_apart(problem: Problem, single: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _differentiate_example(problem: Problem, single: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """One example by the definition: its outputs, a random column and the gradients for that."""
     network = problem.network
     try:
-        leaves = passes.leaves_of(network)
+        leaves = passes.make_leaves(network)
         outputs = network(single, leaves=leaves)
-        passes.check_own(network, outputs)
-        column = _random_column(outputs, single)
-        return outputs.detach(), column, _gradients(outputs, leaves, column[0])
+        passes.check_hidden_parameters(network, outputs)
+        column = _draw_random_column(outputs, single)
+        return outputs.detach(), column, _compute_gradients(outputs, leaves, column[0])
     except SaltflatError:
         raise
     except Exception as error:
-        raise _not_differentiable(error, f"example {single.first} alone") from error
+        raise _make_not_differentiable_error(error, f"example {single.first} alone") from error
 
 
-def _not_differentiable(error: Exception, what: str) -> ModelError:
+def _make_not_differentiable_error(error: Exception, what: str) -> ModelError:
     if "modified by an inplace operation" in str(error):
         return ModelError(
-            f"Got a model that overwrites in place what its backward pass needs: {first_line(error)}. "
+            f"Got a model that overwrites in place what its backward pass needs: {format_error_line(error)}. "
             "Want it to stay (training refuses this too). Do: replace the in-place operation."
         )
     return ModelError(
@@ -702,7 +708,7 @@ def _not_differentiable(error: Exception, what: str) -> ModelError:
     )
 
 
-def _gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Tensor) -> dict[str, Tensor]:
+def _compute_gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Tensor) -> dict[str, Tensor]:
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if outputs.requires_grad:
         found = torch.autograd.grad(outputs, list(leaves.values()), column, allow_unused=True)
@@ -711,7 +717,7 @@ def _gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Tensor) ->
     return {name: torch.zeros_like(leaf) if value is None else value.detach() for (name, leaf), value in pairs}
 
 
-def _sizes(problem: Problem, truth: _Truth, way: str, results: int) -> _Sizes | None:
+def _measure_example_cost(problem: Problem, truth: _ReferenceGradients, way: str, results: int) -> _ExampleCost | None:
     """What an example takes, from a pass of it alone in one of the looped ways; None if that gives other gradients.
 
     ``results`` are the bytes of all results of its forward pass.
@@ -721,7 +727,7 @@ def _sizes(problem: Problem, truth: _Truth, way: str, results: int) -> _Sizes | 
     constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
     saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record_saved(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
             return tensor
         # Not the bytes of the storage: an example is a slice of its batch.
@@ -732,15 +738,15 @@ def _sizes(problem: Problem, truth: _Truth, way: str, results: int) -> _Sizes | 
 
     record: list[tuple[nn.Module, Tensor, Tensor]] = []
     factors: list[tuple[int, int]] = [(0, 0)]
-    comparison = _Comparison(problem, truth)
+    comparison = _GradientComparison(problem, truth)
 
-    def emit(name: str, form: Form) -> None:
-        factors.append(form.sizes())
+    def emit(name: str, form: FactoredGradient) -> None:
+        factors.append(form.count_bytes())
         comparison.emit(name, form)
 
     try:
         try:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
                 outputs, backward = WAYS[way](network, single, record=record)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -756,16 +762,16 @@ def _sizes(problem: Problem, truth: _Truth, way: str, results: int) -> _Sizes | 
         if way == PLAIN:
             raise
         return None
-    if way != PLAIN and not comparison.agrees():
+    if way != PLAIN and not comparison.is_consistent():
         return None
     for _, x, _ in record:
-        keep(x)
+        record_saved(x)
     activations = [outputs.numel() * outputs.element_size(), *(y.numel() * y.element_size() for _, _, y in record)]
     still, moving = (max(part) for part in zip(*factors, strict=True))
-    calls = passes.Calls.of(single, [(module, x.shape) for module, x, _ in record])
+    calls = passes.LayerCalls.from_batch(single, [(module, x.shape) for module, x, _ in record])
     every = sum(each for _, each in factors)
-    return _Sizes(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
+    return _ExampleCost(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
 
 
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def _is_allclose(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.data import Batch, Data, batches, checked
+from saltflat.data import Batch, Data, prepare_data, read_batches
 from saltflat.errors import (
     DeviceError,
     EmptyDataError,
@@ -17,9 +17,9 @@ from saltflat.errors import (
     NonFiniteError,
     PrecisionError,
 )
-from saltflat.losses import Loss, loss_from
+from saltflat.losses import Loss, parse_loss
 from saltflat.network import Network, check_precision
-from saltflat.progress import count
+from saltflat.progress import count_examples
 
 CONVERTED = 4 << 20  # bytes of a batch at most to convert to another precision at once
 
@@ -47,7 +47,7 @@ class Problem:
     dtype: torch.dtype | None
 
     @classmethod
-    def of(
+    def build(
         cls,
         model: nn.Module,
         data: Any,
@@ -57,30 +57,30 @@ class Problem:
         mode: str = "eval",
     ) -> Problem:
         """Check the parts that can be checked without running the model."""
-        chosen = loss_from(loss)
+        chosen = parse_loss(loss)
         check_precision(model, dtype)
         network = Network(model, layers, dtype)
-        problem = cls(model, checked(data), chosen, network, mode, dtype)
+        problem = cls(model, prepare_data(data), chosen, network, mode, dtype)
         problem._check_weights()
         problem._check_modes()
         return problem
 
-    def batches(self) -> Iterator[Batch]:
+    def read_batches(self) -> Iterator[Batch]:
         """One pass over the data, every batch checked."""
         found = 0
-        for number, batch in enumerate(batches(self.data)):
+        for number, batch in enumerate(read_batches(self.data)):
             self._check_batch(batch, number)
             found += 1
-            for part in self._parts(batch):
+            for part in self._split_batch(batch):
                 yield part.to(self.dtype)
         if not found:
             raise EmptyDataError(
                 "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
             )
 
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
+    def _split_batch(self, batch: Batch) -> Iterator[Batch]:
         """A batch as it is, or cut where a copy of it in another precision would be large."""
-        floats = [each for each in batch.tensors() if each.is_floating_point() and each.dtype != self.dtype]
+        floats = [each for each in batch.list_tensors() if each.is_floating_point() and each.dtype != self.dtype]
         size = 8 * sum(each.numel() for each in floats) if self.dtype is not None else 0
         parts = min(batch.examples, -(-size // CONVERTED)) or 1
         step = -(-batch.examples // parts)
@@ -88,9 +88,9 @@ class Problem:
             yield batch if step == batch.examples else batch.cut(start, start + step)
 
     @property
-    def expected(self) -> int | None:
+    def num_examples(self) -> int | None:
         """Number of examples, where it is known without reading them."""
-        return count(self.data)
+        return count_examples(self.data)
 
     def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
         if outputs.dim() == 0 or outputs.shape[0] != batch.examples:
@@ -104,7 +104,7 @@ class Problem:
                 f"Got outputs in {outputs.dtype}. Want float32 or float64: half precision underflows in squares. "
                 "Do: take autocast out of the model's forward."
             )
-        if not finite(outputs):
+        if not is_finite(outputs):
             masked = outputs == -torch.inf
             if bool((masked | outputs.isfinite()).all()):
                 classes = masked.reshape(-1, masked.shape[-1]).any(0).nonzero().flatten().tolist()
@@ -123,9 +123,11 @@ class Problem:
         members = [*self.model.named_parameters(), *self.model.named_buffers()]
         values = {name: v.detach() for name, v in members if v.is_floating_point()}
         # One answer for all of them first: on a GPU every single one would be waited for.
-        if not values or bool(all(flags.all() for flags in _by_device(values.values()))):
+        if not values or bool(all(flags.all() for flags in _stack_finite_flags(values.values()))):
             return
-        name, bad = next((name, int((~_wide(v).isfinite()).sum())) for name, v in values.items() if not finite(v))
+        name, bad = next(
+            (name, int((~_widen_float8(v).isfinite()).sum())) for name, v in values.items() if not is_finite(v)
+        )
         raise NonFiniteError(
             f"Got {bad} NaN or infinite numbers in {name!r}. Want finite weights: this training has diverged. "
             "Do: load an earlier checkpoint."
@@ -152,13 +154,13 @@ class Problem:
 
     def _check_batch(self, batch: Batch, number: int) -> None:
         device = next(iter(self.network.measured.values())).device
-        for tensor in [*batch.tensors(), batch.targets]:
+        for tensor in [*batch.list_tensors(), batch.targets]:
             if tensor.device != device:
                 raise DeviceError(
                     f"Got batch {number} on {tensor.device} and the model on {device}. Want both on one device. "
                     f"Do: move the batches with .to('{device}'), or the model with .to('{tensor.device}')."
                 )
-            if tensor.is_floating_point() and not finite(tensor):
+            if tensor.is_floating_point() and not is_finite(tensor):
                 raise NonFiniteError(
                     f"Got NaN or infinity in batch {number} "
                     f"(examples {batch.first} to {batch.first + batch.examples - 1}). "
@@ -166,25 +168,25 @@ class Problem:
                 )
 
 
-def _by_device(values: Iterable[Tensor]) -> Iterator[Tensor]:
+def _stack_finite_flags(values: Iterable[Tensor]) -> Iterator[Tensor]:
     """Whether each tensor is finite, one array per device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for value in values:
-        flags.setdefault(value.device, []).append(_wide(value).isfinite().all())
+        flags.setdefault(value.device, []).append(_widen_float8(value).isfinite().all())
     yield from (torch.stack(each) for each in flags.values())
 
 
-def finite(values: Tensor) -> bool:
+def is_finite(values: Tensor) -> bool:
     """Whether all values are finite; the sum tells it without an array of their size, unless it overflows itself."""
-    values = _wide(values)
+    values = _widen_float8(values)
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
-def _wide(values: Tensor) -> Tensor:
+def _widen_float8(values: Tensor) -> Tensor:
     """Numbers of eight bits as float32: torch does not compute with them."""
     return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
-def real(targets: Tensor) -> Tensor:
+def cast_targets(targets: Tensor) -> Tensor:
     """Targets in the precision that losses are taken in; class numbers stay what they are."""
     return targets.double() if targets.is_floating_point() else targets

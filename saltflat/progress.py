@@ -16,9 +16,9 @@ from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from saltflat.data import Readings
+from saltflat.data import RepeatableData
 from saltflat.errors import OptionError
-from saltflat.selection import Selection
+from saltflat.selection import DataSelection
 
 EVERY = 10.0  # seconds between two lines of progress in a file
 
@@ -26,19 +26,19 @@ Progress = Callable[[int, int | None], None]
 
 
 @contextmanager
-def shown(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int], None]]:
+def show_progress(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int], None]]:
     """A function to call with the number of examples done."""
-    total = count(data)
+    total = count_examples(data)
     if callable(progress) and not isinstance(progress, type):
         yield lambda done: progress(done, total)
         return
-    _check(progress)
+    _check_progress(progress)
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield lambda done: None
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        lines = _Lines()
+        lines = _LineProgress()
         yield lambda done: lines("Sweeping examples", done, total, None)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -79,39 +79,39 @@ class Forecast:
         self._done, self._total = done, total
 
     def end(self) -> None:
-        expected = self._seconds(self._passes)
+        expected = self._estimate_seconds(self._passes)
         if expected:
             self._expected += expected
             self._taken += self._clock() - self._started
         self._step, self._passes = "", 0.0
 
-    def left(self) -> float | None:
+    def estimate_seconds_left(self) -> float | None:
         """About how many seconds are left of all the steps together; None as long as nobody knows."""
-        later = [self._seconds(passes) for passes in self._waiting.values()]
-        now = self._left_now() if self._step else 0.0
+        later = [self._estimate_seconds(passes) for passes in self._waiting.values()]
+        now = self._estimate_step_left() if self._step else 0.0
         if now is None or any(each is None for each in later):
             return None
         # Passes may be quicker or slower than the one that was timed.
         pace = self._taken / self._expected if self._expected else 1.0
         return now + pace * sum(each for each in later if each is not None)
 
-    def _seconds(self, passes: float | None) -> float | None:
+    def _estimate_seconds(self, passes: float | None) -> float | None:
         if not passes:
             return passes
         if self.per_example is None or self.examples is None:
             return None
         return passes * self.per_example * self.examples
 
-    def _left_now(self) -> float | None:
+    def _estimate_step_left(self) -> float | None:
         elapsed = self._clock() - self._started
         if self._done and self._total:
             return elapsed * max(self._total / self._done - 1, 0.0)
-        expected = self._seconds(self._passes)
+        expected = self._estimate_seconds(self._passes)
         # A step that takes longer than it should is hardly at its end.
         return None if expected is None else max(expected - elapsed, 0.1 * elapsed)
 
 
-class Steps:
+class StepProgress:
     """A function to call with the step at hand, how much of it is done, and how much there is.
 
     Attributes:
@@ -126,7 +126,7 @@ class Steps:
         self.error: Exception | None = None
 
     @property
-    def shown(self) -> bool:
+    def is_visible(self) -> bool:
         return self._show is not None
 
     def __call__(self, step: str, done: int, total: int | None) -> None:
@@ -135,7 +135,7 @@ class Steps:
         left = None
         if self.forecast is not None:
             self.forecast.advance(done, total)
-            left = self.forecast.left()
+            left = self.forecast.estimate_seconds_left()
         try:
             self._show(step, done, total, left)
         except Exception as error:
@@ -144,20 +144,20 @@ class Steps:
 
 
 @contextmanager
-def steps_shown(progress: bool | Callable[..., None] | None) -> Iterator[Steps]:
+def show_steps(progress: bool | Callable[..., None] | None) -> Iterator[StepProgress]:
     """Tell the user's function, or a bar on the terminal, of every step."""
     if callable(progress) and not isinstance(progress, type):
-        yield Steps(_told(progress))
+        yield StepProgress(_adapt_callback(progress))
         return
-    _check(progress)
+    _check_progress(progress)
     if progress is False or (progress is None and not sys.stderr.isatty()):
-        yield Steps(None)
+        yield StepProgress(None)
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Steps(_Lines())
+        yield StepProgress(_LineProgress())
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Remaining())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RunRemainingColumn())
     with Bar(*columns, console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
@@ -168,10 +168,10 @@ def steps_shown(progress: bool | Callable[..., None] | None) -> Iterator[Steps]:
                 tasks[step] = bar.add_task(step, total=total)
             bar.update(tasks[step], completed=done, total=total, left=left)
 
-        yield Steps(show)
+        yield StepProgress(show)
 
 
-def _told(progress: Callable[..., None]) -> Callable[[str, int, int | None, float | None], None]:
+def _adapt_callback(progress: Callable[..., None]) -> Callable[[str, int, int | None, float | None], None]:
     """The user's function, with the seconds left if it has a parameter for them."""
     try:
         takes = "seconds_left" in inspect.signature(progress).parameters
@@ -182,7 +182,7 @@ def _told(progress: Callable[..., None]) -> Callable[[str, int, int | None, floa
     return lambda step, done, total, left: progress(step, done, total)
 
 
-class _Lines:
+class _LineProgress:
     """Progress as lines of text, for files and pipes: one for every step, and one every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -194,21 +194,21 @@ class _Lines:
             return
         self._step, self._last = step, now
         of = "" if total is None else f" of {total}"
-        rest = "" if left is None else f", about {duration(left)} left in all"
+        rest = "" if left is None else f", about {format_duration(left)} left in all"
         print(f"{step}: {done}{of}{rest}", file=sys.stderr, flush=True)
 
 
-class _Remaining(TimeRemainingColumn):
+class _RunRemainingColumn(TimeRemainingColumn):
     """The time left of the whole run where that is known, else of the step."""
 
     def render(self, task: Task) -> Text:
         left = task.fields.get("left")
-        return super().render(task) if left is None else Text(f"about {duration(left)} left in all")
+        return super().render(task) if left is None else Text(f"about {format_duration(left)} left in all")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """
-    >>> duration(0.4), duration(95), duration(3700)
+    >>> format_duration(0.4), format_duration(95), format_duration(3700)
     ('1 s', '2 min', '1 h 2 min')
     """
     if seconds < 90:
@@ -217,16 +217,16 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def _check(progress: object) -> None:
+def _check_progress(progress: object) -> None:
     if progress is not None and not isinstance(progress, bool):
         raise OptionError(f"Got progress={progress!r}. Want True, False, None or a function. Do: leave it out.")
 
 
-def count(data: Any) -> int | None:
+def count_examples(data: Any) -> int | None:
     """About how many examples there are, where that is known without reading them."""
-    if isinstance(data, Selection):
-        return data.count(count(data.data))
-    if isinstance(data, Readings):
+    if isinstance(data, DataSelection):
+        return data.count_examples(count_examples(data.data))
+    if isinstance(data, RepeatableData):
         data = data.data
     if isinstance(data, DataLoader):
         data = data.dataset

@@ -9,24 +9,24 @@ import numpy as np
 import torch
 
 
-def remembered() -> Callable[[], None]:
+def snapshot_rng() -> Callable[[], None]:
     """A function that puts Python's, NumPy's and torch's random states back to what they are now.
 
     Example:
-        >>> back = remembered()
+        >>> restore = snapshot_rng()
         >>> first = torch.rand(3)
-        >>> back()
+        >>> restore()
         >>> bool((torch.rand(3) == first).all())
         True
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
-    def back() -> None:
+    def restore_rng() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 
-    return back
+    return restore_rng

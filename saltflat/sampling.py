@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from saltflat.data import Batch
-from saltflat.errorbars import stretch
+from saltflat.errorbars import compute_student_factor
 
 MOST_GROUPS = 20
 LEAST_GROUPS = 8
@@ -27,7 +27,7 @@ TOO_SMALL = "its standard error over examples is an underestimate"  # ends a not
 GROUP_SIZE = 50  # examples in a group, as long as that makes at least LEAST_GROUPS of them
 
 
-class Groups:
+class ExampleGroups:
     """A random split of the examples.
 
     Args:
@@ -42,7 +42,7 @@ class Groups:
         if examples is not None:
             self._numbers = torch.from_numpy(np.random.default_rng(0).permutation(examples) % self.count)
 
-    def of(self, places: Tensor) -> Tensor:
+    def find_groups(self, places: Tensor) -> Tensor:
         """The group of the examples at these positions in the data."""
         known = 0 if self._numbers is None else len(self._numbers)
         inside = places < known
@@ -55,43 +55,43 @@ class Groups:
         return found
 
 
-def by_group(batches: Iterable[Batch], groups: Groups, window: int) -> Iterator[tuple[int, Batch]]:
+def iterate_groups(batches: Iterable[Batch], groups: ExampleGroups, window: int) -> Iterator[tuple[int, Batch]]:
     """The examples, group by group, within windows of consecutive batches that hold about ``window`` bytes together.
 
     Sums over a group are as large as the network: few visits to each group keep adding them up cheap.
     """
     done = 0
-    for joined in _windows(batches, window):
-        numbers = joined.numbers
-        group = groups.of(numbers)
+    for joined in _iterate_windows(batches, window):
+        numbers = joined.example_indices
+        group = groups.find_groups(numbers)
         for number in group.unique().tolist():
             which = torch.nonzero(group == number)[:, 0]
             yield number, joined.take(which, done, numbers[which])
             done += len(which)
 
 
-def _windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+def _iterate_windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
     held: list[Batch] = []
     room = size
-    for batch in chain.from_iterable(_cut(whole, size) for whole in batches):
+    for batch in chain.from_iterable(_cut_batch(whole, size) for whole in batches):
         if held and (room < 0 or not can_join(held[-1], batch)):
-            yield join(held)
+            yield join_batches(held)
             held, room = [], size
         held.append(batch)
-        room -= _bytes_of(batch)
+        room -= _count_bytes(batch)
     if held:
-        yield join(held)
+        yield join_batches(held)
 
 
-def _cut(batch: Batch, size: int) -> Iterator[Batch]:
+def _cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
     """Parts of a batch that hold about ``size`` bytes each."""
-    step = -(-batch.examples // max(1, -(-_bytes_of(batch) // max(1, size))))
+    step = -(-batch.examples // max(1, -(-_count_bytes(batch) // max(1, size))))
     for start in range(0, batch.examples, step):
         yield batch if step == batch.examples else batch.cut(start, start + step)
 
 
-def _bytes_of(batch: Batch) -> int:
-    return sum(each.numel() * each.element_size() for each in [*batch.tensors(), batch.targets])
+def _count_bytes(batch: Batch) -> int:
+    return sum(each.numel() * each.element_size() for each in [*batch.list_tensors(), batch.targets])
 
 
 def can_join(one: Batch, two: Batch) -> bool:
@@ -100,15 +100,20 @@ def can_join(one: Batch, two: Batch) -> bool:
     if tree_flatten((one.args, one.kwargs))[1] != tree_flatten((two.args, two.kwargs))[1]:
         return False
 
-    def alike(a: object, b: object) -> bool:
+    def is_alike(a: object, b: object) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return one.counts(a) and two.counts(b) and a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
+            return (
+                one.has_example_axis(a)
+                and two.has_example_axis(b)
+                and a.shape[1:] == b.shape[1:]
+                and a.dtype == b.dtype
+            )
         return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
 
-    return all(alike(a, b) for a, b in zip(parts, others, strict=True))
+    return all(is_alike(a, b) for a, b in zip(parts, others, strict=True))
 
 
-def join(batches: Sequence[Batch]) -> Batch:
+def join_batches(batches: Sequence[Batch]) -> Batch:
     """Batches that :func:`can_join` as one."""
     if len(batches) == 1:
         return batches[0]
@@ -119,14 +124,14 @@ def join(batches: Sequence[Batch]) -> Batch:
     return Batch(args, kwargs, targets, batches[0].first, len(targets))
 
 
-class ByGroup:
+class GroupedMean:
     """A mean over examples, kept group by group.
 
     Args:
         groups: how the examples are split; None for the mean alone.
     """
 
-    def __init__(self, groups: Groups | None) -> None:
+    def __init__(self, groups: ExampleGroups | None) -> None:
         self.groups = groups
         self.sums = torch.zeros(groups.count if groups else 1, dtype=torch.float64)
         self.shares = torch.zeros_like(self.sums)
@@ -134,7 +139,11 @@ class ByGroup:
 
     def add(self, batch: Batch, values: Tensor, shares: Tensor) -> None:
         """Add single examples' values, and each one's part of what their sum is divided by."""
-        group = self.groups.of(batch.numbers) if self.groups else torch.zeros(batch.examples, dtype=torch.long)
+        group = (
+            self.groups.find_groups(batch.example_indices)
+            if self.groups
+            else torch.zeros(batch.examples, dtype=torch.long)
+        )
         self.sums.index_add_(0, group, values.detach().double().cpu())
         self.shares.index_add_(0, group, shares.detach().double().cpu())
         self.examples.index_add_(0, group, torch.ones(batch.examples, dtype=torch.float64))
@@ -145,10 +154,10 @@ class ByGroup:
         self.shares[group] += share
         self.examples[group] += batch.examples
 
-    def mean(self) -> float:
+    def compute_mean(self) -> float:
         return float(self.sums.sum() / self.shares.sum())
 
-    def without(self) -> Callable[[int], float] | None:
+    def make_leave_one_out(self) -> Callable[[int], float] | None:
         """The mean with one group left out, as a function of the group's number among those with examples."""
         kept = torch.nonzero(self.examples)[:, 0]
         # A group that holds all the share (every other example is ignored) leaves nothing to divide by.
@@ -190,7 +199,7 @@ class Jackknife:
 
         Example:
             >>> mean = Jackknife(2.0, [2.5, 2.0, 1.5], [1, 1, 1])  # of 1, 2 and 3
-            >>> round(mean.stderr / float(stretch(2)), 9)
+            >>> round(mean.stderr / float(compute_student_factor(2)), 9)
             0.577350269
         """
         count = len(self.without)
@@ -199,11 +208,11 @@ class Jackknife:
         if all(each == self.value for each in self.without):
             return 0.0
         try:
-            return self._stderr(1.0)
+            return self._compute_stderr(1.0)
         except OverflowError:  # squares of such numbers are beyond the largest float
-            return self._stderr(SHRUNK) / SHRUNK
+            return self._compute_stderr(SHRUNK) / SHRUNK
 
-    def _stderr(self, scale: float) -> float:
+    def _compute_stderr(self, scale: float) -> float:
         """The standard error of all numbers times a power of two, which changes none of their digits."""
         count, total = len(self.without), sum(self.sizes)
         value, without = scale * self.value, [scale * each for each in self.without]
@@ -212,7 +221,7 @@ class Jackknife:
         squares = [
             (h * value - (h - 1) * each - centre) ** 2 / (h - 1) for h, each in zip(ratios, without, strict=True)
         ]
-        return float(math.sqrt(math.fsum(squares) / count) * stretch(count - 1))
+        return float(math.sqrt(math.fsum(squares) / count) * compute_student_factor(count - 1))
 
 
 class Fingerprint:
@@ -225,22 +234,22 @@ class Fingerprint:
         self._sum = 0
 
     def add(self, batch: Batch) -> None:
-        for place, leaf in enumerate([*batch.tensors(), batch.targets]):
-            if not batch.counts(leaf):
+        for place, leaf in enumerate([*batch.list_tensors(), batch.targets]):
+            if not batch.has_example_axis(leaf):
                 continue
             step = max(1, (1 << 18) // max(1, leaf[0].numel()))
             for start in range(0, batch.examples, step):
-                rows = _as_integers(leaf[start : start + step])
-                factors = _mix(torch.arange(rows.shape[1], device=rows.device) * 2 + 2 * place + 1) | 1
-                each = _mix((rows * factors).sum(1))
-                where = _mix(batch.numbers[start : start + step].to(rows.device)) | 1
+                rows = _convert_to_integers(leaf[start : start + step])
+                factors = _scramble_integers(torch.arange(rows.shape[1], device=rows.device) * 2 + 2 * place + 1) | 1
+                each = _scramble_integers((rows * factors).sum(1))
+                where = _scramble_integers(batch.example_indices[start : start + step].to(rows.device)) | 1
                 self._sum = (self._sum + int((each * where).sum())) % 2**64
 
     def __str__(self) -> str:
         return f"{self._sum:016x}"
 
 
-def _as_integers(rows: Tensor) -> Tensor:
+def _convert_to_integers(rows: Tensor) -> Tensor:
     flat = rows.detach().reshape(len(rows), -1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.to(torch.complex64)).flatten(1)
@@ -250,7 +259,7 @@ def _as_integers(rows: Tensor) -> Tensor:
     return flat.to(torch.int64)
 
 
-def _mix(values: Tensor) -> Tensor:
+def _scramble_integers(values: Tensor) -> Tensor:
     """Scramble 64-bit integers (the finalizer of SplitMix64, as far as signed shifts allow)."""
     values = (values ^ (values >> 30)) * -4658895280553007687
     values = (values ^ (values >> 27)) * -7723592293110705685

@@ -20,7 +20,7 @@ _ARRAYS: ContextVar[dict[tuple[str, torch.dtype, torch.device], Tensor] | None] 
 
 
 @contextmanager
-def scratch() -> Iterator[None]:
+def use_scratch() -> Iterator[None]:
     """Keep working arrays until the end of the block."""
     token = _ARRAYS.set({})
     try:
@@ -29,7 +29,7 @@ def scratch() -> Iterator[None]:
         _ARRAYS.reset(token)
 
 
-class Heap:
+class HeapTrimmer:
     """Keeps the heap from growing by gaps, where the C library and the system allow it (glibc on Linux).
 
     Arrays of ever other sizes do not fit into the gaps that others left, so the heap grows though little of it is in
@@ -40,22 +40,22 @@ class Heap:
     """
 
     def __init__(self, room: int) -> None:
-        self.room, self.low = room, _resident()
+        self.room, self.low = room, _read_resident_bytes()
 
     def release(self) -> None:
         """Hand gaps back if the process has grown too much since this was last done."""
-        if self.low and _resident() - self.low > self.room:
+        if self.low and _read_resident_bytes() - self.low > self.room:
             self.trim()
 
     def trim(self) -> None:
         """Hand gaps back."""
         if self.low:
-            _trim()(0)
-            self.low = _resident()
+            _find_malloc_trim()(0)
+            self.low = _read_resident_bytes()
 
 
 @cache
-def _trim() -> Callable[[int], int]:
+def _find_malloc_trim() -> Callable[[int], int]:
     try:
         found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # another C library
@@ -63,7 +63,7 @@ def _trim() -> Callable[[int], int]:
     return found
 
 
-def _resident() -> int:
+def _read_resident_bytes() -> int:
     """Bytes of the process in memory; 0 where the system does not say."""
     try:
         with open("/proc/self/statm", "rb") as file:
@@ -72,7 +72,7 @@ def _resident() -> int:
         return 0
 
 
-def array(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
+def get_scratch_array(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
     """An uninitialised array; the next one asked for the same use may be the same memory."""
     arrays = _ARRAYS.get()
     size = torch.Size(shape).numel()

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from saltflat.amounts import whole_number
-from saltflat.data import batches, checked, odd_kind
+from saltflat.amounts import parse_integer
+from saltflat.data import find_unsupported_kind, prepare_data, read_batches
 from saltflat.errors import EmptyDataError, OptionError
 
 
-def select(data: Any, skip: int = 0, limit: int | None = None) -> Any:
+def select_examples(data: Any, skip: int = 0, limit: int | None = None) -> Any:
     """The examples after the first ``skip``, at most ``limit`` of them, in the order in which data is measured.
 
     Args:
@@ -23,24 +23,24 @@ def select(data: Any, skip: int = 0, limit: int | None = None) -> Any:
 
     Example:
         >>> import torch
-        >>> select((torch.arange(6.0), torch.arange(6)), skip=1, limit=2)
+        >>> select_examples((torch.arange(6.0), torch.arange(6)), skip=1, limit=2)
         (tensor([1., 2.]), tensor([1, 2]))
     """
-    skip, limit = check_amounts(skip, limit)
+    skip, limit = check_skip_and_limit(skip, limit)
     if skip == 0 and limit is None:
         return data
     stop = None if limit is None else skip + limit
     # A pair that does not fit together stays as it is: cut, nobody could tell any more.
-    if _is_pair(data) and len(data[0]) == len(data[1]):
-        _check_left(skip, len(data[0]))
+    if _is_dense_pair(data) and len(data[0]) == len(data[1]):
+        _check_some_left(skip, len(data[0]))
         return tuple(part[skip:stop] for part in data)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__"):
-        _check_left(skip, len(data))
+        _check_some_left(skip, len(data))
         return Subset(data, range(len(data))[skip:stop])
-    return data if _is_pair(data) else Selection(data, skip, limit)
+    return data if _is_dense_pair(data) else DataSelection(data, skip, limit)
 
 
-class Selection:
+class DataSelection:
     """Batches with some of the examples of other data; can be read as often as that."""
 
     def __init__(self, data: Any, skip: int, limit: int | None) -> None:
@@ -52,9 +52,9 @@ class Selection:
 
     def __iter__(self) -> Iterator[Any]:
         if self._source is None:
-            self._source = checked(self.data)
+            self._source = prepare_data(self.data)
         skip, left, seen = self.skip, self.limit, 0
-        for batch in batches(self._source):
+        for batch in read_batches(self._source):
             seen += batch.examples
             if skip >= batch.examples:
                 skip -= batch.examples
@@ -67,9 +67,9 @@ class Selection:
                 if left == 0:
                     return
         if seen:
-            _check_left(self.skip, seen)
+            _check_some_left(self.skip, seen)
 
-    def count(self, available: int | None) -> int | None:
+    def count_examples(self, available: int | None) -> int | None:
         """How many examples there are, if the data has ``available``."""
         if available is None:
             return None
@@ -77,21 +77,21 @@ class Selection:
         return rest if self.limit is None else min(rest, self.limit)
 
 
-def _is_pair(data: Any) -> bool:
+def _is_dense_pair(data: Any) -> bool:
     return (
         isinstance(data, tuple | list)
         and len(data) == 2
-        and all(isinstance(part, Tensor) and odd_kind(part) is None and part.dim() > 0 for part in data)
+        and all(isinstance(part, Tensor) and find_unsupported_kind(part) is None and part.dim() > 0 for part in data)
     )
 
 
-def check_amounts(skip: Any, limit: Any) -> tuple[int, int | None]:
+def check_skip_and_limit(skip: Any, limit: Any) -> tuple[int, int | None]:
     """Both as whole numbers, if they are."""
-    return _whole("skip", skip, 0), None if limit is None else _whole("limit", limit, 1)
+    return _check_example_count("skip", skip, 0), None if limit is None else _check_example_count("limit", limit, 1)
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    number = whole_number(value)
+def _check_example_count(name: str, value: Any, least: int) -> int:
+    number = parse_integer(value)
     if number is None or number < least:
         raise OptionError(
             f"Got {name}={value!r}. Want a whole number of examples, {least} or more. Do: leave it out to take all."
@@ -99,6 +99,6 @@ def _whole(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _check_left(skip: int, count: int) -> None:
+def _check_some_left(skip: int, count: int) -> None:
     if 0 < count <= skip:
         raise EmptyDataError(f"Got skip={skip} for data of {count} examples. Want some to be left. Do: skip fewer.")

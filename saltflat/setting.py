@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.columns import Plan
+from saltflat.columns import ColumnPlan
 from saltflat.data import Batch
-from saltflat.errors import MemoryLimitWarning, SaltflatError, warn
-from saltflat.geometry import Geometry, geometries
-from saltflat.passes import Calls
-from saltflat.probe import Probe, check_alike, probe, working
-from saltflat.problem import Problem, real
-from saltflat.sampling import Groups, can_join, join
-from saltflat.scratch import Heap
+from saltflat.errors import MemoryLimitWarning, SaltflatError, warn_caller
+from saltflat.geometry import Geometry, find_geometries
+from saltflat.passes import LayerCalls
+from saltflat.probe import Probe, check_same_outputs, compute_working_memory, run_probe
+from saltflat.problem import Problem, cast_targets
+from saltflat.sampling import ExampleGroups, can_join, join_batches
+from saltflat.scratch import HeapTrimmer
 
 Tick = Callable[[str, int, int | None], None]
 
@@ -34,7 +34,7 @@ class NotDefinedError(SaltflatError, ValueError):
 
 
 @dataclass(frozen=True)
-class Found:
+class StatisticResult:
     """What a statistic found.
 
     Attributes:
@@ -71,7 +71,7 @@ class Setting:
     def __init__(
         self,
         problem: Problem,
-        plan: Plan,
+        plan: ColumnPlan,
         seed: int,
         limit: int,
         initial: Mapping[str, Tensor] | None = None,
@@ -80,7 +80,7 @@ class Setting:
     ) -> None:
         self.problem, self.plan, self.seed, self.limit = problem, plan, seed, limit
         self.initial, self.tick, self.sampling = initial, tick, sampling
-        self.heap = Heap(limit // 3)
+        self.heap = HeapTrimmer(limit // 3)
         # Inputs of other shapes may go through the model in another way: each kind is looked at when it first appears.
         self.probes: dict[tuple[Any, bool], Probe] = {}
         self.first: Batch | None = None
@@ -91,14 +91,14 @@ class Setting:
         self._first: Batch | None = None
         self._geometries: Mapping[str, Geometry] | None = None
 
-    def probe(self, batch: Batch) -> Probe:
-        inputs = Calls.of(batch, []).inputs, tuple(each.dtype for each in batch.tensors())
+    def get_probe(self, batch: Batch) -> Probe:
+        inputs = LayerCalls.from_batch(batch, []).inputs, tuple(each.dtype for each in batch.list_tensors())
         kind = (inputs, batch.examples > 1 or (inputs, True) in self.probes)
         self._first = self._first or batch.cut(0, 2)
         if kind not in self.probes:
             with torch.enable_grad():  # whoever asks may need none
-                self.probes[kind] = probe(self.problem, batch, self.limit)
-            self._say_if_too_large()
+                self.probes[kind] = run_probe(self.problem, batch, self.limit)
+            self._warn_if_too_large()
         found = self.probes[kind]
         if self.first is None:
             self.first = batch.cut(0, max(1, min(FEW, self.limit // (found.fixed + found.moving))))
@@ -117,8 +117,8 @@ class Setting:
         number = batch.first * 7919 % batch.examples  # another place in every chunk
         one = batch.take(torch.tensor([number]), batch.first)
         self._picked.append((one, outputs[number : number + 1].detach().clone(), outputs.detach().abs().max()))
-        found = self.probe(batch)
-        fitting = working(self.limit) // (found.fixed + found.moving)
+        found = self.get_probe(batch)
+        fitting = compute_working_memory(self.limit) // (found.fixed + found.moving)
         if len(self._seen) <= ALONE or len(self._picked) >= min(TOGETHER, fitting):
             self.check_picked()
 
@@ -126,33 +126,33 @@ class Setting:
         """Refuse a model that gives the examples picked other outputs than it gave them before."""
         picked, self._picked = self._picked, []
         while picked:
-            first, tolerance = picked[0][0], self.probe(picked[0][0]).tolerance
+            first, tolerance = picked[0][0], self.get_probe(picked[0][0]).tolerance
             alike = [each for each in picked if can_join(first, each[0]) and each[1].shape == picked[0][1].shape]
             alike = alike or picked[:1]
             picked = [each for each in picked if not any(each is other for other in alike)]
             batches, outputs, scales = zip(*alike, strict=True)
-            check_alike(self.problem, join(batches), torch.cat(outputs), torch.stack(scales), tolerance)
+            check_same_outputs(self.problem, join_batches(batches), torch.cat(outputs), torch.stack(scales), tolerance)
 
     @property
     def example_bytes(self) -> int:
         """About what the largest kind of example takes that was seen, alone: no chunk takes less."""
         return max((found.fixed + found.moving for found in self.probes.values()), default=0)
 
-    def expect_results(self, size: int) -> None:
+    def warn_of_results(self, size: int) -> None:
         """Say before the work starts what will be held beside the working memory."""
         self.results_bytes = size
         if size > max(self.limit, SMALL):
-            warn(
+            warn_caller(
                 f"This call will take about {size >> 20} MiB beyond memory={self.limit >> 20} MiB: results and copies "
                 "of the model's size cannot be split. Try fewer measures, or fewer layers (layers=).",
                 MemoryLimitWarning,
             )
 
-    def _say_if_too_large(self) -> None:
+    def _warn_if_too_large(self) -> None:
         size = self.example_bytes
         if size > max(self.limit, SMALL, self._said):
             self._said = size
-            warn(
+            warn_caller(
                 f"memory={self.limit >> 20} MiB cannot be kept: one example takes about {size >> 20} MiB. Examples are "
                 "taken one by one.",
                 MemoryLimitWarning,
@@ -162,8 +162,8 @@ class Setting:
     def geometries(self) -> Mapping[str, Geometry]:
         """How the measured parameters are matrices, as the model uses them on its first examples."""
         if self._geometries is None:
-            first = self._first or next(iter(self.problem.batches())).cut(0, 2)
-            self._geometries = geometries(self.problem.network, first)
+            first = self._first or next(iter(self.problem.read_batches())).cut(0, 2)
+            self._geometries = find_geometries(self.problem.network, first)
         return self._geometries
 
     @contextmanager
@@ -176,44 +176,44 @@ class Setting:
         finally:
             self.limit = limit
 
-    def chunks(self, passes: int = 1) -> Iterator[Batch]:
+    def read_chunks(self, passes: int = 1) -> Iterator[Batch]:
         """All data, cut so that a forward pass and the graphs of so many backward passes fit in memory."""
-        for batch in self.problem.batches():
-            yield from self.cut(batch, passes)
+        for batch in self.problem.read_batches():
+            yield from self.split_batch(batch, passes)
         self.check_picked()
 
-    def cut(self, batch: Batch, passes: int) -> Iterator[Batch]:
+    def split_batch(self, batch: Batch, passes: int) -> Iterator[Batch]:
         """A batch, cut in the same way."""
-        found = self.probe(batch)
+        found = self.get_probe(batch)
         # Each differentiation keeps about as much again as the pass it differentiates.
-        size = max(1, working(self.limit) // ((found.fixed + found.moving) << passes))
+        size = max(1, compute_working_memory(self.limit) // ((found.fixed + found.moving) << passes))
         for start in range(0, batch.examples, size):
             yield batch.cut(start, start + size)
             self.heap.release()
 
     @cached_property
-    def groups(self) -> Groups | None:
+    def groups(self) -> ExampleGroups | None:
         """The split of the examples that standard errors over examples are found with; None if nobody asks."""
-        return Groups(self.problem.expected) if self.sampling else None
+        return ExampleGroups(self.problem.num_examples) if self.sampling else None
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many examples each group has; empty without groups, or if there is but one."""
         if self.groups is None:
             return ()
-        counts = torch.bincount(self.groups.of(torch.arange(self.examples)), minlength=self.groups.count)
+        counts = torch.bincount(self.groups.find_groups(torch.arange(self.examples)), minlength=self.groups.count)
         sizes = tuple(size for size in counts.tolist() if size)
         return sizes if len(sizes) > 1 else ()
 
     @property
     def examples(self) -> int:
         """How many there are."""
-        return self._counted()[0]
+        return self._compute_counts()[0]
 
     @property
     def mean_loss(self) -> float:
         """The loss of the data."""
-        return self._counted()[2]
+        return self._compute_counts()[2]
 
     @property
     def mean_share(self) -> float:
@@ -221,22 +221,22 @@ class Setting:
 
         The loss of the data is the mean over examples of each one's part of the sum, divided by this.
         """
-        examples, share, _ = self._counted()
+        examples, share, _ = self._compute_counts()
         return share / examples
 
-    def count(self, examples: int, share: float, total: float) -> None:
+    def store_counts(self, examples: int, share: float, total: float) -> None:
         """Remember what a pass over all the data has counted."""
         self._counts = examples, share, total / share if share else nan
 
-    def _counted(self) -> tuple[int, float, float]:
+    def _compute_counts(self) -> tuple[int, float, float]:
         if self._counts is None:
             examples, share, total = 0, 0.0, 0.0
             with torch.no_grad():
-                for batch in self.chunks(0):
-                    outputs, targets = self.problem.network(batch).double(), real(batch.targets)
+                for batch in self.read_chunks(0):
+                    outputs, targets = self.problem.network(batch).double(), cast_targets(batch.targets)
                     share += float(self.problem.loss.share(outputs, targets).sum())
                     total += float(self.problem.loss.total(outputs, targets).sum())
                     examples += batch.examples
-            self.count(examples, share, total)
+            self.store_counts(examples, share, total)
         assert self._counts is not None
         return self._counts

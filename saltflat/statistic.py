@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from saltflat.errors import OptionError, unknown
-from saltflat.forms import Form, Layout
+from saltflat.errors import OptionError, make_unknown_name_error
+from saltflat.forms import ColumnLayout, FactoredGradient
 from saltflat.geometry import Geometry
-from saltflat.setting import Found
+from saltflat.setting import StatisticResult
 
 
 @dataclass(frozen=True)
-class Site:
+class ParameterSite:
     """The parameter that a contraction is about.
 
     Attributes:
@@ -54,7 +54,7 @@ class Statistic:
     name: str
     of: Literal["curvature", "gradient"]
     total: Callable[..., Tensor]
-    spread: Callable[[Form, Layout], Tensor] | None
+    spread: Callable[[FactoredGradient, ColumnLayout], Tensor] | None
     meaning: str
     kind: Literal["entries", "scalar", "matrix", "example"] = "entries"
     degree: int = 2
@@ -62,7 +62,7 @@ class Statistic:
     options: Mapping[str, Any] = field(default_factory=dict)
     by_group: bool = True
 
-    def bound(self, key: str, options: Mapping[str, Any]) -> Statistic:
+    def bind(self, key: str, options: Mapping[str, Any]) -> Statistic:
         """The same with options filled in, under another name."""
         total = partial(self.total, **options) if options else self.total
         return replace(self, name=key, total=total, options={})
@@ -79,7 +79,7 @@ NEARLY_FREE, FEW = 2, 50
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedStatistic:
     """A statistic with passes of its own.
 
     Attributes:
@@ -93,55 +93,55 @@ class Computed:
 
     name: str
     per: Literal["layer", "network"]
-    function: Callable[..., Found]
+    function: Callable[..., StatisticResult]
     meaning: str
     options: Mapping[str, Any]
     passes: float | Callable[..., float]
 
-    def passes_with(self, options: Mapping[str, Any]) -> float:
+    def estimate_passes(self, options: Mapping[str, Any]) -> float:
         """About how many forward passes over the data it takes with these options."""
         return self.passes(**{**self.options, **options}) if callable(self.passes) else self.passes
 
     @property
     def cost(self) -> str:
         """One of :data:`COSTS`, for the usual options."""
-        passes = self.passes_with({})
+        passes = self.estimate_passes({})
         return "sweep" if passes <= NEARLY_FREE else "passes" if passes <= FEW else "search"
 
 
 STATISTICS: dict[str, Statistic] = {}
-COMPUTED: dict[str, Computed] = {}
+COMPUTED: dict[str, ComputedStatistic] = {}
 
 
-def register(statistic: Statistic) -> Statistic:
+def register_statistic(statistic: Statistic) -> Statistic:
     STATISTICS[statistic.name] = statistic
     return statistic
 
 
 def statistic(
     per: Literal["layer", "network"], meaning: str, passes: float | Callable[..., float] = 100
-) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+) -> Callable[[Callable[..., StatisticResult]], Callable[..., StatisticResult]]:
     """Register a statistic that is a function of a setting; its keyword-only arguments are its options.
 
     ``passes`` says about how much time it takes, in forward passes over the data: a number, or a function of the
     options. It decides what the measures cost that need it, and is what remaining times are estimated from.
     """
 
-    def enter(function: Callable[..., Found]) -> Callable[..., Found]:
+    def register_function(function: Callable[..., StatisticResult]) -> Callable[..., StatisticResult]:
         name = getattr(function, "__name__", "")
-        COMPUTED[name] = Computed(name, per, function, meaning, keywords(function), passes)
+        COMPUTED[name] = ComputedStatistic(name, per, function, meaning, find_keyword_defaults(function), passes)
         return function
 
-    return enter
+    return register_function
 
 
-def keywords(function: Callable[..., Any]) -> dict[str, Any]:
+def find_keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """Keyword-only arguments with their defaults."""
     arguments = inspect.signature(function).parameters.values()
     return {each.name: each.default for each in arguments if each.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def statistics_named(names: str | Sequence[str]) -> list[Statistic]:
+def find_statistics(names: str | Sequence[str]) -> list[Statistic]:
     """The statistics of these names, each once."""
     if not isinstance(names, str) and not (isinstance(names, Sequence) and all(isinstance(n, str) for n in names)):
         raise OptionError(f"Got names={names!r}. Want a name or a list of names. Do: for instance 'curvature_trace'.")
@@ -150,5 +150,5 @@ def statistics_named(names: str | Sequence[str]) -> list[Statistic]:
         raise OptionError("Got no statistics. Want at least one name. Do: for instance 'curvature_trace'.")
     for name in wanted:
         if name not in STATISTICS:
-            raise unknown("statistic", name, STATISTICS)
+            raise make_unknown_name_error("statistic", name, STATISTICS)
     return [STATISTICS[name] for name in dict.fromkeys(wanted)]

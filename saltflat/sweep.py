@@ -11,21 +11,21 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from saltflat.amounts import whole_number
-from saltflat.columns import plan_from
-from saltflat.doubtful_input import notes_on_input
+from saltflat.amounts import parse_integer
+from saltflat.columns import parse_column_plan
+from saltflat.doubtful_input import find_input_notes
 from saltflat.errors import OptionError
-from saltflat.features import input_deviations
-from saltflat.loan import loan
-from saltflat.logits import Normalized
-from saltflat.losses import describe
+from saltflat.features import compute_input_deviations
+from saltflat.loan import open_session
+from saltflat.logits import NormalizedLogitsLoss
+from saltflat.losses import format_loss
 from saltflat.problem import Problem
-from saltflat.progress import Progress, shown
-from saltflat.selection import select
+from saltflat.progress import Progress, show_progress
+from saltflat.selection import select_examples
 from saltflat.setting import Setting
-from saltflat.statistic import statistics_named
-from saltflat.totals import Totals
-from saltflat.turns import in_turn
+from saltflat.statistic import find_statistics
+from saltflat.totals import SweepTotals
+from saltflat.turns import take_turns
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Statistics(Mapping[str, Mapping[str, Tensor]]):
         return len(self.table)
 
 
-@in_turn
-def statistics_of(
+@take_turns
+def compute_statistics(
     model: nn.Module,
     data: Any,
     names: str | Sequence[str],
@@ -101,31 +101,31 @@ def statistics_of(
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
         >>> data = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.zeros(2, 1)
-        >>> found = statistics_of(net, data, ["curvature_diagonal", "curvature_trace"], loss="mse")
+        >>> found = compute_statistics(net, data, ["curvature_diagonal", "curvature_trace"], loss="mse")
         >>> found["curvature_diagonal"]["weight"].round(decimals=4).tolist()  # 2 mean(x^2)
         [[10.0, 4.0]]
         >>> round(float(found["curvature_trace"]["weight"]), 4)
         14.0
     """
     started = time.perf_counter()
-    wanted, plan, room = statistics_named(names), plan_from(columns), bytes_from(memory)
-    seed, data = check_seed(seed), select(data, limit=limit)
-    with loan(model, mode, data) as notes:
-        problem = Problem.of(model, data, loss, layers, dtype, mode)
+    wanted, plan, room = find_statistics(names), parse_column_plan(columns), parse_bytes(memory)
+    seed, data = check_seed(seed), select_examples(data, limit=limit)
+    with open_session(model, mode, data) as notes:
+        problem = Problem.build(model, data, loss, layers, dtype, mode)
         setting = Setting(problem, plan, seed, room)
-        deviations = input_deviations(setting)[0] if any(each.features for each in wanted) else {}
-        totals = Totals(setting, wanted, deviations)
-        with shown(progress, problem.data) as report:
+        deviations = compute_input_deviations(setting)[0] if any(each.features for each in wanted) else {}
+        totals = SweepTotals(setting, wanted, deviations)
+        with show_progress(progress, problem.data) as report:
             totals.sweep(report)
         if setting.first is not None:
-            notes += notes_on_input(problem, setting.first, totals.mean_loss())
-    values, errors = totals.values(), totals.errors()
-    settings = described(totals.setting)
+            notes += find_input_notes(problem, setting.first, totals.compute_mean_loss())
+    values, errors = totals.compute_values(), totals.compute_errors()
+    settings = describe_setting(totals.setting)
     seconds = time.perf_counter() - started
-    return Statistics(values, errors, totals.examples, totals.mean_loss(), seconds, settings, tuple(notes))
+    return Statistics(values, errors, totals.examples, totals.compute_mean_loss(), seconds, settings, tuple(notes))
 
 
-def described(setting: Setting) -> dict[str, Any]:
+def describe_setting(setting: Setting) -> dict[str, Any]:
     """How it was measured, in words that can be written down."""
     problem = setting.problem
     first = next(iter(problem.network.measured.values()))
@@ -134,7 +134,7 @@ def described(setting: Setting) -> dict[str, Any]:
         "dtype": str(first.dtype).removeprefix("torch."),
         "device": str(first.device),
         "layers": list(problem.network.measured),
-        "loss": describe(problem.loss.inner if isinstance(problem.loss, Normalized) else problem.loss),
+        "loss": format_loss(problem.loss.inner if isinstance(problem.loss, NormalizedLogitsLoss) else problem.loss),
         "memory": setting.limit,
         "results_bytes": setting.results_bytes,
         "example_bytes": setting.example_bytes,
@@ -144,9 +144,9 @@ def described(setting: Setting) -> dict[str, Any]:
     }
 
 
-def bytes_from(memory: str | int) -> int:
+def parse_bytes(memory: str | int) -> int:
     """
-    >>> bytes_from("1GiB"), bytes_from("500 MB"), bytes_from(4096)
+    >>> parse_bytes("1GiB"), parse_bytes("500 MB"), parse_bytes(4096)
     (1073741824, 500000000, 4096)
     """
     units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -158,7 +158,7 @@ def bytes_from(memory: str | int) -> int:
 
 
 def check_seed(seed: SupportsIndex) -> int:
-    number = whole_number(seed)
+    number = parse_integer(seed)
     if number is None or not 0 <= number < 2**63:
         raise OptionError(f"Got seed={seed!r}. Want a whole number from 0 to 2^63 - 1. Do: for instance seed=0.")
     return number

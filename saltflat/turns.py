@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _State:
+class _TurnState:
     """What the thread that holds the lock is doing; no other thread changes it."""
 
     lock = threading.RLock()
@@ -33,77 +33,77 @@ class _State:
     moved: list[tuple[threading.Thread, frozenset[int]]] = []  # noqa: RUF012
 
 
-def _begin_in_child() -> None:
+def _reset_in_child() -> None:
     # A process that is forked while another thread measures has no such thread to wait for.
-    _State.lock = threading.RLock()
-    _State.borrowed, _State.is_running = 0, False
+    _TurnState.lock = threading.RLock()
+    _TurnState.borrowed, _TurnState.is_running = 0, False
 
 
-os.register_at_fork(after_in_child=_begin_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
-def in_turn(function: Callable[P, T]) -> Callable[P, T]:
+def take_turns(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function wait until no other thread is in a function made so."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         _check_can_wait()
-        with _State.lock:
+        with _TurnState.lock:
             return function(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def borrowing(model: nn.Module) -> Iterator[None]:
+def borrow_model(model: nn.Module) -> Iterator[None]:
     """Wait for the turn; inside, the model is this thread's alone.
 
     A call from the model's own forward or backward pass is refused: that would find other tensors in the place of the
     parameters, or never end.
     """
     _check_can_wait()
-    with _State.lock:
-        if _State.is_running or (_State.borrowed and _is_in_backward()):
+    with _TurnState.lock:
+        if _TurnState.is_running or (_TurnState.borrowed and _is_in_backward()):
             raise OptionError(
                 "Expected a call outside of a model's forward and backward pass, but got one from inside of a pass "
                 "that saltflat itself is running (from a hook, or from the forward pass). "
                 "Try calling before or after the other call, or removing the hook for its time."
             )
-        check_in_place(model.parameters())
+        check_not_moved(model.parameters())
         try:
-            _State.borrowed += 1
+            _TurnState.borrowed += 1
             yield
         finally:
-            _State.borrowed -= 1
+            _TurnState.borrowed -= 1
 
 
 @contextmanager
-def running() -> Iterator[None]:
+def mark_running() -> Iterator[None]:
     """Around the forward pass of a borrowed model."""
-    before = _State.is_running
+    before = _TurnState.is_running
     try:
-        _State.is_running = True
+        _TurnState.is_running = True
         yield
     finally:
-        _State.is_running = before
+        _TurnState.is_running = before
 
 
 @contextmanager
-def moving(parameters: Sequence[Tensor]) -> Iterator[None]:
+def mark_moved(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keep other threads from measuring or moving these parameters: inside, they are not where they belong."""
-    check_in_place(parameters)
+    check_not_moved(parameters)
     entry = threading.current_thread(), frozenset(map(id, parameters))
     try:
-        _State.moved.append(entry)
+        _TurnState.moved.append(entry)
         yield
     finally:
-        _State.moved.remove(entry)
+        _TurnState.moved.remove(entry)
 
 
-def check_in_place(parameters: Iterable[Tensor]) -> None:
+def check_not_moved(parameters: Iterable[Tensor]) -> None:
     """Refuse parameters that another thread has moved; the thread that did so knows what it does."""
     own = threading.current_thread()
-    away = [ids for thread, ids in list(_State.moved) if thread is not own]
+    away = [ids for thread, ids in list(_TurnState.moved) if thread is not own]
     if away and any(id(each) in ids for each in parameters for ids in away):
         raise ModelError(
             "Expected weights where they belong, but another thread has shifted them: it is between first_step() and "
@@ -118,12 +118,12 @@ def _check_can_wait() -> None:
     """
     if not _is_in_backward():
         return
-    if not _State.lock.acquire(blocking=False):
+    if not _TurnState.lock.acquire(blocking=False):
         raise OptionError(
             "Expected a call outside of a backward pass, but got one from inside while another call is running, which "
             "may be waiting for this very pass. Try calling after backward() has returned."
         )
-    _State.lock.release()
+    _TurnState.lock.release()
 
 
 def _is_in_backward() -> bool:

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch._C import _functorch
 
 
-def all_columns(g: Tensor) -> Tensor:
+def unwrap_columns(g: Tensor) -> Tensor:
     """``(columns, *g)``, one column if ``g`` is not vectorised."""
     if not _functorch.is_batchedtensor(g):
         return g.unsqueeze(0)
     return _functorch.get_unwrapped(g).movedim(_functorch.maybe_get_bdim(g), 0)
 
 
-def for_all_columns(change: Callable[[Tensor], Tensor], g: Tensor) -> Tensor:
+def apply_to_columns(change: Callable[[Tensor], Tensor], g: Tensor) -> Tensor:
     """Apply ``change`` to the array of all columns."""
-    changed = change(all_columns(g))
+    changed = change(unwrap_columns(g))
     if not _functorch.is_batchedtensor(g):
         return changed.squeeze(0)
     return _functorch._add_batch_dim(changed, 0, _functorch.maybe_get_level(g))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from saltflat.errors import SaltflatError
-from saltflat.report.file import path_from, replacing
+from saltflat.report.file import parse_path, replace_atomically
 
 # Where training scripts keep the weights beside optimizers and epochs; the first that is there.
 NESTS = ("state_dict", "model_state_dict", "model")
@@ -51,11 +51,11 @@ def load_weights(path: str | Path) -> Weights:
     ``state_dict``, ``model_state_dict`` or ``model``; what ``DataParallel`` (``module.``) and ``torch.compile``
     (``_orig_mod.``) add to the names is taken away. Both are said in ``notes``.
     """
-    path = path_from(path, WeightsError)
+    path = parse_path(path, WeightsError)
     _check_file(path)
-    found = _safe(path) if path.suffix == ".safetensors" else _unpickled(path)
-    tensors, notes = _unnested(found, path)
-    names = plain_names(list(tensors))
+    found = _load_safetensors(path) if path.suffix == ".safetensors" else _load_pickle(path)
+    tensors, notes = _extract_state_dict(found, path)
+    names = strip_wrapper_prefixes(list(tensors))
     if any(name != plain for name, plain in names.items()):
         notes = (*notes, f"Names in {path.name}: the prefixes of DataParallel or torch.compile were removed.")
     return Weights({names[name]: tensor for name, tensor in tensors.items()}, notes, is_folded(path))
@@ -89,7 +89,7 @@ def save_weights(model: nn.Module, path: str | Path, folded: bool = False) -> in
             held.append(value)
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     metadata = {"format": "pt", **({FOLDED: "true"} if folded else {})}
-    with replacing(path) as part:
+    with replace_atomically(path) as part:
         save_file(tensors, part, metadata)
     return len(tensors)
 
@@ -99,12 +99,12 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[str, .
 
     Returns notes: which prefix was taken from the names or put before them, and what was rounded.
     """
-    found = fitted(model, weights)
+    found = match_weights(model, weights)
     own = model.state_dict()
     coarse = {name: own[name].dtype for name, value in found.items() if _is_rounded(value, own[name].dtype)}
     model.load_state_dict(found)
     return found.notes + tuple(
-        f"Weights of type {_plain_type(kind)} were rounded to {_plain_type(to)}, the model's own."
+        f"Weights of type {_format_dtype(kind)} were rounded to {_format_dtype(to)}, the model's own."
         for kind, to in dict.fromkeys((found[name].dtype, to) for name, to in coarse.items())
     )
 
@@ -113,25 +113,25 @@ def _is_rounded(value: Tensor, dtype: torch.dtype) -> bool:
     return value.dtype != dtype and not torch.equal(value.to(dtype).to(value.dtype), value)
 
 
-def _plain_type(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def fitted(model: nn.Module, weights: Mapping[str, Tensor]) -> Weights:
+def match_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Weights:
     """The weights under the model's own names, if names and shapes agree. A tied weight may be there once.
 
     A prefix that all names in the file have and the model's do not (``net.``, ``backbone.``), or the other way round,
     is no obstacle, provided that everything fits without it; ``notes`` say so.
     """
     wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    own = plain_names(list(wanted))
+    own = strip_wrapper_prefixes(list(wanted))
     # A tied weight has several names; its own comes first.
     aliases = {
         name: [own[name], *(own[other] for other, tensor in wanted.items() if tensor is value)]
         for name, value in wanted.items()
     }
-    given = {plain: weights[name] for name, plain in plain_names(list(weights)).items()}
-    names, notes = _renamed(list(given), list(own.values()), list(aliases.values()))
+    given = {plain: weights[name] for name, plain in strip_wrapper_prefixes(list(weights)).items()}
+    names, notes = _match_names(list(given), list(own.values()), list(aliases.values()))
     given = {names[name]: tensor for name, tensor in given.items()}
     stored = {name: [given[each] for each in others if each in given] for name, others in aliases.items()}
     found = {name: tensors[0] for name, tensors in stored.items() if tensors}
@@ -140,24 +140,28 @@ def fitted(model: nn.Module, weights: Mapping[str, Tensor]) -> Weights:
     return Weights(found, notes)
 
 
-def _renamed(given: list[str], known: list[str], aliases: list[list[str]]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _match_names(
+    given: list[str], known: list[str], aliases: list[list[str]]
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """The names in a file as the model has them: without, or with, a prefix that all of them have or lack."""
     same = {name: name for name in given}
-    if _names_fit(given, known, aliases):
+    if _has_all_names(given, known, aliases):
         return same, ()
     shorter = {
         f"The prefix {prefix!r} was removed from all names in the file: the model's names do not have it.": {
             name: name.removeprefix(prefix) for name in given
         }
-        for prefix in _common_prefixes(given)
+        for prefix in _find_common_prefixes(given)
     }
     longer = {
         f"All names in the model begin with {prefix!r}, and those in the file do not: it was put before them.": {
             name: prefix + name for name in given
         }
-        for prefix in _common_prefixes(known)
+        for prefix in _find_common_prefixes(known)
     }
-    fits = {note: names for note, names in {**shorter, **longer}.items() if _names_fit(names.values(), known, aliases)}
+    fits = {
+        note: names for note, names in {**shorter, **longer}.items() if _has_all_names(names.values(), known, aliases)
+    }
     if len(fits) > 1:
         raise WeightsError(
             f"Got weights whose names fit the model in {len(fits)} ways: {' Or: '.join(fits)} Want one way only. "
@@ -172,22 +176,24 @@ def _check_parts(given: list[str], known: list[str], aliases: list[list[str]]) -
     ends = tuple(f".{name}" for name in known[:1])
     for prefix in dict.fromkeys(name.removesuffix(known[0]) for name in given if name.endswith(ends)):
         others = [name for name in given if not name.startswith(prefix)]
-        if others and _names_fit((name.removeprefix(prefix) for name in given if name not in others), known, aliases):
+        if others and _has_all_names(
+            (name.removeprefix(prefix) for name in given if name not in others), known, aliases
+        ):
             raise WeightsError(
                 f"Got weights of which those that begin with {prefix!r} fit the model, and {len(others)} more do not "
-                f"belong to it: {_listed(list(map(repr, others)))}. Want the weights of the model alone. "
+                f"belong to it: {_format_names(list(map(repr, others)))}. Want the weights of the model alone. "
                 f"Do: save those that begin with {prefix!r} in a file of their own."
             )
 
 
-def _names_fit(names: Iterable[str], known: list[str], aliases: list[list[str]]) -> bool:
+def _has_all_names(names: Iterable[str], known: list[str], aliases: list[list[str]]) -> bool:
     there = set(names)
     return there <= set(known) and all(any(each in there for each in others) for others in aliases)
 
 
-def _common_prefixes(names: list[str]) -> list[str]:
+def _find_common_prefixes(names: list[str]) -> list[str]:
     """
-    >>> _common_prefixes(["net.body.0.weight", "net.body.1.weight"])
+    >>> _find_common_prefixes(["net.body.0.weight", "net.body.1.weight"])
     ['net.', 'net.body.']
     """
     parts = names[0].split(".")[:-1] if names else []
@@ -200,20 +206,20 @@ def _check_tied(stored: Mapping[str, list[Tensor]]) -> None:
     torn = [
         name
         for name, (first, *others) in stored.items()
-        if any(not _same_values(first, other) for other in others if other is not first)
+        if any(not _has_same_values(first, other) for other in others if other is not first)
     ]
     if torn:
         raise WeightsError(
-            f"Got different values for weights that are one in the model: {_listed(list(map(repr, torn)))}. "
+            f"Got different values for weights that are one in the model: {_format_names(list(map(repr, torn)))}. "
             "Want the same under each of its names. Do: untie them in the model, or save the weights again."
         )
 
 
-def plain_names(names: list[str]) -> dict[str, str]:
+def strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
     """Each name without what wrappers around a model put into it.
 
     Example:
-        >>> plain_names(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])
+        >>> strip_wrapper_prefixes(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])
         {'module._orig_mod.0.weight': '0.weight', 'module._orig_mod.0.bias': '0.bias'}
     """
     plain = [re.sub(r"(?<![^.])_orig_mod\.", "", name) for name in names]
@@ -231,27 +237,27 @@ def _check_file(path: Path) -> None:
             f"Got {str(path)!r}, which does not exist. Want a file of weights. Do: check the path."
         ) from error
     except OSError as error:
-        raise _refused(path, f"it cannot be reached ({error.strerror})", "check the path") from error
+        raise _make_file_error(path, f"it cannot be reached ({error.strerror})", "check the path") from error
     if stat.S_ISDIR(found.st_mode):
         raise WeightsError(
             f"Got {str(path)!r}, a folder. Want a file of weights. Do: name the file in it, .safetensors or .pt."
         )
     if not stat.S_ISREG(found.st_mode):
-        raise _refused(path, "it is no regular file", "save the weights into a file")
+        raise _make_file_error(path, "it is no regular file", "save the weights into a file")
     if found.st_size == 0:
-        raise _refused(path, "it is empty", "save the weights again")
+        raise _make_file_error(path, "it is empty", "save the weights again")
 
 
-def _safe(path: Path) -> Any:
+def _load_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise _refused(path, f"it is no whole safetensors file ({error})", "save the weights again") from error
+        raise _make_file_error(path, f"it is no whole safetensors file ({error})", "save the weights again") from error
 
 
-def _unpickled(path: Path) -> Any:
+def _load_pickle(path: Path) -> Any:
     if _is_script(path):
-        raise _refused(
+        raise _make_file_error(
             path,
             "it is a TorchScript archive, a program with weights",
             "save the weights alone, torch.save(model.state_dict(), path)",
@@ -264,12 +270,12 @@ def _unpickled(path: Path) -> Any:
         # Torch says of a name that it did not follow: "... GLOBAL os.system was not ..."
         asked = re.search(r"GLOBAL (\S+\w)\s", str(error))
         if asked is not None:
-            raise _refused(
+            raise _make_file_error(
                 path,
                 f"it asks for {asked[1]}, which is more than tensors and could do anything; nothing of it was run",
                 "save the weights alone, torch.save(model.state_dict(), path)",
             ) from error
-        raise _refused(path, "it is damaged, or torch did not write it", "save the weights again") from error
+        raise _make_file_error(path, "it is damaged, or torch did not write it", "save the weights again") from error
 
 
 def _is_script(path: Path) -> bool:
@@ -279,10 +285,10 @@ def _is_script(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
-        raise _refused(path, f"it is a damaged archive ({error})", "save the weights again") from error
+        raise _make_file_error(path, f"it is a damaged archive ({error})", "save the weights again") from error
 
 
-def _unnested(found: Any, path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _extract_state_dict(found: Any, path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     notes: tuple[str, ...] = ()
     nest = next((key for key in NESTS if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)), None)
     if nest is not None:
@@ -292,11 +298,11 @@ def _unnested(found: Any, path: Path) -> tuple[dict[str, Tensor], tuple[str, ...
         )
         found = found[nest]
     if not isinstance(found, Mapping):
-        raise _refused(path, f"it holds a {type(found).__name__}", "save a dict of tensors, model.state_dict()")
+        raise _make_file_error(path, f"it holds a {type(found).__name__}", "save a dict of tensors, model.state_dict()")
     wrong = [str(name) for name, value in found.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
     if wrong or not found:
-        got = f"it holds other things than tensors: {_listed(wrong)}" if wrong else "it holds no tensors"
-        raise _refused(path, got, "save a dict of tensors, model.state_dict()")
+        got = f"it holds other things than tensors: {_format_names(wrong)}" if wrong else "it holds no tensors"
+        raise _make_file_error(path, got, "save a dict of tensors, model.state_dict()")
     return dict(found), notes
 
 
@@ -317,7 +323,7 @@ def _check_fit(
     kinds = [
         f"{own[name]!r} is {kind}"
         for name, tensor in found.items()
-        if (kind := _odd_kind(tensor) or _whole_kind(tensor, wanted[name])) is not None
+        if (kind := _find_unmeasurable_kind(tensor) or _find_integer_kind(tensor, wanted[name])) is not None
     ]
     problems = {
         "missing": missing,
@@ -326,25 +332,25 @@ def _check_fit(
         "of a kind that cannot be measured": kinds,
     }
     if any(problems.values()):
-        told = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
+        told = "; ".join(f"{len(names)} {kind}: {_format_names(names)}" for kind, names in problems.items() if names)
         raise WeightsError(
             f"Got weights that do not fit the model. {told}. Want every weight of the model once, dense and real, "
             "in its shape. Do: check that the file belongs to this model, and that it is made as it was for training."
         )
 
 
-def _same_values(one: Tensor, two: Tensor) -> bool:
-    return one.shape == two.shape and _odd_kind(two) is None and torch.equal(one.double(), two.double())
+def _has_same_values(one: Tensor, two: Tensor) -> bool:
+    return one.shape == two.shape and _find_unmeasurable_kind(two) is None and torch.equal(one.double(), two.double())
 
 
-def _whole_kind(tensor: Tensor, wanted: Tensor) -> str | None:
+def _find_integer_kind(tensor: Tensor, wanted: Tensor) -> str | None:
     """What numbers without a scale (of a quantized network) or flags are, in the place of real weights."""
     if is_lazy(wanted) or not wanted.is_floating_point() or tensor.is_floating_point():
         return None
-    return f"{_plain_type(tensor.dtype)} there and {_plain_type(wanted.dtype)} in the model"
+    return f"{_format_dtype(tensor.dtype)} there and {_format_dtype(wanted.dtype)} in the model"
 
 
-def _odd_kind(tensor: Tensor) -> str | None:
+def _find_unmeasurable_kind(tensor: Tensor) -> str | None:
     odd = {
         "complex": tensor.is_complex(),
         "quantized": tensor.is_quantized,
@@ -354,11 +360,11 @@ def _odd_kind(tensor: Tensor) -> str | None:
     return next((kind for kind, is_so in odd.items() if is_so), None)
 
 
-def _listed(names: list[str], most: int = 5) -> str:
+def _format_names(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
-def _refused(path: Path, why: str, advice: str) -> WeightsError:
+def _make_file_error(path: Path, why: str, advice: str) -> WeightsError:
     return WeightsError(
         f"Got {str(path)!r}, which cannot be used: {why}. Want tensors by name (.safetensors, or a state_dict saved by "
         f"torch). Do: {advice}."

@@ -17,10 +17,10 @@ from torch.autograd.function import BackwardCFunction
 
 from saltflat.data import Batch
 from saltflat.errors import EmptyDataError, NonFiniteError
-from saltflat.logits import Normalized
+from saltflat.logits import NormalizedLogitsLoss
 from saltflat.losses import BinaryCrossEntropy, CrossEntropy
-from saltflat.problem import real
-from saltflat.sampling import ByGroup, by_group
+from saltflat.problem import cast_targets
+from saltflat.sampling import GroupedMean, iterate_groups
 from saltflat.setting import NotDefinedError, Setting
 
 Weights = Mapping[str, Tensor]
@@ -35,78 +35,78 @@ ONCE = "torch::autograd::Error"
 _CHECKED: WeakSet[Setting] = WeakSet()
 
 
-def loss_at(setting: Setting, weights: Weights | None = None) -> float:
+def compute_loss_at(setting: Setting, weights: Weights | None = None) -> float:
     """The mean loss with ``weights`` in place of the parameters of these names; infinite or NaN if it overflows."""
-    return losses_at(setting, weights).mean()
+    return compute_grouped_losses(setting, weights).compute_mean()
 
 
-def losses_at(setting: Setting, weights: Weights | None = None) -> ByGroup:
+def compute_grouped_losses(setting: Setting, weights: Weights | None = None) -> GroupedMean:
     """The same, group of examples by group."""
-    found = ByGroup(setting.groups)
+    found = GroupedMean(setting.groups)
     with torch.no_grad():
-        for batch in setting.chunks(0):
-            outputs, targets = _outputs(setting, batch, _leaves(setting, weights), weights is not None)
+        for batch in setting.read_chunks(0):
+            outputs, targets = _compute_outputs(setting, batch, _make_leaves(setting, weights), weights is not None)
             loss = setting.problem.loss
             found.add(batch, loss.total(outputs, targets), loss.share(outputs, targets))
-    _counted(float(found.shares.sum()))
+    _check_share(float(found.shares.sum()))
     return found
 
 
-def gradient_at(setting: Setting, weights: Weights | None = None) -> tuple[float, dict[str, Tensor]]:
+def compute_gradient_at(setting: Setting, weights: Weights | None = None) -> tuple[float, dict[str, Tensor]]:
     """The mean loss and its gradient, in float64."""
     total = share = 0.0
-    sums = _zeros(setting)
-    for batch in setting.chunks(0):
-        leaves = _leaves(setting, weights)
-        outputs, targets = _outputs(setting, batch, leaves, weights is not None)
+    sums = _make_zeros(setting)
+    for batch in setting.read_chunks(0):
+        leaves = _make_leaves(setting, weights)
+        outputs, targets = _compute_outputs(setting, batch, leaves, weights is not None)
         loss = setting.problem.loss.total(outputs, targets).sum()
-        _add(sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+        _add_gradients(sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
         total += float(loss.detach())
         share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
-    share = _counted(share)
+    share = _check_share(share)
     return total / share, {name: each / share for name, each in sums.items()}
 
 
-def hessian_product(setting: Setting, vector: Weights) -> dict[str, Tensor]:
+def compute_hessian_product(setting: Setting, vector: Weights) -> dict[str, Tensor]:
     """The true Hessian of the mean loss times a vector, in float64, by differentiating twice."""
-    return hessian_products(setting, [vector])[0]
+    return compute_hessian_products(setting, [vector])[0]
 
 
-def hessian_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
+def compute_hessian_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
     """The same for several vectors, which share a forward pass and the first backward pass."""
-    sums = [_zeros(setting) for _ in vectors]
+    sums = [_make_zeros(setting) for _ in vectors]
 
-    def add(leaves: Weights, slopes: Weights) -> None:
+    def add_chunk(leaves: Weights, slopes: Weights) -> None:
         for total, vector in zip(sums, vectors, strict=True):
             bent = [(g * vector[name].to(g)).sum().double() for name, g in slopes.items()]
             if bent:
-                _add(total, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
+                _add_gradients(total, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
 
-    share = _counted(_for_each_chunk(setting, add, setting.chunks(1)))
+    share = _check_share(_visit_chunks(setting, add_chunk, setting.read_chunks(1)))
     return [{name: each / share for name, each in total.items()} for total in sums]
 
 
-def hessian_block_products(setting: Setting, vectors: Weights) -> dict[str, Tensor]:
+def compute_hessian_block_products(setting: Setting, vectors: Weights) -> dict[str, Tensor]:
     """The diagonal blocks of the Hessian, one for each given parameter, times ``(vectors, *shape)`` of its own."""
     sums = {name: torch.zeros_like(each, dtype=torch.float64) for name, each in vectors.items()}
 
-    def add(leaves: Weights, slopes: Weights) -> None:
+    def add_chunk(leaves: Weights, slopes: Weights) -> None:
         for name in slopes.keys() & vectors.keys():
             for total, vector in zip(sums[name], vectors[name], strict=True):
                 (found,) = _differentiate_again((slopes[name] * vector.to(slopes[name])).sum(), [leaves[name]])
                 if found is not None:
                     total += found
 
-    share = _counted(_for_each_chunk(setting, add, setting.chunks(1)))
+    share = _check_share(_visit_chunks(setting, add_chunk, setting.read_chunks(1)))
     return {name: each / share for name, each in sums.items()}
 
 
-def curvature_by_group(setting: Setting, vector: Weights) -> ByGroup:
+def compute_grouped_curvature(setting: Setting, vector: Weights) -> GroupedMean:
     """v' H v of the mean loss, group of examples by group."""
     assert setting.groups is not None
-    found, along = ByGroup(setting.groups), 0.0
+    found, along = GroupedMean(setting.groups), 0.0
 
-    def add(leaves: Weights, slopes: Weights) -> None:
+    def add_chunk(leaves: Weights, slopes: Weights) -> None:
         nonlocal along
         bent = [(g * vector[name].to(g)).sum().double() for name, g in slopes.items()]
         if bent:
@@ -114,19 +114,19 @@ def curvature_by_group(setting: Setting, vector: Weights) -> ByGroup:
             pairs = zip(leaves, product, strict=True)
             along += sum(float((each.double() * vector[name]).sum()) for name, each in pairs if each is not None)
 
-    for group, batch in by_group(setting.problem.batches(), setting.groups, setting.limit // 8):
+    for group, batch in iterate_groups(setting.problem.read_batches(), setting.groups, setting.limit // 8):
         along = 0.0
-        share = _for_each_chunk(setting, add, setting.cut(batch, 1))
+        share = _visit_chunks(setting, add_chunk, setting.split_batch(batch, 1))
         found.add_sums(group, batch, along, share)
     return found
 
 
-def gauss_newton_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
+def compute_gauss_newton_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
     """The Gauss-Newton matrix of the mean loss over all parameters times several vectors: J' B J v."""
-    share, sums = 0.0, [_zeros(setting) for _ in vectors]
-    for batch in setting.chunks(1):
-        leaves = _leaves(setting, None)
-        outputs, targets = _outputs(setting, batch, leaves)
+    share, sums = 0.0, [_make_zeros(setting) for _ in vectors]
+    for batch in setting.read_chunks(1):
+        leaves = _make_leaves(setting, None)
+        outputs, targets = _compute_outputs(setting, batch, leaves)
         at = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(setting.problem.loss.total(at, targets).sum(), at, create_graph=True)
         # The gradient of <w, outputs> is J'w, linear in w: its derivative along v with respect to w is Jv.
@@ -136,7 +136,7 @@ def gauss_newton_products(setting: Setting, vectors: Sequence[Weights]) -> list[
         share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
         if not slope.requires_grad or not reached:  # a loss without curvature, or outputs without parameters
             continue
-        if any(node.name() == ONCE for node in _nodes(pulled)):
+        if any(node.name() == ONCE for node in _iterate_nodes(pulled)):
             raise NotDefinedError(
                 "needs to differentiate the backward pass, and one of the model's autograd functions forbids it: it "
                 "is marked once_differentiable"
@@ -147,13 +147,15 @@ def gauss_newton_products(setting: Setting, vectors: Sequence[Weights]) -> list[
             if along is None:
                 continue
             (bent,) = torch.autograd.grad(slope, at, along, retain_graph=True)
-            _add(total, torch.autograd.grad(outputs, list(leaves.values()), bent, retain_graph=True, allow_unused=True))
+            _add_gradients(
+                total, torch.autograd.grad(outputs, list(leaves.values()), bent, retain_graph=True, allow_unused=True)
+            )
         del outputs, pulled, reached  # and the graphs with them, before those of the next chunk
-    share = _counted(share)
+    share = _check_share(share)
     return [{name: each / share for name, each in total.items()} for total in sums]
 
 
-def _for_each_chunk(setting: Setting, use: Callable[[Weights, Weights], None], chunks: Iterable[Batch]) -> float:
+def _visit_chunks(setting: Setting, use: Callable[[Weights, Weights], None], chunks: Iterable[Batch]) -> float:
     """Call ``use`` with the leaves and the loss's gradients of each chunk; return the sum of the shares.
 
     Gradients come with a graph. A parameter without effect has none, and one that enters linearly a constant one: both
@@ -164,8 +166,8 @@ def _for_each_chunk(setting: Setting, use: Callable[[Weights, Weights], None], c
         if setting not in _CHECKED:
             _check_second_derivatives(setting, batch.cut(0, 2))
             _CHECKED.add(setting)
-        leaves = _leaves(setting, None)
-        outputs, targets = _outputs(setting, batch, leaves)
+        leaves = _make_leaves(setting, None)
+        outputs, targets = _compute_outputs(setting, batch, leaves)
         loss = setting.problem.loss.total(outputs, targets).sum()
         share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
         slopes: Sequence[Tensor | None] = [None] * len(leaves)
@@ -193,42 +195,44 @@ def _check_second_derivatives(setting: Setting, batch: Batch) -> None:
     backward pass detaches what it saved. The first shows in the graph; the second by comparing a product with the
     Hessian with differences of gradients.
     """
-    leaves = _leaves(setting, None)
-    outputs, targets = _outputs(setting, batch, leaves)
+    leaves = _make_leaves(setting, None)
+    outputs, targets = _compute_outputs(setting, batch, leaves)
     loss = setting.problem.loss.total(outputs, targets).sum()
     if not loss.requires_grad:
         return
     own = {
-        type(node).__name__.removesuffix("Backward") for node in _nodes([loss]) if isinstance(node, BackwardCFunction)
+        type(node).__name__.removesuffix("Backward")
+        for node in _iterate_nodes([loss])
+        if isinstance(node, BackwardCFunction)
     }
     if not own:
         return
     named = " and ".join(sorted(own))
     slopes = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
-    if any(node.name() == ONCE for node in _nodes(slopes)):
+    if any(node.name() == ONCE for node in _iterate_nodes(slopes)):
         raise NotDefinedError(
             f"needs second derivatives, which the model's autograd function {named} does not have: its backward pass "
             "is marked once_differentiable"
         )
-    vector = {n: torch.ones_like(v).bernoulli_(generator=_coin(v)).mul_(2).sub_(1) for n, v in leaves.items()}
+    vector = {n: torch.ones_like(v).bernoulli_(generator=_make_generator(v)).mul_(2).sub_(1) for n, v in leaves.items()}
     bent = [(g * vector[n]).sum() for n, g in zip(leaves, slopes, strict=True) if g is not None and g.requires_grad]
-    second = _zeros(setting)
+    second = _make_zeros(setting)
     if bent:
-        _add(second, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
-    size = norm_of(setting.problem.network.measured) / norm_of(vector)
+        _add_gradients(second, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
+    size = compute_norm(setting.problem.network.measured) / compute_norm(vector)
     before: dict[str, Tensor] | None = None
     for step in STEPS[max((v.dtype for v in leaves.values()), key=lambda kind: SYMMETRY[kind])]:
-        found = _zeros(setting)
+        found = _make_zeros(setting)
         for sign in (1, -1):
             there = {name: leaf.detach() + sign * step * size * vector[name] for name, leaf in leaves.items()}
-            places = _leaves(setting, there)
-            moved_outputs, _ = _outputs(setting, batch, places, True)
+            places = _make_leaves(setting, there)
+            moved_outputs, _ = _compute_outputs(setting, batch, places, True)
             total = setting.problem.loss.total(moved_outputs, targets).sum()
             slope = torch.autograd.grad(total, list(places.values()), allow_unused=True)
-            _add(found, tuple(None if each is None else sign * each / (2 * step * size) for each in slope))
+            _add_gradients(found, tuple(None if each is None else sign * each / (2 * step * size) for each in slope))
         # Where two steps agree there is no kink between them, and differences can be trusted.
-        if before is not None and _distance(found, before) <= 0.01:
-            if _distance(found, second) > 0.05:
+        if before is not None and _compute_distance(found, before) <= 0.01:
+            if _compute_distance(found, second) > 0.05:
                 raise NotDefinedError(
                     "needs second derivatives, and those that torch gives for this model are wrong: the backward pass "
                     f"of its autograd function {named} cannot be differentiated"
@@ -237,7 +241,7 @@ def _check_second_derivatives(setting: Setting, batch: Batch) -> None:
         before = found
 
 
-def _nodes(tensors: Sequence[Tensor | None]) -> Iterator[Any]:
+def _iterate_nodes(tensors: Sequence[Tensor | None]) -> Iterator[Any]:
     """Everything that backward passes from these go through."""
     seen: set[Any] = set()
     waiting = [each.grad_fn for each in tensors if each is not None]
@@ -249,14 +253,14 @@ def _nodes(tensors: Sequence[Tensor | None]) -> Iterator[Any]:
             waiting += [following for following, _ in node.next_functions]
 
 
-def _coin(value: Tensor) -> torch.Generator:
+def _make_generator(value: Tensor) -> torch.Generator:
     return torch.Generator(value.device).manual_seed(0)
 
 
-def _distance(one: Weights, two: Weights) -> float:
+def _compute_distance(one: Weights, two: Weights) -> float:
     """Relative to the longer one."""
-    longest = max(norm_of(one), norm_of(two))
-    return norm_of({name: one[name] - two[name] for name in one}) / longest if longest else 0.0
+    longest = max(compute_norm(one), compute_norm(two))
+    return compute_norm({name: one[name] - two[name] for name in one}) / longest if longest else 0.0
 
 
 def check_symmetric(setting: Setting, difference: float) -> None:
@@ -272,64 +276,64 @@ def check_symmetric(setting: Setting, difference: float) -> None:
         )
 
 
-def accuracy_at(setting: Setting, weights: Weights | None = None) -> float:
+def compute_accuracy_at(setting: Setting, weights: Weights | None = None) -> float:
     """The fraction of targets that the network gets right; at every position, without those that are ignored."""
     right = counted = 0
     with torch.no_grad():
-        for batch in setting.chunks(0):
-            outputs, targets = _outputs(setting, batch, _leaves(setting, weights), weights is not None)
-            met, kept = hits(setting, outputs, targets)
+        for batch in setting.read_chunks(0):
+            outputs, targets = _compute_outputs(setting, batch, _make_leaves(setting, weights), weights is not None)
+            met, kept = find_hits(setting, outputs, targets)
             right, counted = right + int((met & kept).sum()), counted + int(kept.sum())
-    return right / _counted(counted)
+    return right / _check_share(counted)
 
 
-def scales_of(setting: Setting) -> dict[str, Tensor]:
+def compute_scales(setting: Setting) -> dict[str, Tensor]:
     """The absolute values of the parameters, in float64."""
     return {name: value.double().abs() for name, value in setting.problem.network.measured.items()}
 
 
-def moved(setting: Setting, step: Weights) -> dict[str, Tensor]:
+def compute_moved_weights(setting: Setting, step: Weights) -> dict[str, Tensor]:
     """The parameters plus ``step``, in float64."""
     return {name: value.double() + step[name] for name, value in setting.problem.network.measured.items()}
 
 
-def norm_of(vector: Weights) -> float:
+def compute_norm(vector: Weights) -> float:
     """The length of a vector that is kept by parameters."""
     return float(torch.stack([each.double().square().sum().cpu() for each in vector.values()]).sum().sqrt())
 
 
-def check_loss(loss: float) -> float:
+def check_finite_loss(loss: float) -> float:
     """The mean loss where the network stands must be a number."""
     if not isfinite(loss):
         raise NonFiniteError(f"Got a mean loss of {loss}. Want a finite one. Do: check the targets and the weights.")
     return loss
 
 
-def _leaves(setting: Setting, weights: Weights | None) -> dict[str, Tensor]:
+def _make_leaves(setting: Setting, weights: Weights | None) -> dict[str, Tensor]:
     given = weights or {}
     measured = setting.problem.network.measured
     return {name: given.get(name, value).to(value).detach().requires_grad_() for name, value in measured.items()}
 
 
-def _outputs(setting: Setting, batch: Batch, leaves: Weights, is_moved: bool = False) -> tuple[Tensor, Tensor]:
+def _compute_outputs(setting: Setting, batch: Batch, leaves: Weights, is_moved: bool = False) -> tuple[Tensor, Tensor]:
     """Outputs and targets in float64; ``is_moved`` if the leaves are not the model's own weights."""
-    outputs, targets = setting.problem.network(batch, leaves=leaves).double(), real(batch.targets)
+    outputs, targets = setting.problem.network(batch, leaves=leaves).double(), cast_targets(batch.targets)
     setting.problem.loss.check(outputs, targets)
     if not is_moved:
         setting.check_uncoupled(batch, outputs)
     return outputs, targets
 
 
-def hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def find_hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Which targets are met, and which count."""
     loss = setting.problem.loss
-    if isinstance(loss, Normalized):  # the largest logit stays the largest
+    if isinstance(loss, NormalizedLogitsLoss):  # the largest logit stays the largest
         loss = loss.inner
     if isinstance(loss, BinaryCrossEntropy):
         return (outputs > 0) == (targets > 0.5), torch.ones_like(targets, dtype=torch.bool)
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs classes to be right or wrong about, which {type(loss).__name__} does not have")
-    axis = loss.class_axis(outputs, targets)
+    axis = loss.find_class_axis(outputs, targets)
     # Outputs that overflowed predict nothing.
     found = outputs.argmax(axis).where(outputs.isfinite().all(axis), targets.new_full((), -1, dtype=torch.long))
     if targets.is_floating_point():
@@ -337,18 +341,18 @@ def hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Te
     return found == targets, targets != loss.ignore_index
 
 
-def _zeros(setting: Setting) -> dict[str, Tensor]:
+def _make_zeros(setting: Setting) -> dict[str, Tensor]:
     measured = setting.problem.network.measured
     return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in measured.items()}
 
 
-def _add(sums: dict[str, Tensor], found: tuple[Tensor | None, ...]) -> None:
+def _add_gradients(sums: dict[str, Tensor], found: tuple[Tensor | None, ...]) -> None:
     for total, each in zip(sums.values(), found, strict=True):
         if each is not None:
             total += each
 
 
-def _counted(share: float) -> float:
+def _check_share(share: float) -> float:
     if share <= 0:
         raise EmptyDataError(
             "Got targets that are all ignored or have no weight. Want at least one that counts. "

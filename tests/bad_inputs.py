@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.data import inputs_and_targets
+from saltflat.data import unpack_batch
 from saltflat.integrations import JsonLines, Monitor, Table, TensorBoard, WandB
 from saltflat.landscape.result import Landscape
-from saltflat.readers import read
+from saltflat.readers import read_data
 from saltflat.report.audit import Audit
 from saltflat.spectrum.result import Spectrum
-from saltflat.symmetry import canonical, same_up_to_rescaling
-from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty, penalty, shifted
+from saltflat.symmetry import canonicalize, equal_up_to_rescaling
+from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty, penalty, shift_weights
 from saltflat.weights import load_weights
 
 Call = Callable[[], Any]
@@ -411,31 +411,31 @@ def every_call(folder: Path) -> dict[str, Call]:
                 "initial", "certificate", "sampling", "limit",
             ),
         ),
-        "statistics_of": (
-            saltflat.statistics_of,
+        "compute_statistics": (
+            saltflat.compute_statistics,
             {"names": "curvature_trace", **quick},
             ("names", "columns", "layers", "memory", "dtype", "seed", "progress", "mode", "limit"),
         ),
         "certify": (saltflat.certify, {}, ("layers", "examples", "seed", "mode")),
-        "eigenvalues_of": (
-            saltflat.eigenvalues_of,
+        "compute_eigenvalues": (
+            saltflat.compute_eigenvalues,
             {"steps": 3, **quick},
             ("start", "tolerance", "steps", "columns", "layers", "memory", "dtype", "seed", "progress", "mode"),
         ),
         "spectrum": (
-            saltflat.spectrum,
+            saltflat.compute_spectrum,
             {"density": False, "k": 1, **quick},
             ("k", "smallest", "matrix", "per", "density", "draws", "steps", "layers", "memory", "dtype", "seed",
              "progress", "mode", "limit"),
         ),
         "landscape": (
-            saltflat.landscape,
+            saltflat.compute_landscape,
             {"points": 3, **quick},
             ("directions", "dimensions", "points", "radius", "normalize", "biases", "batch_norm", "layers", "memory",
              "dtype", "seed", "progress"),
         ),
         "audit": (
-            saltflat.audit,
+            saltflat.audit_invariance,
             {"measures": "fisher_trace", "draws": 1, **quick},
             ("measures", "draws", "spread", "kinds", "seed", "columns", "layers", "memory", "progress", "logits",
              "diagonal", "initial", "limit"),
@@ -458,11 +458,11 @@ def every_call(folder: Path) -> dict[str, Call]:
         for label, call in options_of(partial(_later, function), usual, *options):
             made[f"{name}({label})"] = call
     on_example: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-        "symmetries": (saltflat.symmetries, ("example", "kind")),
+        "symmetries": (saltflat.find_symmetries, ("example", "kind")),
         "rescale": (saltflat.rescale, ("example", "seed", "spread", "kind", "strict")),
-        "canonical": (canonical, ("example",)),
+        "canonicalize": (canonicalize, ("example",)),
         "fold": (saltflat.fold, ("example",)),
-        "same_up_to_rescaling": (lambda model, example: same_up_to_rescaling(model, net(), example), ("example",)),
+        "equal_up_to_rescaling": (lambda model, example: equal_up_to_rescaling(model, net(), example), ("example",)),
     }
     for name, (function, options) in on_example.items():
         for label, model in models().items():
@@ -618,7 +618,7 @@ def _raises_in_plain_step(model: Any, batch: Any, loss: Any, kind: type[Exceptio
     That is the user's error, in training as everywhere. What targets and losses of torch make of them is not.
     """
     try:
-        args, kwargs, targets = inputs_and_targets(batch)
+        args, kwargs, targets = unpack_batch(batch)
         outputs = model(*args, **kwargs)
         if callable(loss):
             loss(outputs, targets)
@@ -629,7 +629,7 @@ def _raises_in_plain_step(model: Any, batch: Any, loss: Any, kind: type[Exceptio
 
 def _shifted(parameters: Any, steps: Any) -> None:
     model = net()
-    with shifted(model, list(model.parameters()) if parameters is None else parameters, steps):
+    with shift_weights(model, list(model.parameters()) if parameters is None else parameters, steps):
         pass
 
 
@@ -653,7 +653,7 @@ def _files(folder: Path) -> dict[str, Call]:
         "report.get({})": report.get,
         "{} in report": lambda value: value in report,
         "report == {}": lambda value: report == value,
-        "read({})": read,
+        "read({})": read_data,
     }
     for name, kind in kinds.items():
         calls |= {f"{name}.load({{}})": kind.load, f"{name}.from_dict({{}})": kind.from_dict}
@@ -664,9 +664,9 @@ def _results() -> dict[str, Call]:
     """Methods of what calls give back."""
     report = saltflat.measure(net(), GOOD, measures=["fisher_trace"], certificate=False, progress=False)
     both = saltflat.compare(report, report)
-    spectrum = saltflat.spectrum(net(), GOOD, k=1, draws=2, steps=3, progress=False)
-    flat = saltflat.landscape(net(), GOOD, points=3, progress=False)
-    group = saltflat.symmetries(net(), X)
+    spectrum = saltflat.compute_spectrum(net(), GOOD, k=1, draws=2, steps=3, progress=False)
+    flat = saltflat.compute_landscape(net(), GOOD, points=3, progress=False)
+    group = saltflat.find_symmetries(net(), X)
     methods: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         "Report.plot": (report.plot, ("names",)),
         "Comparison.plot": (both.plot, ("names", "by")),
@@ -674,7 +674,7 @@ def _results() -> dict[str, Call]:
         "Spectrum.plot": (spectrum.plot, ("width",)),
         "Landscape.plot": (flat.plot, ("what", "log", "levels")),
         "Symmetries.sample": (group.sample, ("seed", "spread")),
-        "Symmetries.fixing": (group.fixing, ("names",)),
+        "Symmetries.fixing": (group.fix_parameters, ("names",)),
     }
     return {
         f"{name}({label})": call
@@ -699,10 +699,10 @@ def _hugging_face(**given: Any) -> Any:
     from saltflat.integrations import huggingface_options as options
 
     makers: dict[str, Callable[[Any], Any]] = {
-        "sam": options.two_pass_from,
-        "fisher": options.fisher_from,
-        "penalties": options.penalties_from,
-        "flatness": options.flatness_from,
+        "sam": options.parse_sam_option,
+        "fisher": options.parse_fisher_option,
+        "penalties": options.parse_penalties,
+        "flatness": options.parse_flatness_option,
     }
     ((name, value),) = given.items()
     return makers[name](value)

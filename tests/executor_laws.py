@@ -18,7 +18,7 @@ import pytest
 import torch
 from executor_cases import Task, tasks, wait_until
 
-from saltflat.studies.executors import Executor, ExecutorError, Failure, Here, Session
+from saltflat.studies.executors import Executor, ExecutorError, Failure, LocalExecutor, Session
 
 Law: TypeAlias = Callable[[Executor, Path], None]
 
@@ -31,7 +31,7 @@ class Kept(Executor):
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def open(self) -> Session:
+    def open_session(self) -> Session:
         return cast(Session, nullcontext(self._session))
 
 
@@ -52,7 +52,7 @@ def results_are_those_of_the_work(executor: Executor, folder: Path) -> None:
 def errors_are_the_same_failures_everywhere_and_stop_nothing(executor: Executor, folder: Path) -> None:
     given = tasks(5, 0, "x", 2)
     found = results(executor, given, cases.raising)
-    assert found == results(Here(), given, cases.raising)
+    assert found == results(LocalExecutor(), given, cases.raising)
     assert (found["5"], found["2"]) == (2, 5)
     assert found["0"].error == "ZeroDivisionError: integer division or modulo by zero"
     assert found["x"].error == "ValueError: invalid literal for int() with base 10: 'x'"
@@ -95,21 +95,21 @@ def no_tasks_are_no_results(executor: Executor, folder: Path) -> None:
 
 def results_make_new_tasks(executor: Executor, folder: Path) -> None:
     seen: dict[str, object] = {}
-    with executor.open() as session:
-        assert list(session.finished()) == []
+    with executor.open_session() as session:
+        assert list(session.iter_results()) == []
         for task in tasks("a", "bc", "def"):
             session.submit(task, cases.upper)
-        for task, result in session.finished():
+        for task, result in session.iter_results():
             seen[task.key] = result
             if isinstance(result, str):
                 session.submit(Task(result), cases.length, soon=True)
         session.submit(Task("late"), cases.length)
-        seen.update((task.key, result) for task, result in session.finished())
+        seen.update((task.key, result) for task, result in session.iter_results())
     assert seen == {"a": "A", "A": 1, "bc": "BC", "BC": 2, "def": "DEF", "DEF": 3, "late": 4}
 
 
 def a_closed_session_takes_no_tasks(executor: Executor, folder: Path) -> None:
-    with executor.open() as session:
+    with executor.open_session() as session:
         pass
     with pytest.raises(ExecutorError, match="'later' after the session was closed"):
         session.submit(Task("later"), cases.length)
@@ -181,10 +181,10 @@ def a_task_that_waits_for_a_worker_loses_no_time(executor: Executor, folder: Pat
 
 
 def a_consumer_that_stops_ends_the_workers(executor: Executor, folder: Path) -> None:
-    with executor.open() as session:
+    with executor.open_session() as session:
         for task in tasks("quick", "slow", folder=folder):
             session.submit(task, cases.endless)
-        assert next(iter(session.finished()))[1] == "quick"
+        assert next(iter(session.iter_results()))[1] == "quick"
         wait_until(lambda: bool(cases.pids(folder)), "the slow task ran")
         assert all(cases.alive(pid) for pid in cases.pids(folder))
     wait_until(lambda: not any(cases.alive(pid) for pid in cases.pids(folder)), "the workers ended")
@@ -223,10 +223,10 @@ def many_works_are_not_taken_for_each_other(executor: Executor, folder: Path) ->
     first, *others = [partial(_plus, i) for i in range(6)]
     expected = {str(100 * i): 100 * i for i in range(12)}
     found: dict[str, int] = {}
-    with executor.open() as session:
+    with executor.open_session() as session:
         for key in expected:
             session.submit(Task(key), first)
-        for task, result in session.finished():
+        for task, result in session.iter_results():
             if not found:
                 for i in range(30):
                     expected[str(100 * i + 50)] = 100 * i + 50 + 1 + i // 6

@@ -311,7 +311,7 @@ def check(drawn: Drawn) -> str:
             return "no oracle"
         before = snapshot(drawn)
         try:
-            found = saltflat.statistics_of(
+            found = saltflat.compute_statistics(
                 drawn.model, drawn.form.data, list(SWEPT), loss=drawn.loss.given, progress=False, **drawn.options
             )
             report = saltflat.measure(

@@ -71,7 +71,7 @@ def watched(log: Path) -> None:
         with log.open("a") as file:  # one short write at the end of the file, whole even if killed
             file.write(" ".join(map(str, words)) + "\n")
 
-    train, measure = tasks.train, tasks.measure_run
+    train, measure = tasks.train_group, tasks.measure_run
 
     def training(task: TrainTask, context: Any) -> Any:
         note("train", *task.configs)
@@ -81,7 +81,7 @@ def watched(log: Path) -> None:
         note("measure", task.key)
         return measure(task, context)
 
-    tasks.train, tasks.measure_run = training, measuring
+    tasks.train_group, tasks.measure_run = training, measuring
 
 
 def begin(folder: Path, log: Path, chosen: Study) -> int:

@@ -35,11 +35,11 @@ def originals() -> dict[str, dict[str, Any]]:
     made: dict[str, Any] = {
         "report": saltflat.measure(net, data, measures=[*names, "distance_from_init", "all"], progress=False),
         "report of random columns": saltflat.measure(net, data, measures=names, columns="sampled:2", progress=False),
-        "audit": saltflat.audit(net, data, measures=names[:3], draws=2, progress=False),
-        "landscape": saltflat.landscape(net, data, points=3, progress=False),
-        "map": saltflat.landscape(net, data, dimensions=2, points=3, progress=False),
-        "spectrum": saltflat.spectrum(net, data, k=2, draws=2, steps=4, progress=False),
-        "spectrum of layers": saltflat.spectrum(net, data, k=1, per="layer", draws=2, steps=3, progress=False),
+        "audit": saltflat.audit_invariance(net, data, measures=names[:3], draws=2, progress=False),
+        "landscape": saltflat.compute_landscape(net, data, points=3, progress=False),
+        "map": saltflat.compute_landscape(net, data, dimensions=2, points=3, progress=False),
+        "spectrum": saltflat.compute_spectrum(net, data, k=2, draws=2, steps=4, progress=False),
+        "spectrum of layers": saltflat.compute_spectrum(net, data, k=1, per="layer", draws=2, steps=3, progress=False),
     }
     return {name: json.loads(json.dumps(each.to_dict())) for name, each in made.items()}
 
@@ -119,7 +119,9 @@ def uses(path: Path, kind: Any, other: saltflat.Report, plots: bool) -> Iterator
     if isinstance(result, Audit):
         yield (
             "lines",
-            lambda: [(line.verdicts, [line.decades(kind) for kind in line.changes]) for line in result.values()],
+            lambda: [
+                (line.verdicts, [line.compute_draw_decades(kind) for kind in line.changes]) for line in result.values()
+            ],
         )
     if isinstance(result, Landscape):
         yield "values", lambda: (result.loss, result.error, result.curvature)

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from saltflat.studies import Examples, Study
-from saltflat.studies.integrity import checksum
+from saltflat.studies.integrity import compute_checksum
 
 
 def study(**changes: Any) -> Study:
@@ -184,13 +184,13 @@ class Told:
     def begin(self, to_train: int, to_measure: int) -> None:
         self.counts["begun"] = (to_train, to_measure)
 
-    def epochs(self, done: int, most: int) -> None:
+    def update_epochs(self, done: int, most: int) -> None:
         self.counts["epochs"].append((done, most))
 
-    def trained(self, runs: int) -> None:
+    def add_trained(self, runs: int) -> None:
         self.counts["trained"] += runs
 
-    def finished(self, status: str) -> None:
+    def add_finished(self, status: str) -> None:
         self.counts["finished"].append(status)
 
     def tell(self, text: str) -> None:
@@ -230,4 +230,4 @@ def as_written_before(folder: Path) -> None:
         tensors, facts = load(path.read_bytes()), facts_of(path)
         later = ("digest", "initial", *(["key"] if ".initial." in path.name or path.parent.name == "partial" else []))
         kept = {name: value for name, value in facts.items() if name not in later}
-        path.write_bytes(save(tensors, {**kept, "checksum": checksum(tensors)}))
+        path.write_bytes(save(tensors, {**kept, "checksum": compute_checksum(tensors)}))

@@ -24,12 +24,12 @@ import saltflat
 from saltflat.errors import ModelError, OptionError, ReportError, SaltflatError, UnknownNameError
 from saltflat.measures import MEASURES, measure
 from saltflat.report import Audit, AuditLine, Change, Reading, Report
-from saltflat.report.audit_view import ordered
-from saltflat.report.change import BROKEN, MOVES, STAYS, UNCLAIMED, UNDEFINED, UNMEASURED, WITHIN, change_of
-from saltflat.report.table import rendered
-from saltflat.symmetry.audit import audit
-from saltflat.symmetry.graph import symmetries
-from saltflat.symmetry.rescale import rescaled
+from saltflat.report.audit_view import sort_measures
+from saltflat.report.change import BROKEN, MOVES, STAYS, UNCLAIMED, UNDEFINED, UNMEASURED, WITHIN, compute_change
+from saltflat.report.table import render_text
+from saltflat.symmetry.audit import audit_invariance
+from saltflat.symmetry.graph import find_symmetries
+from saltflat.symmetry.rescale import apply_rescaling
 
 NAN, INF = float("nan"), float("inf")
 FEW = ["hessian_trace", "normalized_sharpness", "kappa"]
@@ -37,7 +37,7 @@ FEW = ["hessian_trace", "normalized_sharpness", "kappa"]
 
 def audited(name: str, *measures: str, **options: Any) -> Audit:
     case = {**CHAINS, **NETWORKS}[name]()
-    return audit(case.model, case.batches, case.loss, list(measures) or FEW, **{"draws": 2, **options})
+    return audit_invariance(case.model, case.batches, case.loss, list(measures) or FEW, **{"draws": 2, **options})
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def test_each_measure_does_what_it_claims_on_a_residual_network_with_batch_norm(
 
 def test_values_are_those_of_the_rescaled_networks_measured_by_hand(of_mlp: Audit) -> None:
     case = CHAINS["mlp_with_biases"]()
-    group = symmetries(case.model, case.batches[0][0])  # type: ignore[index]
-    for kind, part in {"layer": group.by_layer(), "unit": group}.items():
+    group = find_symmetries(case.model, case.batches[0][0])  # type: ignore[index]
+    for kind, part in {"layer": group.restrict_to_layers(), "unit": group}.items():
         for draw in range(3):
-            other = rescaled(case.model, part, part.sample(draw, 2.0))
+            other = apply_rescaling(case.model, part, part.sample(draw, 2.0))
             wanted = saltflat.measure(other, case.batches, case.loss, FEW, certificate=False)
             for name in FEW:
                 assert of_mlp[name].values[kind][draw] == pytest.approx(wanted[name].value, rel=1e-12)
@@ -93,26 +93,26 @@ def test_changes_are_the_extremes_of_new_by_old(of_mlp: Audit) -> None:
         ratios = [float(value or NAN) / line.reading.value for value in change.values]
         assert (change.smallest, change.largest) == (min(ratios), max(ratios))
         assert change.moved == pytest.approx(max(abs(each - 1) for each in ratios))
-        assert line.decades(kind) == pytest.approx(np.log10(ratios))
+        assert line.compute_draw_decades(kind) == pytest.approx(np.log10(ratios))
 
 
 def test_a_false_claim_is_reported_as_broken(boastful: str) -> None:
     found = audited("mlp_with_biases", boastful, "normalized_sharpness")
     assert found[boastful].verdicts == {"layer": MOVES, "unit": BROKEN}
     assert not found.holds
-    assert found.broken == [boastful]
+    assert found.broken_claims == [boastful]
     shown = str(found)
     assert "MOVES" in shown
     assert f"{boastful} moved by a factor of" in shown
     assert shown.index(boastful) < shown.index("normalized_sharpness")
-    assert Audit.from_dict(found.to_dict()).broken == [boastful]
+    assert Audit.from_dict(found.to_dict()).broken_claims == [boastful]
     assert found.plot() is not None
 
 
 def test_float32_models_are_audited_in_float64() -> None:
     case = CHAINS["mlp_with_biases"]()
     data = [(inputs.float(), targets) for inputs, targets in case.batches]  # type: ignore[union-attr]
-    found = audit(case.model.float(), data, measures=FEW, draws=2)
+    found = audit_invariance(case.model.float(), data, measures=FEW, draws=2)
     assert found.report.settings["dtype"] == "float64"
     assert found["normalized_sharpness"].changes["unit"].moved < 1e-12
 
@@ -126,7 +126,7 @@ def test_the_users_model_is_left_bit_for_bit(name: str) -> None:
     before, modes = deepcopy(case.model.state_dict()), [each.training for each in case.model.modules()]
     objects = [id(each) for each in case.model.parameters()]
     state = torch.get_rng_state()
-    audit(case.model, case.batches, measures=["hessian_trace"], draws=2)
+    audit_invariance(case.model, case.batches, measures=["hessian_trace"], draws=2)
     assert all(torch.equal(value, before[key]) for key, value in case.model.state_dict().items())
     assert [each.training for each in case.model.modules()] == modes
     assert [id(each) for each in case.model.parameters()] == objects
@@ -137,18 +137,18 @@ def test_the_users_model_is_left_bit_for_bit(name: str) -> None:
 def test_a_model_in_train_mode_is_noted() -> None:
     case = CHAINS["mlp_with_biases"]()
     case.model.train()
-    found = audit(case.model, case.batches, measures=["hessian_trace"], draws=1)
+    found = audit_invariance(case.model, case.batches, measures=["hessian_trace"], draws=1)
     assert any("train mode" in note for note in found.notes)
 
 
 def test_the_quick_measures_are_taken_if_none_is_named() -> None:
     case = CHAINS["mlp_with_biases"]()
-    found = audit(case.model, case.batches, draws=1, kinds="layer")
+    found = audit_invariance(case.model, case.batches, draws=1, kinds="layer")
     quick = {name for name, each in MEASURES.items() if each.cost == "sweep"}
     assert set(found) | set(found.report.left_out) == quick
     assert "distance_from_init" in found.report.left_out
     assert set(found.scales) == {"layer"}
-    with_start = audit(case.model, case.batches, measures="distance_from_init", draws=1, initial=case.model)
+    with_start = audit_invariance(case.model, case.batches, measures="distance_from_init", draws=1, initial=case.model)
     assert with_start["distance_from_init"].verdicts == {"layer": MOVES, "unit": MOVES}
     assert with_start["distance_from_init"].changes["unit"].largest == INF
 
@@ -184,7 +184,7 @@ def test_a_network_without_rescalings_is_an_answer() -> None:
 
 def test_a_network_of_one_layer_has_no_rescalings() -> None:
     model, data = nn.Linear(3, 2), (torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
-    found = audit(model, data, measures=["hessian_trace"], draws=1)
+    found = audit_invariance(model, data, measures=["hessian_trace"], draws=1)
     assert "This network has no rescalings: there is no unit" in str(found)
 
 
@@ -203,7 +203,7 @@ def test_units_may_be_free_where_layers_are_not() -> None:
             return joined
 
     data = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
-    found = audit(Halves(), data, measures=FEW, draws=2)
+    found = audit_invariance(Halves(), data, measures=FEW, draws=2)
     assert found.scales == {"layer": 0, "unit": 2}
     assert set(found["hessian_trace"].changes) == {"unit"}
     shown = str(found)
@@ -219,13 +219,13 @@ def test_a_draw_that_fails_is_kept_as_failed_and_the_others_as_they_are(
 
     def overflowing(*args: Any) -> nn.Module:
         calls.append(args)
-        model = rescaled(*args)
+        model = apply_rescaling(*args)
         if len(calls) == 2:
             with torch.no_grad():
                 next(model.parameters()).fill_(INF)
         return model
 
-    monkeypatch.setattr("saltflat.symmetry.audit.rescaled", overflowing)
+    monkeypatch.setattr("saltflat.symmetry.audit.apply_rescaling", overflowing)
     found = audited("mlp_with_biases", draws=3)
     assert list(found.failed["layer"]) == ["1"]
     assert "infinite numbers in '0.weight'" in found.failed["layer"]["1"]
@@ -248,12 +248,12 @@ def test_factors_beyond_all_numbers_are_failed_draws() -> None:
 
 def test_a_rescaling_that_changes_the_loss_is_a_failed_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*args: Any) -> nn.Module:
-        model = rescaled(*args)
+        model = apply_rescaling(*args)
         with torch.no_grad():
             next(model.parameters()).mul_(1.5)
         return model
 
-    monkeypatch.setattr("saltflat.symmetry.audit.rescaled", wrong)
+    monkeypatch.setattr("saltflat.symmetry.audit.apply_rescaling", wrong)
     found = audited("mlp_with_biases", "hessian_trace")
     assert all("not the same function" in why for why in found.failed["unit"].values())
     assert len(found.failed["unit"]) == 2
@@ -286,7 +286,7 @@ def test_progress_is_one_step_per_measurement() -> None:
 def test_bad_requests_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
     case = CHAINS["mlp_with_biases"]()
     with pytest.raises(error, match=told) as raised:
-        audit(**{"model": case.model, "data": case.batches, **options})
+        audit_invariance(**{"model": case.model, "data": case.batches, **options})
     assert all(word in str(raised.value) for word in ("Got ", "Want ", "Do: "))
 
 
@@ -320,31 +320,32 @@ def test_a_verdict_tells_what_moved_from_what_was_claimed(
     old: float, new: list[float | None], logarithmic: bool, unclaimed: str, claimed: str
 ) -> None:
     before = Reading("x", old)
-    assert change_of(before, readings(*new), False, logarithmic).verdict == unclaimed
-    assert change_of(before, readings(*new), True, logarithmic).verdict == claimed
+    assert compute_change(before, readings(*new), False, logarithmic).verdict == unclaimed
+    assert compute_change(before, readings(*new), True, logarithmic).verdict == claimed
 
 
 def test_what_is_within_errors_or_unfinished_breaks_no_claim() -> None:
     before = Reading("x", 2.0, stderr=0.1)
-    assert change_of(before, readings(2.1, stderr=0.1), True, False).verdict == WITHIN
-    assert change_of(before, readings(3.0, stderr=0.1), True, False).verdict == BROKEN
-    assert change_of(before, readings(2.1, stderr=0.1), False, False).verdict == MOVES
-    unfinished = change_of(before, readings(3.0, converged=False), True, False)
+    assert compute_change(before, readings(2.1, stderr=0.1), True, False).verdict == WITHIN
+    assert compute_change(before, readings(3.0, stderr=0.1), True, False).verdict == BROKEN
+    assert compute_change(before, readings(2.1, stderr=0.1), False, False).verdict == MOVES
+    unfinished = compute_change(before, readings(3.0, converged=False), True, False)
     assert unfinished.verdict == WITHIN
     assert not unfinished.converged
     # An estimate without a known error has no such excuse.
-    assert change_of(Reading("x", 2.0), readings(2.1, exact=False), True, False).verdict == BROKEN
+    assert compute_change(Reading("x", 2.0), readings(2.1, exact=False), True, False).verdict == BROKEN
 
 
 def test_changes_of_logarithms_are_differences() -> None:
-    change = change_of(Reading("x", -3.0), readings(-5.0, 4.0), False, True)
+    change = compute_change(Reading("x", -3.0), readings(-5.0, 4.0), False, True)
     assert (change.smallest, change.largest, change.moved) == (-2.0, 7.0, 7.0)
 
 
 def by_hand(name: str, old: float, new: list[float | None], claims: tuple[str, ...] = (), **facts: Any) -> AuditLine:
     before, logarithmic = Reading(name, old, **facts), "log" in name
     changes = {
-        kind: change_of(before, readings(*new), f"{kind}_scale" in claims, logarithmic) for kind in ("layer", "unit")
+        kind: compute_change(before, readings(*new), f"{kind}_scale" in claims, logarithmic)
+        for kind in ("layer", "unit")
     }
     return AuditLine(before, claims, logarithmic, changes)
 
@@ -378,23 +379,23 @@ def everything(of_mlp: Audit) -> Audit:
 
 
 def test_broken_claims_come_first_then_what_stays_then_what_moves_by_size(everything: Audit) -> None:
-    found = ordered(everything)
+    found = sort_measures(everything)
     assert found[:6] == ["false", "kept", "still", "near", HOSTILE, "far"]
     assert found[-1] == "undefined"
 
 
 def test_the_last_line_says_it_in_a_sentence(everything: Audit, of_mlp: Audit) -> None:
-    shown = rendered(everything.__rich__(), 300).splitlines()
+    shown = render_text(everything.__rich__(), 300).splitlines()
     assert shown[-1] == "far moved by a factor of 1e12 while kept stayed where it claims to, within 1e-12."
     assert shown[-2] == "false moved by a factor of 1.4, though it claims to stay."
-    assert rendered(of_mlp.__rich__(), 300).splitlines()[-1].startswith("hessian_trace moved by a factor of ")
+    assert render_text(of_mlp.__rich__(), 300).splitlines()[-1].startswith("hessian_trace moved by a factor of ")
 
 
 def test_only_what_broke_a_claim_is_told_as_broken(of_mlp: Audit) -> None:
     before = Reading("false", 1.0, notes=("Inputs 3 and 4 are constant.",))
     changes = {
-        "layer": change_of(before, readings(3.0, 1.0), True, False),
-        "unit": change_of(before, readings(23.0, 1.0), False, False),
+        "layer": compute_change(before, readings(3.0, 1.0), True, False),
+        "unit": compute_change(before, readings(23.0, 1.0), False, False),
     }
     lines = [AuditLine(before, ("layer_scale",), False, changes), by_hand("near", 1.0, [2.0, 1.0])]
     shown = str(audit_by_hand(of_mlp, *lines)).splitlines()
@@ -425,7 +426,7 @@ def test_factors_beyond_all_numbers_are_told(of_mlp: Audit, old: float, new: flo
 
 def test_what_moved_is_never_told_as_a_factor_of_1(of_mlp: Audit) -> None:
     found = audit_by_hand(of_mlp, by_hand("near", 1.0, [0.97, 1.0003]), by_hand("nearer", 1.0, [1.0, 1.0000042]))
-    shown = rendered(found.__rich__(), 200)
+    shown = render_text(found.__rich__(), 200)
     assert "x 0.97 to 1.0003 " in shown
     assert "x 1 to 1.000004 " in shown
 
@@ -435,7 +436,7 @@ def test_80_columns_have_room_for_a_table_of_all_measures(of_mlp: Audit) -> None
     lines = [by_hand(name, 5.0, [5.0 + 1e-12, 5.0], BOTH, exact=False) for name in names[:10]]
     lines += [by_hand(name, 5.0, [6.0, 1.1e-5], BOTH) for name in names[10:12]]
     lines += [by_hand(name, 5.0, [5.1, 1.1e5]) for name in names[12:]]
-    shown = rendered(audit_by_hand(of_mlp, *lines).__rich__(), 80)
+    shown = render_text(audit_by_hand(of_mlp, *lines).__rich__(), 80)
     assert "by layer" in shown.splitlines()[4]
     assert "MOVES x 2.2e-6" in shown
     assert "within 2e-13" in shown
@@ -452,7 +453,7 @@ def test_broken_claims_are_red_at_every_width(everything: Audit, width: int) -> 
 
 @pytest.mark.parametrize("width", [30, 80, 100, 160, 300])
 def test_every_width_shows_every_measure_and_nothing_cut(everything: Audit, width: int) -> None:
-    text = rendered(everything.__rich__(), width)
+    text = render_text(everything.__rich__(), width)
     assert all(len(line) <= width for line in text.splitlines())
     squeezed = "".join(text.split())
     assert all(name in squeezed for name in everything if name != HOSTILE)
@@ -462,7 +463,7 @@ def test_every_width_shows_every_measure_and_nothing_cut(everything: Audit, widt
 
 
 def test_verdicts_are_told_in_words_where_there_is_room(everything: Audit) -> None:
-    text = rendered(everything.__rich__(), 300)
+    text = render_text(everything.__rich__(), 300)
     for verdict in (BROKEN, STAYS, MOVES, UNCLAIMED, UNDEFINED):
         assert verdict in text
     assert "Not defined: undefined: All weights are zero." in text
@@ -619,7 +620,7 @@ def dots(figure: Any, row: int) -> list[float]:
 def test_the_picture_has_a_dot_for_every_draw_at_its_ratio(of_mlp: Audit) -> None:
     figure = of_mlp.plot()
     figure.draw_without_rendering()
-    for row, name in enumerate(ordered(of_mlp)):
+    for row, name in enumerate(sort_measures(of_mlp)):
         line = of_mlp[name]
         wanted = [math.log10(float(v or NAN) / line.reading.value) for kind in line.values.values() for v in kind]
         assert dots(figure, row) == pytest.approx(wanted)
@@ -669,5 +670,5 @@ def test_pictures_do_not_touch_pyplot(of_mlp: Audit) -> None:
 
 
 def test_a_change_knows_whether_it_stayed() -> None:
-    assert Change(True, (1.0,), 1.0, 1.0, 0.0, STAYS, True).stays
-    assert not Change(True, (2.0,), 2.0, 2.0, 1.0, BROKEN, True).stays
+    assert Change(True, (1.0,), 1.0, 1.0, 0.0, STAYS, True).is_unchanged
+    assert not Change(True, (2.0,), 2.0, 2.0, 1.0, BROKEN, True).is_unchanged

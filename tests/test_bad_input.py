@@ -26,7 +26,7 @@ def net(*, bad: float | None = None) -> nn.Sequential:
 
 
 def measure(model: Any = None, data: Any = (X, Y), names: Any = "curvature_trace", **options: Any) -> Statistics:
-    return saltflat.statistics_of(net() if model is None else model, data, names, **options)
+    return saltflat.compute_statistics(net() if model is None else model, data, names, **options)
 
 
 def assert_refused(kind: type[errors.SaltflatError], *words: str, **call: Any) -> None:
@@ -361,6 +361,6 @@ def test_earlier_eigenvalues_that_are_none_are_refused() -> None:
     data = torch.randn(8, 6), torch.tensor([0, 1] * 4)
     for start in (5, {"weight": 5}):
         with pytest.raises(saltflat.SaltflatError, match="earlier result"):
-            saltflat.eigenvalues_of(nn.Linear(6, 3), data, start=start)  # type: ignore[arg-type]
+            saltflat.compute_eigenvalues(nn.Linear(6, 3), data, start=start)  # type: ignore[arg-type]
     with pytest.raises(saltflat.SaltflatError, match="two or more axes"):
-        saltflat.eigenvalues_of(nn.Linear(6, 3), data, layers="bias")
+        saltflat.compute_eigenvalues(nn.Linear(6, 3), data, layers="bias")

@@ -11,10 +11,10 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.testing import assert_close
 
-from saltflat.balance import Balanced, balance_bipartite, balance_factored, balance_graph, settle
+from saltflat.balance import BalanceResult, balance_bipartite, balance_factored, balance_graph, settle
 from saltflat.errors import OptionError
 
-Balance = Callable[..., Balanced]
+Balance = Callable[..., BalanceResult]
 MATRICES = [balance_bipartite, balance_factored]
 
 
@@ -71,7 +71,7 @@ def brute_force(B: Tensor) -> float:
     return float(found.fun)
 
 
-def objective(F: Tensor, U: Tensor, balance: Balance, found: Balanced) -> Tensor:
+def objective(F: Tensor, U: Tensor, balance: Balance, found: BalanceResult) -> Tensor:
     """The sum at the potentials found, term by term."""
     if found.column_potentials is None:
         g = found.potentials

@@ -12,7 +12,7 @@ from scipy.optimize import linprog, minimize
 from scipy.sparse import csr_array
 
 from saltflat.balance import balance_forms, settle
-from saltflat.balance.drift import drift
+from saltflat.balance.drift import find_drift
 from saltflat.errors import OptionError
 
 Array = NDArray[np.float64]
@@ -145,8 +145,8 @@ def test_a_row_may_have_any_length_where_only_its_direction_matters() -> None:
         for seed in range(20):
             A, weights = problem(kind, 9, seed + 200, terms=18)
             A = A[(weights > 0) & (np.diff(A.indptr) > 0)]
-            lost, _ = drift(A)
-            stretched, way = drift(csr_array(A * (10 ** dice.uniform(-6, 6, A.shape[0]))[:, None]))
+            lost, _ = find_drift(A)
+            stretched, way = find_drift(csr_array(A * (10 ** dice.uniform(-6, 6, A.shape[0]))[:, None]))
             np.testing.assert_array_equal(stretched, lost)
             assert np.all((A @ way)[lost] < 0)
 

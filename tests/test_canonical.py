@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map
 
 from saltflat import rescale
 from saltflat.errors import ModelError, NonFiniteError, OptionError
-from saltflat.symmetry import canonical, same_up_to_rescaling
-from saltflat.symmetry.rescale import rescaled
+from saltflat.symmetry import canonicalize, equal_up_to_rescaling
+from saltflat.symmetry.rescale import apply_rescaling
 
 
 @cache
 def canonical_of(name: str) -> Any:
     case = case_of(name)
-    return canonical(case.model, example_of(case))
+    return canonicalize(case.model, example_of(case))
 
 
 def example_of(case: Case) -> Any:
@@ -54,13 +54,13 @@ def same_entries(one: nn.Module, two: nn.Module, tolerance: float = 1e-9) -> Non
 def test_all_members_of_a_family_have_one_canonical_member(name: str) -> None:
     case, group = case_of(name), group_of(name)
     for seed in range(3):
-        other = rescaled(case.model, group, group.sample(seed))
-        same_entries(canonical(other, example_of(case)), canonical_of(name))
+        other = apply_rescaling(case.model, group, group.sample(seed))
+        same_entries(canonicalize(other, example_of(case)), canonical_of(name))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_canonical_member_is_its_own(name: str) -> None:
-    same_entries(canonical(canonical_of(name), example_of(case_of(name))), canonical_of(name))
+    same_entries(canonicalize(canonical_of(name), example_of(case_of(name))), canonical_of(name))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -74,7 +74,7 @@ def test_the_canonical_member_is_the_same_function(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_only_what_can_move_has_moved(name: str) -> None:
-    moving, values = group_of(name).moving(), members_of(canonical_of(name))
+    moving, values = group_of(name).find_movable_entries(), members_of(canonical_of(name))
     for member, value in members_of(case_of(name).model).items():
         if member in moving:
             kept = torch.from_numpy(~moving[member])
@@ -120,7 +120,7 @@ def test_biases_do_not_count_where_there_are_weights() -> None:
     model = mlp()
     with torch.no_grad():
         model[0].bias.mul_(100)  # type: ignore[operator]
-    new: Any = canonical(model, example())
+    new: Any = canonicalize(model, example())
     assert_close(lengths(new[0].weight), ones(6))
 
 
@@ -128,7 +128,7 @@ def test_a_unit_with_a_bias_alone_gets_a_bias_of_length_one() -> None:
     model: Any = mlp()
     with torch.no_grad():
         model[0].weight[0] = 0
-    new: Any = canonical(model, example())
+    new: Any = canonicalize(model, example())
     assert abs(float(new[0].bias[0].detach())) == pytest.approx(1)
     assert_close(lengths(new[0].weight)[1:], ones(5))
     assert_close(new(example()), model(example()))
@@ -138,12 +138,12 @@ def test_a_unit_that_nothing_leads_to_has_outgoing_weights_of_length_one() -> No
     model: Any = mlp()
     with torch.no_grad():
         model[0].weight[0], model[0].bias[0] = 0, 0
-    new: Any = canonical(model, example())
+    new: Any = canonicalize(model, example())
     assert_close(lengths(new[2].weight.mT)[:1], ones(1))
     # What is always zero is no part of the size of what it leads to.
     assert_close(lengths(new[2].weight[:, 1:]), ones(5))
     assert_close(new(example()), model(example()))
-    same_entries(canonical(new, example()), new)
+    same_entries(canonicalize(new, example()), new)
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -151,19 +151,19 @@ def test_units_without_outgoing_weights_have_a_canonical_member(layer: int) -> N
     model: Any = mlp()
     with torch.no_grad():
         model[layer + 2].weight[:, 0] = 0
-    assert same_up_to_rescaling(model, rescale(model, example()), example())
+    assert equal_up_to_rescaling(model, rescale(model, example()), example())
 
 
 def test_a_dead_unit_has_a_canonical_member() -> None:
     model: Any = mlp()
     with torch.no_grad():
         model[0].bias[0] = -1e3
-    same_entries(canonical(rescale(model, example()), example()), canonical(model, example()))
+    same_entries(canonicalize(rescale(model, example()), example()), canonicalize(model, example()))
 
 
 def test_a_network_without_freedom_is_its_own_canonical_member() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3)).double()
-    new = canonical(model, example())
+    new = canonicalize(model, example())
     assert new is not model
     for name, value in members_of(model).items():
         assert torch.equal(members_of(new)[name], value)
@@ -173,27 +173,27 @@ def test_the_model_is_left_alone() -> None:
     model = NETWORKS["vgg_with_batch_norm"]().model.train()
     inputs = example_of(case_of("vgg_with_batch_norm"))
     before = {name: value.clone() for name, value in members_of(model).items()}
-    canonical(model, inputs)
-    same_up_to_rescaling(model, model, inputs)
+    canonicalize(model, inputs)
+    equal_up_to_rescaling(model, model, inputs)
     assert all(torch.equal(before[name], value) for name, value in members_of(model).items())
     assert all(module.training for module in model.modules())
 
 
 def test_single_precision_stays() -> None:
     model, x = mlp().float(), example().float()
-    new: Any = canonical(model, x)
+    new: Any = canonicalize(model, x)
     assert {value.dtype for value in new.parameters()} == {torch.float32}
     assert_close(lengths(new[0].weight), torch.ones(6))
     assert_close(new(x), model(x), rtol=1e-4, atol=1e-5)
-    same_entries(canonical(rescale(model, x), x), new, tolerance=1e-5)
+    same_entries(canonicalize(rescale(model, x), x), new, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("given", [None, "text", torch.randn(3, 9)])
 def test_an_example_that_does_not_fit_is_refused(given: Any) -> None:
     with pytest.raises((OptionError, ModelError), match=r"Got .* Want .* Do: "):
-        canonical(mlp(), given)
+        canonicalize(mlp(), given)
     with pytest.raises((OptionError, ModelError), match=r"Got .* Want .* Do: "):
-        same_up_to_rescaling(mlp(), mlp(), given)
+        equal_up_to_rescaling(mlp(), mlp(), given)
 
 
 # Whether two networks are the same.
@@ -202,11 +202,11 @@ def test_an_example_that_does_not_fit_is_refused(given: Any) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rescaled_networks_are_the_same(name: str) -> None:
     case, group = case_of(name), group_of(name)
-    assert same_up_to_rescaling(case.model, case.model, example_of(case))
+    assert equal_up_to_rescaling(case.model, case.model, example_of(case))
     for seed in range(2):
-        other = rescaled(case.model, group, group.sample(seed))
-        assert same_up_to_rescaling(case.model, other, example_of(case))
-        assert same_up_to_rescaling(other, case.model, example_of(case))
+        other = apply_rescaling(case.model, group, group.sample(seed))
+        assert equal_up_to_rescaling(case.model, other, example_of(case))
+        assert equal_up_to_rescaling(other, case.model, example_of(case))
 
 
 @pytest.mark.parametrize("name", ["biased_mlp", "vgg_with_batch_norm", "tied_embedding_decoder", "norms_without_eps"])
@@ -214,10 +214,10 @@ def test_one_entry_that_differs_makes_another_network(name: str) -> None:
     case, group = case_of(name), group_of(name)
     for member, value in [*case.model.named_parameters(), *case.model.named_buffers()]:
         if value.is_floating_point():
-            other = rescaled(case.model, group, group.sample(1))
+            other = apply_rescaling(case.model, group, group.sample(1))
             changed = members_of(other)[member].view(-1)
             changed[len(changed) // 2] *= 1 + 1e-6
-            assert not same_up_to_rescaling(case.model, other, example_of(case)), member
+            assert not equal_up_to_rescaling(case.model, other, example_of(case)), member
 
 
 @pytest.mark.parametrize("sign", ["weight", "bias"])
@@ -225,7 +225,7 @@ def test_an_entry_of_the_other_sign_makes_another_network(sign: str) -> None:
     model, other = mlp(), mlp()
     with torch.no_grad():
         getattr(other[0], sign)[0].mul_(-1)
-    assert not same_up_to_rescaling(model, other, example())
+    assert not equal_up_to_rescaling(model, other, example())
 
 
 def test_factors_that_are_no_rescaling_make_another_network() -> None:
@@ -233,10 +233,10 @@ def test_factors_that_are_no_rescaling_make_another_network() -> None:
     with torch.no_grad():
         other[0].weight.mul_(2)  # type: ignore[operator]
         other[0].bias.mul_(2)  # type: ignore[operator]
-    assert not same_up_to_rescaling(model, other, example())
+    assert not equal_up_to_rescaling(model, other, example())
     with torch.no_grad():
         other[2].weight.div_(2)  # type: ignore[operator]
-    assert same_up_to_rescaling(model, other, example())
+    assert equal_up_to_rescaling(model, other, example())
 
 
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Identity, nn.Softplus])
@@ -244,8 +244,8 @@ def test_another_activation_makes_another_network(activation: Callable[[], nn.Mo
     model: Any = mlp()
     other = nn.Sequential(model[0], activation(), model[2], activation(), model[4])
     # Large enough to meet what is clipped at 6.
-    assert not same_up_to_rescaling(model, other, 20 * example())
-    assert not same_up_to_rescaling(other, model, 20 * example())
+    assert not equal_up_to_rescaling(model, other, 20 * example())
+    assert not equal_up_to_rescaling(other, model, 20 * example())
 
 
 def test_permuted_units_make_another_network() -> None:
@@ -257,16 +257,16 @@ def test_permuted_units_make_another_network() -> None:
         other[0].bias.copy_(other[0].bias[order])
         other[2].weight.copy_(other[2].weight[:, order])
     assert_close(other(example()), model(example()))  # the same function, but by no rescaling
-    assert not same_up_to_rescaling(model, other, example())
+    assert not equal_up_to_rescaling(model, other, example())
 
 
 def test_counters_of_batches_play_no_part_and_statistics_do() -> None:
     case = NETWORKS["vgg_with_batch_norm"]()
     other: Any = deepcopy(case.model)
     other.features[1].num_batches_tracked += 1
-    assert same_up_to_rescaling(case.model, other, example_of(case))
+    assert equal_up_to_rescaling(case.model, other, example_of(case))
     other.features[1].running_mean[0] += 1
-    assert not same_up_to_rescaling(case.model, other, example_of(case))
+    assert not equal_up_to_rescaling(case.model, other, example_of(case))
 
 
 @pytest.mark.parametrize(
@@ -283,25 +283,25 @@ def test_another_architecture_is_refused(other: nn.Module) -> None:
     with pytest.raises(
         ModelError, match=r"Got two models of which only one has '.*' with the shape .* Want two of one"
     ):
-        same_up_to_rescaling(mlp(), other.double(), example())
+        equal_up_to_rescaling(mlp(), other.double(), example())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_of_lower_precision_makes_no_difference(dtype: torch.dtype) -> None:
     model, x = mlp().to(dtype), example().to(dtype)
     for seed in range(5):
-        assert same_up_to_rescaling(model, rescale(model, x, seed=seed), x)
+        assert equal_up_to_rescaling(model, rescale(model, x, seed=seed), x)
     other: Any = rescale(model, x)
     with torch.no_grad():
         other[2].weight[0, 0] *= 1.5
-    assert not same_up_to_rescaling(model, other, x)
+    assert not equal_up_to_rescaling(model, other, x)
 
 
 def test_a_unit_that_nothing_leads_to_makes_no_difference() -> None:
     model: Any = mlp()
     with torch.no_grad():
         model[0].weight[0], model[0].bias[0] = 0, 0
-    assert same_up_to_rescaling(model, rescale(model, example()), example())
+    assert equal_up_to_rescaling(model, rescale(model, example()), example())
 
 
 def test_the_smallest_weights_have_a_length() -> None:
@@ -309,14 +309,14 @@ def test_the_smallest_weights_have_a_length() -> None:
     with torch.no_grad():
         model[0].weight[0] *= 1e-200
         model[0].bias[0] *= 1e-200
-    new: Any = canonical(model, example())
+    new: Any = canonicalize(model, example())
     assert_close(lengths(new[0].weight), ones(6))
 
 
 def test_outputs_that_are_not_numbers_are_not_equal() -> None:
     model = mlp()
     with pytest.raises(NonFiniteError):
-        same_up_to_rescaling(model, model, example() * float("nan"))
+        equal_up_to_rescaling(model, model, example() * float("nan"))
 
 
 def test_several_layers_that_lead_to_a_unit_have_length_one_together() -> None:

@@ -11,11 +11,11 @@ from chains import CHAINS
 from torch import Tensor
 
 import saltflat
-from saltflat.catalogue import Catalogue, Entry
+from saltflat.catalogue import Catalogue, CatalogueEntry
 from saltflat.errors import OptionError, UnknownNameError
 from saltflat.measures import GIVEN, MEASURES, PRESETS, measure
 from saltflat.measures.references import REFERENCES
-from saltflat.measures.request import requests
+from saltflat.measures.request import parse_measures
 from saltflat.statistic import COMPUTED, COSTS, STATISTICS
 
 
@@ -28,7 +28,7 @@ def register() -> Iterator[None]:
 
 
 def test_the_catalogue_says_everything_of_every_measure() -> None:
-    entries = saltflat.catalogue()
+    entries = saltflat.list_measures()
     assert [entry.name for entry in entries] == list(MEASURES)
     for entry in entries:
         assert entry.meaning.endswith("."), entry.name
@@ -42,7 +42,7 @@ def test_the_catalogue_says_everything_of_every_measure() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_catalogue_prints_in_the_width_there_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    entry = Entry(
+    entry = CatalogueEntry(
         "gauge",
         "Square [bold] brackets.",
         "[/dim] formula",
@@ -53,7 +53,7 @@ def test_the_catalogue_prints_in_the_width_there_is(width: int, monkeypatch: pyt
         {"p": 2},
         "passes",
     )
-    text = str(Catalogue([*saltflat.catalogue(), entry]))
+    text = str(Catalogue([*saltflat.list_measures(), entry]))
     assert max(map(len, text.splitlines())) <= width
     assert all(f"{name} " in text or f"{name}\n" in text for name in (*MEASURES, "gauge"))
     assert "Square [bold] brackets." in text
@@ -79,10 +79,10 @@ def test_a_new_measure_is_one_decorated_function() -> None:
 
     case = CHAINS["convolutions_with_biases"]()
     report = saltflat.measure(case.model, case.batches, measures="sharpest_weight")
-    diagonal = saltflat.statistics_of(case.model, case.batches, "curvature_diagonal")["curvature_diagonal"]
+    diagonal = saltflat.compute_statistics(case.model, case.batches, "curvature_diagonal")["curvature_diagonal"]
     expected = {name: float(value.max()) for name, value in diagonal.items() if value.dim() > 1}
     assert dict(report["sharpest_weight"].layers) == pytest.approx(expected)
-    assert any(entry.name == "sharpest_weight" for entry in saltflat.catalogue())
+    assert any(entry.name == "sharpest_weight" for entry in saltflat.list_measures())
 
 
 @pytest.mark.usefixtures("register")
@@ -120,7 +120,7 @@ def test_a_claim_that_means_nothing_fails_where_it_is_written(claims: dict[str, 
     ],
 )
 def test_a_measure_is_asked_for_with_its_options(asked: str, key: str) -> None:
-    assert [each.key for each in requests(asked)] == [key]
+    assert [each.key for each in parse_measures(asked)] == [key]
 
 
 QUICK = {
@@ -132,25 +132,27 @@ QUICK = {
 
 
 def test_the_quick_measures_are_those_that_one_sweep_gives() -> None:
-    assert {each.key for each in requests(None)} == QUICK
-    assert [each.key for each in requests("quick")] == [each.key for each in requests(None)]
-    for request in requests("quick"):
+    assert {each.key for each in parse_measures(None)} == QUICK
+    assert [each.key for each in parse_measures("quick")] == [each.key for each in parse_measures(None)]
+    for request in parse_measures("quick"):
         assert {*request.measure.statistics} <= {*STATISTICS, *GIVEN, "feature_deviation", "rescalings"}
 
 
 def test_a_preset_stands_for_its_measures_those_first_that_rescaling_cannot_fool() -> None:
-    assert {each.key for each in requests("all")} == set(MEASURES)
-    assert {each.key for each in requests("invariant")} == {n for n, each in MEASURES.items() if each.invariant_to}
+    assert {each.key for each in parse_measures("all")} == set(MEASURES)
+    assert {each.key for each in parse_measures("invariant")} == {
+        n for n, each in MEASURES.items() if each.invariant_to
+    }
     for preset in PRESETS:
-        claims = [len(each.measure.invariant_to) for each in requests(preset)]
+        claims = [len(each.measure.invariant_to) for each in parse_measures(preset)]
         assert claims == sorted(claims, reverse=True)
 
 
 def test_presets_and_names_can_be_mixed_and_each_measure_comes_once() -> None:
-    keys = [each.key for each in requests(["kappa", "quick", "rho", "rho(axis='row')", "all", "quick"])]
+    keys = [each.key for each in parse_measures(["kappa", "quick", "rho", "rho(axis='row')", "all", "quick"])]
     assert keys[0] == "kappa"
     assert len(keys) == len(set(keys)) == len(MEASURES) + 1
-    named = {each.key for each in requests(["kappa", "quick", "rho", "all"]) if each.named}
+    named = {each.key for each in parse_measures(["kappa", "quick", "rho", "all"]) if each.named}
     assert named == {"kappa", "rho"}
 
 
@@ -165,7 +167,7 @@ def test_what_only_a_preset_asks_for_is_left_out_and_what_is_named_is_nan() -> N
 
 
 def test_the_cost_of_a_measure_is_its_own_or_that_of_what_it_needs() -> None:
-    costs = {each.name: each.cost for each in saltflat.catalogue()}
+    costs = {each.name: each.cost for each in saltflat.list_measures()}
     assert costs["hessian_trace"] == costs["relative_flatness"] == costs["minimum_sharpness"] == "sweep"
     assert costs["adaptive_sharpness"] == costs["input_robustness"] == "passes"
     assert costs["regularized_normalized_sharpness"] == "search"
@@ -200,7 +202,7 @@ def test_a_preset_is_no_name_for_a_measure(register: None) -> None:
 )
 def test_a_request_that_means_nothing_is_refused(asked: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        requests(asked)  # type: ignore[arg-type]
+        parse_measures(asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ def test_a_reading_is_found_under_the_name_it_was_asked_for_with() -> None:
     case = CHAINS["mlp_with_biases"]()
     asked = ["rho(axis='column')", "fisher_logdet( subset=2,draws=3 )"]
     report = saltflat.measure(case.model, case.batches, measures=asked, certificate=False)
-    audit = saltflat.audit(case.model, case.batches, measures=asked[0], draws=1, kinds="layer")
+    audit = saltflat.audit_invariance(case.model, case.batches, measures=asked[0], draws=1, kinds="layer")
     both = saltflat.compare(report, report, names=asked)
     for found in (report, both):
         assert list(found) == ["rho", "fisher_logdet(draws=3, subset=2)"]

@@ -11,7 +11,7 @@ from cases import CASES
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.certificate import direction
+from saltflat.certificate import draw_direction
 
 PIECEWISE_LINEAR = [
     "biased_mlp",
@@ -48,7 +48,7 @@ def test_both_curvatures_are_those_of_the_dense_matrices(name: str) -> None:
     inputs, targets = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
     certificate = saltflat.certify(case.model, [(inputs, targets)], loss=case.loss, examples=100)
     for parameter, agreement in certificate.items():
-        v = direction(dict(case.model.named_parameters())[parameter].shape, 0).reshape(-1)
+        v = draw_direction(dict(case.model.named_parameters())[parameter].shape, 0).reshape(-1)
         for found, block in (
             (agreement.hessian, oracle.hessian_block(case, parameter)),
             (agreement.gauss_newton, oracle.gauss_newton_block(case, parameter)),

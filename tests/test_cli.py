@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from typer.testing import CliRunner, Result
 
 import saltflat
-from saltflat.cli import app, names_from
+from saltflat.cli import app, parse_names
 from saltflat.errors import SaltflatError
 from saltflat.report import Reading, Report
 
@@ -364,7 +364,7 @@ def test_what_the_library_refuses_is_one_line(measured: Call) -> None:
 
 
 def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saltflat.measuring.plan_from", None)
+    monkeypatch.setattr("saltflat.measuring.parse_column_plan", None)
     result = run(*REQUIRED)
     assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1
@@ -390,8 +390,8 @@ def test_an_interrupt_is_one_line(measured: Call) -> None:
 
 
 def test_names_are_split_at_commas_outside_of_parentheses() -> None:
-    assert names_from(None) is None
-    assert names_from(["a, b(c=1,d=(2,3)) ,e", "f,"]) == ["a", "b(c=1,d=(2,3))", "e", "f"]
+    assert parse_names(None) is None
+    assert parse_names(["a, b(c=1,d=(2,3)) ,e", "f,"]) == ["a", "b(c=1,d=(2,3))", "e", "f"]
 
 
 @pytest.fixture
@@ -438,9 +438,9 @@ def test_reports_are_compared(saved: Callable[[str, float], Path]) -> None:
 
 def test_list_prints_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert run("list").stdout == f"{saltflat.catalogue()}\n"
+    assert run("list").stdout == f"{saltflat.list_measures()}\n"
     found = json.loads(run("list", "--json").stdout)
-    assert [each["name"] for each in found] == [each.name for each in saltflat.catalogue()]
+    assert [each["name"] for each in found] == [each.name for each in saltflat.list_measures()]
     facts = {"name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options", "cost"}
     assert all(each.keys() == facts for each in found)
     assert all(each["meaning"] and each["reference"] for each in found)

@@ -18,7 +18,7 @@ MLP = ["--model", "factories:mlp", "--data", "factories:pair"]
 @pytest.fixture
 def found() -> Landscape:
     torch.manual_seed(0)
-    return saltflat.landscape(mlp(), pair(), points=5)
+    return saltflat.compute_landscape(mlp(), pair(), points=5)
 
 
 def test_a_landscape_is_that_of_the_library(found: Landscape, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_landscape_is_that_of_the_library(found: Landscape, tmp_path: Path) ->
 
 def test_landscape_passes_every_option_on(found: Landscape, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     taken = Call(found)  # type: ignore[arg-type]
-    monkeypatch.setattr(saltflat, "landscape", taken)
+    monkeypatch.setattr(saltflat, "compute_landscape", taken)
     result = run(
         *("landscape", *MLP, "--model-args", '{"width": 5}', "--limit", 3, "--loss", "mse"),
         *("--directions", "eigenvectors", "--dimensions", 2, "--points", 7, "--radius", 0.5),

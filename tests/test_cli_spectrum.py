@@ -18,7 +18,7 @@ MLP = ["--model", "factories:mlp", "--data", "factories:pair"]
 @pytest.fixture
 def found() -> Spectrum:
     torch.manual_seed(0)
-    return saltflat.spectrum(mlp(), pair(), k=3, draws=2, steps=5)
+    return saltflat.compute_spectrum(mlp(), pair(), k=3, draws=2, steps=5)
 
 
 def test_a_spectrum_is_that_of_the_library(found: Spectrum, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_spectrum_is_that_of_the_library(found: Spectrum, tmp_path: Path) -> N
 
 def test_spectrum_passes_every_option_on(found: Spectrum, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = Call(found)  # type: ignore[arg-type]
-    monkeypatch.setattr(saltflat, "spectrum", taken)
+    monkeypatch.setattr(saltflat, "compute_spectrum", taken)
     result = run(
         *("spectrum", *MLP, "--model-args", '{"width": 5}', "--limit", 3, "--loss", "mse"),
         *("--k", 4, "--smallest", 2, "--matrix", "gauss_newton", "--per", "layer", "--no-density"),

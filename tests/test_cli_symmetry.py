@@ -15,7 +15,7 @@ from torch import Tensor
 from saltflat.measures import MEASURES, measure
 from saltflat.report import Audit
 from saltflat.symmetry import audit as auditing
-from saltflat.symmetry.audit import audit
+from saltflat.symmetry.audit import audit_invariance
 
 MLP = ["--model", "factories:mlp", "--data", "factories:pair"]
 QUICK = ["--measures", "hessian_trace,rho", "--draws", "2"]
@@ -24,14 +24,14 @@ QUICK = ["--measures", "hessian_trace,rho", "--draws", "2"]
 @pytest.fixture
 def found() -> Audit:
     torch.manual_seed(0)
-    return audit(mlp(), pair(), measures=["hessian_trace", "rho"], draws=2)
+    return audit_invariance(mlp(), pair(), measures=["hessian_trace", "rho"], draws=2)
 
 
 @pytest.fixture
 def audited(monkeypatch: pytest.MonkeyPatch, found: Audit) -> Call:
     """Stands in for the audit and keeps what it was given."""
     call = Call(found)  # type: ignore[arg-type]
-    monkeypatch.setattr(auditing, "audit", call)
+    monkeypatch.setattr(auditing, "audit_invariance", call)
     return call
 
 
@@ -92,7 +92,7 @@ def test_a_broken_claim_is_exit_code_1_and_everything_is_kept(boastful: str, tmp
     result = run("audit", *MLP, "--measures", boastful, "--draws", 2, "--out", out)
     assert result.exit_code == 1
     assert "MOVES, though claimed to stay" in result.stdout
-    assert Audit.load(out).broken == [boastful]
+    assert Audit.load(out).broken_claims == [boastful]
     quiet = run("audit", *MLP, "--measures", boastful, "--draws", 2, "--out", out, "--quiet")
     assert (quiet.exit_code, quiet.output) == (1, "")
 
@@ -143,15 +143,15 @@ def test_bad_audits_are_one_line(words: list[str], told: list[str], tmp_path: Pa
 
 def test_symmetries_prints_the_group_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    from saltflat.symmetry.graph import symmetries
+    from saltflat.symmetry.graph import find_symmetries
 
-    group = symmetries(mlp(), pair()[0][:2])
+    group = find_symmetries(mlp(), pair()[0][:2])
     result = run("symmetries", *MLP, "--plot", tmp_path / "graph.png")
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{group}\n"
     assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
     assert result.stderr == f"Wrote {tmp_path / 'graph.png'}.\n"
-    assert run("symmetries", *MLP, "--kind", "layer").stdout == f"{group.by_layer()}\n"
+    assert run("symmetries", *MLP, "--kind", "layer").stdout == f"{group.restrict_to_layers()}\n"
 
 
 @pytest.mark.parametrize(

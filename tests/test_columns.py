@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.columns import Dice, columns_of, plan_from, softmax_root
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss, SquaredError
+from saltflat.columns import ExampleRNG, compute_softmax_root, make_columns, parse_column_plan
+from saltflat.losses import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -21,7 +21,7 @@ def generator(seed: int = 0) -> torch.Generator:
 def gram(loss: Loss, outputs: Tensor, targets: Tensor, columns: str, seed: int = 0) -> Tensor:
     """``(examples, size, size)``: sum of the columns' outer products."""
     total = torch.zeros(len(outputs), outputs[0].numel(), outputs[0].numel(), dtype=torch.float64)
-    for each in columns_of(loss.curvature(outputs, targets), plan_from(columns), Dice(seed, 0)):
+    for each in make_columns(loss.curvature(outputs, targets), parse_column_plan(columns), ExampleRNG(seed, 0)):
         block = each.block(0, each.layout.total).reshape(each.layout.total, len(outputs), -1)
         total += each.sign * torch.einsum("kni,knj->nij", block, block)
     return total
@@ -63,7 +63,7 @@ LOSSES: dict[str, tuple[Loss, Callable[[Tensor], Tensor], Callable[[Tensor, Tens
         (3, 2),
     ),
     "any function": (
-        Custom(saddle),
+        CustomLoss(saddle),
         lambda o: o[:, 0],
         lambda o, t: sum((saddle(a[None], a) for a in o), o.new_zeros(())),
         (3, 3),
@@ -111,7 +111,7 @@ def test_random_columns_are_unbiased(name: str, columns: str) -> None:
 def test_a_one_hot_softmax_loses_no_digits() -> None:
     logits = torch.tensor([[0.0, 40.0, 1.0, -30.0]], dtype=torch.float64)
     p = F.softmax(logits, 1)
-    root = softmax_root(p)[0]
+    root = compute_softmax_root(p)[0]
     found = root.square().sum(1)
     rest = p[0].sum() - p[0]
     rest[1] = p[0, [0, 2, 3]].sum()  # 1 - p without cancellation
@@ -137,8 +137,8 @@ def trained() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def test_estimates_are_unbiased_and_their_intervals_cover(columns: str) -> None:
     net, data = trained()
     names = ["curvature_trace", "curvature_diagonal"]
-    exact = saltflat.statistics_of(net, data, names)
-    runs = [saltflat.statistics_of(net, data, names, columns=columns, seed=seed) for seed in range(200)]
+    exact = saltflat.compute_statistics(net, data, names)
+    runs = [saltflat.compute_statistics(net, data, names, columns=columns, seed=seed) for seed in range(200)]
 
     for parameter, truth in exact["curvature_trace"].items():
         values = torch.stack([run["curvature_trace"][parameter] for run in runs])
@@ -162,8 +162,8 @@ def test_estimates_are_unbiased_and_their_intervals_cover(columns: str) -> None:
 def test_random_columns_do_not_depend_on_the_batches(columns: str) -> None:
     net, (x, y) = trained()
     names = ["curvature_trace", "curvature_diagonal", "gradient_second_moment"]
-    whole = saltflat.statistics_of(net, (x, y), names, columns=columns)
-    split = saltflat.statistics_of(net, list(zip(x.split(7), y.split(7), strict=True)), names, columns=columns)
+    whole = saltflat.compute_statistics(net, (x, y), names, columns=columns)
+    split = saltflat.compute_statistics(net, list(zip(x.split(7), y.split(7), strict=True)), names, columns=columns)
     for name in names:
         for parameter in whole[name]:
             torch.testing.assert_close(split[name][parameter], whole[name][parameter], rtol=1e-12, atol=1e-18)
@@ -176,9 +176,9 @@ def test_random_columns_do_not_depend_on_the_batches(columns: str) -> None:
 
 def test_exact_statistics_have_no_errors_and_seeds_matter_only_for_random_ones() -> None:
     net, data = trained()
-    assert not saltflat.statistics_of(net, data, "curvature_trace").stderr
+    assert not saltflat.compute_statistics(net, data, "curvature_trace").stderr
     one, two, again = (
-        saltflat.statistics_of(net, data, "curvature_trace", columns="top", seed=seed) for seed in (1, 2, 1)
+        saltflat.compute_statistics(net, data, "curvature_trace", columns="top", seed=seed) for seed in (1, 2, 1)
     )
     for parameter in one["curvature_trace"]:
         assert one["curvature_trace"][parameter] != two["curvature_trace"][parameter]
@@ -188,6 +188,7 @@ def test_exact_statistics_have_no_errors_and_seeds_matter_only_for_random_ones()
 def test_as_many_top_classes_as_there_are_is_exact() -> None:
     net, data = trained()
     exact, top = (
-        saltflat.statistics_of(net, data, "curvature_trace", columns=c)["curvature_trace"] for c in ("exact", "top:11")
+        saltflat.compute_statistics(net, data, "curvature_trace", columns=c)["curvature_trace"]
+        for c in ("exact", "top:11")
     )
     torch.testing.assert_close(dict(top), dict(exact), rtol=1e-12, atol=0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from saltflat.studies.convolving import NARROW, WAYS, chosen_way, use_way
+from saltflat.studies.convolving import NARROW, WAYS, choose_convolution_method, set_convolution_method
 
 NETWORKS, BATCH = 3, 4
 # Channels in and out, height and width of images, then what nn.Conv2d takes.
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
 
 
 def run(convolution: nn.Conv2d, way: str, weights: dict[str, Tensor], images: Tensor) -> Tensor:
-    use_way(nn.Sequential(convolution), way)
+    set_convolution_method(nn.Sequential(convolution), way)
     found: Tensor = vmap(lambda own, x: functional_call(convolution, own, (x,)))(weights, images)
     return found
 
@@ -87,7 +87,7 @@ def test_only_layers_that_are_known_to_take_it_get_channels_last() -> None:
     for known in (True, False):
         look = Look()
         layers = nn.Sequential(nn.Conv2d(2, 3, 5), nn.ReLU() if known else nn.Tanh())
-        use_way(layers, "banded")
+        set_convolution_method(layers, "banded")
         layers.append(look)
         vmap(lambda own, x: functional_call(layers, own, (x,)))(weights, images)  # noqa: B023
         assert look.straight is not known
@@ -95,13 +95,13 @@ def test_only_layers_that_are_known_to_take_it_get_channels_last() -> None:
 
 def test_on_a_cpu_large_kernels_are_taken_one_by_one() -> None:
     images = torch.zeros(NETWORKS, BATCH, 2, 8, 5 * NARROW)
-    assert chosen_way(images, torch.zeros(NETWORKS, 3, 2, 5, 5)) == "each"
-    assert chosen_way(images, torch.zeros(NETWORKS, 3, 2, 7, 3)) == "each"
-    assert chosen_way(images, torch.zeros(NETWORKS, 3, 2, 3, 3)) == "grouped"
+    assert choose_convolution_method(images, torch.zeros(NETWORKS, 3, 2, 5, 5)) == "each"
+    assert choose_convolution_method(images, torch.zeros(NETWORKS, 3, 2, 7, 3)) == "each"
+    assert choose_convolution_method(images, torch.zeros(NETWORKS, 3, 2, 3, 3)) == "grouped"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_wide_images_are_not_made_into_bands() -> None:
     kernels = torch.zeros(NETWORKS, 3, 2, 5, 5, device="cuda")
     for width, way in ((5 * NARROW, "banded"), (5 * NARROW + 1, "grouped")):
-        assert chosen_way(torch.zeros(NETWORKS, BATCH, 2, 8, width, device="cuda"), kernels) == way
+        assert choose_convolution_method(torch.zeros(NETWORKS, BATCH, 2, 8, width, device="cuda"), kernels) == way

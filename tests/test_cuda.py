@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import saltflat
-from saltflat.symmetry import same_up_to_rescaling
+from saltflat.symmetry import equal_up_to_rescaling
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -26,9 +26,9 @@ NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_a_gpu_gives_what_a_cpu_gives(name: str) -> None:
     case = CASES[name]()
-    here = saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    here = saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
     batches = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, case.batches)
-    there = saltflat.statistics_of(case.model.cuda(), batches, NAMES, loss=case.loss)
+    there = saltflat.compute_statistics(case.model.cuda(), batches, NAMES, loss=case.loss)
     for statistic in NAMES:
         largest = max(float(value.abs().max()) for value in here[statistic].values())
         for parameter, value in here[statistic].items():
@@ -47,7 +47,7 @@ def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:
     for memory in ("256MiB", "1GiB"):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        found = saltflat.statistics_of(net, (x, y), "curvature_diagonal", memory=memory)
+        found = saltflat.compute_statistics(net, (x, y), "curvature_diagonal", memory=memory)
         results = sum(value.numel() * 8 for value in found["curvature_diagonal"].values())
         extra = torch.cuda.max_memory_allocated() - before - 2 * results
         assert extra <= int(found.settings["memory"])
@@ -56,7 +56,9 @@ def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:
 
 def test_data_on_the_cpu_is_named() -> None:
     with pytest.raises(saltflat.SaltflatError, match="cuda"):
-        saltflat.statistics_of(nn.Linear(2, 2).cuda(), (torch.randn(3, 2), torch.tensor([0, 1, 0])), "curvature_trace")
+        saltflat.compute_statistics(
+            nn.Linear(2, 2).cuda(), (torch.randn(3, 2), torch.tensor([0, 1, 0])), "curvature_trace"
+        )
 
 
 @pytest.mark.parametrize(
@@ -83,15 +85,15 @@ def test_the_rescalings_found_on_a_gpu_are_those_found_on_a_cpu(name: str) -> No
     case = NETWORKS[name]()
     x, _ = case.batches[0]
     assert isinstance(x, torch.Tensor)
-    here = saltflat.symmetries(case.model, x)
+    here = saltflat.find_symmetries(case.model, x)
     model = case.model.cuda()
-    there = saltflat.symmetries(model, x.cuda())
+    there = saltflat.find_symmetries(model, x.cuda())
     assert there.scales == here.scales
-    moving = there.moving()
-    for member, moves in here.moving().items():
+    moving = there.find_movable_entries()
+    for member, moves in here.find_movable_entries().items():
         assert (moving[member] == moves).all(), member
     other = saltflat.rescale(model, x.cuda(), seed=1)
-    assert same_up_to_rescaling(model, other, x.cuda())
+    assert equal_up_to_rescaling(model, other, x.cuda())
     batches = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, case.batches)
     names = ["minimum_sharpness", "minimum_unit_sharpness"]
     one, two = (saltflat.measure(m, batches, case.loss, names, certificate=False) for m in (model, other))

@@ -12,7 +12,7 @@ from training_cases import SHRUNK, assert_same, examples
 from saltflat.studies import stack_training
 from saltflat.studies.alone import train_alone
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.recorded import WORTH_IT, Recorded
+from saltflat.studies.recorded import WORTH_IT, CudaGraphSteps
 from saltflat.studies.together import train_together
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -66,14 +66,14 @@ def test_a_stack_too_large_for_the_gpu_is_halved() -> None:
 def test_steps_that_are_recorded_and_played_are_as_alone(
     name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Recorded] = []
+    made: list[CudaGraphSteps] = []
 
-    class Watched(Recorded):
+    class Watched(CudaGraphSteps):
         def __init__(self, *words: Any) -> None:
             super().__init__(*words)
             made.append(self)
 
-    monkeypatch.setattr(stack_training, "Recorded", Watched)
+    monkeypatch.setattr(stack_training, "CudaGraphSteps", Watched)
     many = examples((2, 16, 16), train=4 * WORTH_IT + 3)
     base = Recipe(
         network=name, architecture=SHRUNK[name], optimizer=optimizer, lr=0.003, momentum=0.9, nesterov=True, l2=0.01,

@@ -26,18 +26,25 @@ from executor_laws import (
 )
 
 from saltflat.errors import OptionError, UnknownNameError
-from saltflat.studies.executors import Executor, ExecutorError, Here, Processes, Ray, executor_named
-from saltflat.studies.executors.processes import cores
+from saltflat.studies.executors import (
+    Executor,
+    ExecutorError,
+    LocalExecutor,
+    ProcessExecutor,
+    RayExecutor,
+    make_executor,
+)
+from saltflat.studies.executors.processes import count_cores
 
 SCRIPT = """
 import sys
 from pathlib import Path
 from executor_cases import endless, tasks
-from saltflat.studies.executors import Processes
+from saltflat.studies.executors import ProcessExecutor
 
 folder = Path(sys.argv[1])
 if __name__ == "__main__":
-    for task, result in Processes(workers=2).run(tasks("a", "b", folder=folder), endless):
+    for task, result in ProcessExecutor(workers=2).run(tasks("a", "b", folder=folder), endless):
         print(result)
 """
 
@@ -86,7 +93,7 @@ def started(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def kept() -> Iterator[Executor]:
-    with Processes(workers=2).open() as session:
+    with ProcessExecutor(workers=2).open_session() as session:
         yield Kept(session)
 
 
@@ -96,7 +103,7 @@ def of(law: Law) -> str:
 
 @pytest.mark.parametrize("law", [*LAWS_OF_RESULTS, *LAWS_OF_SESSIONS], ids=of)
 def test_what_runs_here_keeps_to_the_laws(law: Law, tmp_path: Path) -> None:
-    law(Here(), tmp_path)
+    law(LocalExecutor(), tmp_path)
 
 
 @pytest.mark.parametrize("law", [*LAWS_OF_RESULTS, *LAWS_OF_RESULTS_ELSEWHERE], ids=of)
@@ -106,7 +113,7 @@ def test_local_processes_keep_to_the_laws_of_results(law: Law, kept: Executor, t
 
 @pytest.mark.parametrize("law", [*LAWS_OF_SESSIONS, *LAWS_OF_SESSIONS_ELSEWHERE], ids=of)
 def test_local_processes_keep_to_the_laws_of_sessions(law: Law, tmp_path: Path) -> None:
-    law(Processes(workers=2), tmp_path)
+    law(ProcessExecutor(workers=2), tmp_path)
 
 
 def test_here_does_nothing_before_it_is_asked() -> None:
@@ -118,7 +125,7 @@ def test_here_does_nothing_before_it_is_asked() -> None:
             taken.append(task.key)
             yield task
 
-    running = Here().run(coming(), lambda task: done.append(task.key))
+    running = LocalExecutor().run(coming(), lambda task: done.append(task.key))
     assert (taken, done) == ([], [])
     next(running)
     assert (taken, done) == (["a"], ["a"])
@@ -132,12 +139,12 @@ def test_ctrl_c_and_leaving_python_end_what_runs_here(error: type[BaseException]
         raise error
 
     with pytest.raises(error):
-        list(Here().run(tasks("a"), work))
+        list(LocalExecutor().run(tasks("a"), work))
 
 
 def test_what_runs_here_cannot_be_stopped_and_refuses_a_time_limit() -> None:
     with pytest.raises(OptionError, match=r"got timeout=3\.0 with executor='here'.*Try executor='processes'"):
-        list(Here().run(tasks("a"), cases.upper, timeout=3.0))
+        list(LocalExecutor().run(tasks("a"), cases.upper, timeout=3.0))
 
 
 def test_a_machine_that_starts_no_more_processes_ends_the_session_and_fails_no_task(
@@ -150,19 +157,19 @@ def test_a_machine_that_starts_no_more_processes_ends_the_session_and_fails_no_t
     with pytest.raises(
         ExecutorError, match=r"a new one cannot be started .*temporarily unavailable.*No task is marked"
     ):
-        list(Processes(workers=1).run(tasks("a"), cases.upper))
+        list(ProcessExecutor(workers=1).run(tasks("a"), cases.upper))
 
 
 def test_work_that_cannot_be_imported_elsewhere_fails_with_what_to_do() -> None:
-    found = results(Processes(workers=1), tasks("a"), lambda task: task.key)
+    found = results(ProcessExecutor(workers=1), tasks("a"), lambda task: task.key)
     assert "cannot be sent to another process" in found["a"].error
     assert 'Do: put it at the top of a module and name it "package.module:function"' in found["a"].error
 
 
-@pytest.mark.skipif(cores() < 2, reason="needs two cores to share")
+@pytest.mark.skipif(count_cores() < 2, reason="needs two cores to share")
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert results(Processes(cores()), tasks("a"), cases.threads) == {"a": 1}
+    assert results(ProcessExecutor(count_cores()), tasks("a"), cases.threads) == {"a": 1}
 
 
 @pytest.mark.parametrize("script", [STARTING, FORKING], ids=["starting", "stuck"])
@@ -227,23 +234,23 @@ def test_a_session_that_nobody_closes_does_not_keep_python_from_ending(tmp_path:
 def test_a_number_of_workers_that_means_nothing_is_refused(workers: int) -> None:
     for executor in ("processes", "ray"):
         with pytest.raises(OptionError, match="Want a whole number from 1"):
-            executor_named(executor, workers=workers)
+            make_executor(executor, workers=workers)
 
 
 def test_executors_are_found_by_name_and_take_only_their_own_options() -> None:
-    assert isinstance(executor_named("here"), Here)
-    assert isinstance(executor_named("processes", workers=3), Processes)
-    assert isinstance(executor_named("ray", address="auto", grows=True), Ray)
+    assert isinstance(make_executor("here"), LocalExecutor)
+    assert isinstance(make_executor("processes", workers=3), ProcessExecutor)
+    assert isinstance(make_executor("ray", address="auto", grows=True), RayExecutor)
     with pytest.raises(UnknownNameError, match="use 'processes'"):
-        executor_named("process")
+        make_executor("process")
     with pytest.raises(OptionError, match=r"Got workers=2 for the executor 'here'\. Want no options"):
-        executor_named("here", workers=2)
+        make_executor("here", workers=2)
     with pytest.raises(OptionError, match=r"Got address='auto' for the executor 'processes'\. Want workers"):
-        executor_named("processes", address="auto")
+        make_executor("processes", address="auto")
     with pytest.raises(OptionError, match="Got workers=2 and the address"):
-        executor_named("ray", workers=2, address="auto")
+        make_executor("ray", workers=2, address="auto")
 
 
 def test_any_object_with_a_key_and_resources_is_a_task() -> None:
     task = SimpleNamespace(key="a", resources={})
-    assert [result for _, result in Here().run([task], lambda each: each.key)] == ["a"]
+    assert [result for _, result in LocalExecutor().run([task], lambda each: each.key)] == ["a"]

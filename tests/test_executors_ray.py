@@ -29,16 +29,16 @@ from executor_laws import (
     results,
 )
 
-from saltflat.studies.executors import Executor, ExecutorError, Failure, Ray, executor_named
-from saltflat.studies.executors.ray_driver import Driver
+from saltflat.studies.executors import Executor, ExecutorError, Failure, RayExecutor, make_executor
+from saltflat.studies.executors.ray_driver import RayDriver
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install ray")
 
 USING = """
 from executor_cases import parent, tasks
-from saltflat.studies.executors import executor_named
+from saltflat.studies.executors import make_executor
 
-for task, result in executor_named("ray").run(tasks("a", "b"), parent):
+for task, result in make_executor("ray").run(tasks("a", "b"), parent):
     print(result, flush=True)
 """
 
@@ -47,12 +47,12 @@ import os, signal, sys
 from pathlib import Path
 import ray
 from executor_cases import endless, tasks
-from saltflat.studies.executors import executor_named
+from saltflat.studies.executors import make_executor
 
-executor, folder = executor_named("ray", workers=1), Path(sys.argv[1])
-with executor.open() as session:
+executor, folder = make_executor("ray", workers=1), Path(sys.argv[1])
+with executor.open_session() as session:
     session.submit(*tasks("quick"), endless)
-    print([result for _, result in session.finished()], flush=True)
+    print([result for _, result in session.iter_results()], flush=True)
     sys.stdin.readline()
 print(ray.is_initialized(), signal.getsignal(signal.SIGTERM).name, "RAY_USAGE_STATS_ENABLED" in os.environ, flush=True)
 list(executor.run(tasks("slow", folder=folder), endless))
@@ -100,7 +100,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def kept(address: str) -> Iterator[Executor]:
-    with Ray().open() as session:
+    with RayExecutor().open_session() as session:
         yield Kept(session)
 
 
@@ -113,7 +113,7 @@ def test_ray_keeps_to_the_laws_of_results(law: Law, kept: Executor, tmp_path: Pa
 def test_ray_keeps_to_the_laws_of_sessions_and_a_cluster_that_was_there_stays(
     law: Law, address: str, tmp_path: Path
 ) -> None:
-    law(Ray(), tmp_path)
+    law(RayExecutor(), tmp_path)
     assert ray.is_initialized()
 
 
@@ -182,7 +182,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(address: str) -> None:
     with pytest.raises(
         ExecutorError, match=f"the Ray cluster at '{address}', but got ConnectionRefusedError: .* refused"
     ):
-        Ray(address=address).open()
+        RayExecutor(address=address).open_session()
 
 
 @pytest.fixture
@@ -198,13 +198,13 @@ def test_a_cluster_that_does_not_start_in_time_is_one_clear_error_and_leaves_not
     with pytest.raises(
         ExecutorError, match=r"local Ray cluster to start, but got none within 0\.05 seconds\. Try again"
     ):
-        Ray(workers=1).open()
+        RayExecutor(workers=1).open_session()
     assert not any(map(cases.alive, cases.descendants(os.getpid()) - before))
 
 
 def test_what_ray_says_when_it_cannot_start_is_one_clear_error(unconnected: None) -> None:
     with pytest.raises(ExecutorError, match=r"local Ray cluster to start, but got ValueError: .*nowhere.*\. Try again"):
-        Ray(workers=1, runtime_env={"working_dir": "nowhere"}).open()
+        RayExecutor(workers=1, runtime_env={"working_dir": "nowhere"}).open_session()
 
 
 def errors_of_ray() -> list[type[Exception]]:
@@ -215,12 +215,12 @@ def errors_of_ray() -> list[type[Exception]]:
 @pytest.mark.parametrize("kind", errors_of_ray(), ids=lambda kind: kind.__name__)
 def test_of_rays_errors_only_a_dead_worker_is_held_against_a_task(kind: type[Exception]) -> None:
     said: list[tuple[object, ...]] = []
-    driver = Driver(SimpleNamespace(exceptions=ray.exceptions, remote=lambda run: run), said.append, [], False)
-    driver._marked = lambda mark: mark == "late"  # type: ignore[method-assign]
+    driver = RayDriver(SimpleNamespace(exceptions=ray.exceptions, remote=lambda run: run), said.append, [], False)
+    driver._pop_timeout_mark = lambda mark: mark == "late"  # type: ignore[method-assign]
     future: Future[bytes] = Future()
     future.set_exception(kind.__new__(kind))
-    driver.finish(7, "", future)
-    driver.finish(7, "late", future)
+    driver.report_result(7, "", future)
+    driver.report_result(7, "late", future)
     if kind.__name__ in ("WorkerCrashedError", "OutOfMemoryError"):
         assert said == [("died", 7, said[0][2]), ("timed out", 7)]
     else:
@@ -229,12 +229,12 @@ def test_of_rays_errors_only_a_dead_worker_is_held_against_a_task(kind: type[Exc
 
 def test_a_task_that_could_not_read_its_work_is_not_to_blame() -> None:
     said: list[tuple[object, ...]] = []
-    driver = Driver(SimpleNamespace(exceptions=ray.exceptions, remote=lambda run: run), said.append, [], False)
+    driver = RayDriver(SimpleNamespace(exceptions=ray.exceptions, remote=lambda run: run), said.append, [], False)
     gone = ray.exceptions.ObjectLostError("00ff", None, "")
     for cause in (gone, ModuleNotFoundError("No module named 'saltflat'")):
         future: Future[bytes] = Future()
         future.set_exception(ray.exceptions.RayTaskError("run", "Traceback", cause))
-        driver.finish(7, "", future)
+        driver.report_result(7, "", future)
     assert said[0][:2] == ("lost", 7)
     assert said[1] == ("not found", 7, "ModuleNotFoundError: No module named 'saltflat'", said[1][3])
 
@@ -247,13 +247,13 @@ class Scripted:
     def __init__(self, words: dict[str, list[str]]) -> None:
         self.words, self.answers = {key: deque(each) for key, each in words.items()}, deque[tuple[object, ...]]()
 
-    def tell(self, command: dict[str, Any]) -> None:
+    def send(self, command: dict[str, Any]) -> None:
         key = pickle.loads(command["task"]).key
         word = self.words[key].popleft() if self.words.get(key) else "result"
         said = {"result": (pickle.dumps(key),), "died": ("why",), "lost": ("why",)}[word]
         self.answers.append((word, command["job"], *said))
 
-    def hear(self) -> tuple[object, ...]:
+    def receive(self) -> tuple[object, ...]:
         if not self.answers:
             raise EOFError
         return self.answers.popleft()
@@ -262,8 +262,8 @@ class Scripted:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, **words: list[str]) -> Executor:
-    monkeypatch.setattr("saltflat.studies.executors.ray._Driver", lambda setup: Scripted(words))
-    return Ray(workers=1)
+    monkeypatch.setattr("saltflat.studies.executors.ray._DriverProcess", lambda setup: Scripted(words))
+    return RayExecutor(workers=1)
 
 
 def test_a_task_that_lost_its_machine_twice_is_done_by_another(
@@ -288,7 +288,7 @@ def test_a_cluster_that_ends_the_process_connected_to_it_fails_no_task(
     unconnected: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = scripted(monkeypatch)
-    monkeypatch.setattr(Scripted, "tell", lambda self, command: None)
+    monkeypatch.setattr(Scripted, "send", lambda self, command: None)
     with pytest.raises(ExecutorError, match="lost it: Ray ended the process that was connected to it"):
         list(executor.run(tasks(*range(24)), cases.upper))
 
@@ -296,4 +296,4 @@ def test_a_cluster_that_ends_the_process_connected_to_it_fails_no_task(
 def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ExecutorError, match=r"Do: pip install ray, or"):
-        executor_named("ray").open()
+        make_executor("ray").open_session()

@@ -29,7 +29,7 @@ from torch.optim import SGD
 
 from saltflat.errors import PrecisionError, TrainingError
 from saltflat.training import FisherPenalty, either_way
-from saltflat.training.part_gradients import Passes
+from saltflat.training.part_gradients import PartGradients
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -50,14 +50,14 @@ def test_both_ways_agree(name: str) -> None:
 
 def ways_taken(patch: pytest.MonkeyPatch) -> list[str]:
     taken: list[str] = []
-    for name in ("looped", "vectorised"):
-        real = getattr(Passes, name)
+    for name in ("run_loop", "run_vmap"):
+        real = getattr(PartGradients, name)
 
         def noted(self: Any, parts: Any, name: str = name, real: Any = real) -> Any:
             taken.append(name)
             return real(self, parts)
 
-        patch.setattr(Passes, name, noted)
+        patch.setattr(PartGradients, name, noted)
     return taken
 
 
@@ -68,7 +68,7 @@ def test_a_model_that_torch_func_does_not_take_is_looped_for_good(monkeypatch: p
     penalty = FisherPenalty(built.model, parts=2)
     for _ in range(2):
         penalty.backward(whole_batch(built))
-    assert taken == ["vectorised", "looped", "looped"]
+    assert taken == ["run_vmap", "run_loop", "run_loop"]
     assert penalty.why_looped is not None
     assert "_weight_norm_interface" in penalty.why_looped
     reference = FisherPenalty(other.model, parts=2, way="loop")
@@ -89,7 +89,7 @@ def test_what_fails_in_the_loop_too_says_nothing_about_the_way(monkeypatch: pyte
     assert penalty.why_looped is None
     taken = ways_taken(monkeypatch)
     penalty.backward((inputs, targets))
-    assert taken == ["vectorised"]
+    assert taken == ["run_vmap"]
 
 
 def test_running_out_of_memory_is_not_the_models_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_running_out_of_memory_is_not_the_models_fault(monkeypatch: pytest.Monke
     def fails(self: Any, parts: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(Passes, "vectorised", fails)
+    monkeypatch.setattr(PartGradients, "run_vmap", fails)
     built = smooth_mlp()
     penalty = FisherPenalty(built.model, parts=2)
     penalty.backward(whole_batch(built))
@@ -115,7 +115,7 @@ def test_auto_loops_on_cpus_with_large_stacks_and_recurrent_layers(monkeypatch: 
     FisherPenalty(recurrent.model, parts=2).backward(whole_batch(recurrent))
     monkeypatch.setattr(either_way, "MOST_STACKED", 100)
     FisherPenalty(built.model, parts=2).backward(whole_batch(built))
-    assert taken == ["looped"] * 3
+    assert taken == ["run_loop"] * 3
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, prune
 import saltflat
 from saltflat.errors import DataError, ModelError, OptionError, SaltflatError
 from saltflat.layers.affine import Affine
-from saltflat.symmetry.fold import Folded, fold
+from saltflat.symmetry.fold import FoldedBatchNorm, fold
 
 
 class Model(Net):
@@ -551,7 +551,7 @@ def test_a_linear_layer_on_sequences_does_not_take_up_a_norm_of_positions() -> N
 def test_a_norm_folded_for_vectors_refuses_sequences() -> None:
     model = ready(sequences(), 3, 4)
     for folded in (fold(model), fold(model, reals(5, 4))):
-        assert isinstance(folded.get_submodule("1"), Folded)
+        assert isinstance(folded.get_submodule("1"), FoldedBatchNorm)
         assert_same(model, folded, reals(6, 4))
         with pytest.raises(DataError, match=r"Got 3 dimensions .* Want 2.* Do: .*fold\(model, example\)"):
             folded(reals(6, 3, 4))
@@ -734,7 +734,7 @@ def test_a_folded_network_can_be_traced_folded_saved_and_loaded() -> None:
     model, x, _ = built("vgg")
     mixed = nn.Sequential(model, nn.ReLU(), ready(nn.BatchNorm1d(3), 3))
     folded = fold(mixed)
-    assert {type(module) for module in folded.modules()} >= {Affine, Folded, nn.Identity}
+    assert {type(module) for module in folded.modules()} >= {Affine, FoldedBatchNorm, nn.Identity}
     assert_same(folded, torch.fx.symbolic_trace(folded), x)
     assert_equal_states(fold(folded), folded)
     other = fold(mixed)
@@ -749,7 +749,7 @@ def test_a_folded_network_is_measured_like_the_definition_says() -> None:
     model, x, _ = built("pre_activation")
     folded = nn.Sequential(fold(model), nn.Linear(48, 2).double())
     y = torch.tensor([0, 1, 1, 0, 1])
-    found = saltflat.statistics_of(folded, (x, y), "curvature_trace")["curvature_trace"]
+    found = saltflat.compute_statistics(folded, (x, y), "curvature_trace")["curvature_trace"]
     p = F.softmax(folded(x), 1)[:, 1].detach()
     for name in ("0.norm2.weight", "0.norm2.bias", "0.conv1.weight"):
         parameter = folded.get_parameter(name)

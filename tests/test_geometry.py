@@ -13,10 +13,10 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.columns import plan_from
-from saltflat.geometry import Arranged
-from saltflat.landscape.normalizing import by_filter
-from saltflat.noise import normals
+from saltflat.columns import parse_column_plan
+from saltflat.geometry import PermutedGeometry
+from saltflat.landscape.normalizing import normalize_by_filter
+from saltflat.noise import draw_normals
 from saltflat.problem import Problem
 from saltflat.setting import Setting
 from saltflat.training import penalty
@@ -229,7 +229,7 @@ def test_a_network_has_the_numbers_of_the_same_in_layers_of_torch(name: str) -> 
 @pytest.mark.parametrize("name", TWINS)
 def test_rescaling_units_moves_nothing_that_claims_to_stay(name: str) -> None:
     odd, _, data = built(name)
-    found = saltflat.audit(odd, data, measures=BY_UNIT, draws=2, kinds="unit", progress=False)
+    found = saltflat.audit_invariance(odd, data, measures=BY_UNIT, draws=2, kinds="unit", progress=False)
     assert found.scales["unit"] > 0
     assert {line.verdicts["unit"] for line in found.values()} == {"stays, as claimed"}
 
@@ -238,7 +238,7 @@ def test_positions_have_features_last_where_nothing_is_free() -> None:
     torch.manual_seed(0)
     odd, plain, shape = with_tokens(F.gelu)
     data = reals(*shape), integers(3, shape[0])
-    assert saltflat.symmetries(odd, data[0]).scales == 0
+    assert saltflat.find_symmetries(odd, data[0]).scales == 0
     found, wanted = (saltflat.measure(each, data, measures=list(BY_UNIT), certificate=False) for each in (odd, plain))
     for each in BY_UNIT:
         assert found[each].value == pytest.approx(wanted[each].value, rel=1e-9), each
@@ -303,7 +303,9 @@ def test_a_claim_that_does_not_hold_is_withdrawn_in_the_reading(
 def test_an_audit_expects_what_was_withdrawn_to_move(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     data = reals(8, 4), integers(3, 8)
-    found = saltflat.audit(build(), data, measures="normalized_sharpness", draws=2, kinds="unit", progress=False)
+    found = saltflat.audit_invariance(
+        build(), data, measures="normalized_sharpness", draws=2, kinds="unit", progress=False
+    )
     assert found.holds
     assert found["normalized_sharpness"].claims == ("layer_scale",)
     assert found["normalized_sharpness"].verdicts["unit"] == "moves, as expected"
@@ -321,18 +323,18 @@ def test_a_penalty_has_the_value_of_the_measure() -> None:
 
 def test_filters_of_a_landscape_are_the_weights_into_a_unit() -> None:
     odd, _, data = built("inputs_before_outputs")
-    setting = Setting(Problem.of(odd, data), plan_from("exact"), seed=0, limit=1 << 30)
-    direction = by_filter(setting, normals(setting, 0))["A"]
+    setting = Setting(Problem.build(odd, data), parse_column_plan("exact"), seed=0, limit=1 << 30)
+    direction = normalize_by_filter(setting, draw_normals(setting, 0))["A"]
     assert_close(direction.norm(dim=0), odd.get_parameter("A").detach().norm(dim=0))
 
 
 def test_units_of_axes_in_any_order_are_counted_group_by_group() -> None:
-    arranged = Arranged.of(torch.Size([6, 4]), (2, 3, 4), ("group", "in", "out"))
+    arranged = PermutedGeometry.from_roles(torch.Size([6, 4]), (2, 3, 4), ("group", "in", "out"))
     values = torch.arange(24.0).reshape(6, 4)
-    columns, count = arranged.units("column")
-    rows, others = arranged.units("row")
+    columns, count = arranged.index_units("column")
+    rows, others = arranged.index_units("row")
     assert (count, others) == (6, 8)
-    matrices = arranged.matrices(values)
+    matrices = arranged.view_as_matrices(values)
     assert matrices.shape == (2, 4, 3, 1)
     for group in range(2):
         for i in range(3):

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 from saltflat.cli import app
 from saltflat.errors import ReportError
 from saltflat.report import Audit, AuditLine, Reading, Report, compare
-from saltflat.report.change import change_of
-from saltflat.report.html import audit_page, comparison_page, report_page, study_page
-from saltflat.report.html_bars import chart
-from saltflat.report.html_drawn import picture, small
-from saltflat.report.html_page import inert
-from saltflat.report.html_problems import MOST_LETTERS, failures
-from saltflat.report.html_summary import runs_told, scores_told, warnings_of
+from saltflat.report.change import compute_change
+from saltflat.report.html import render_audit_page, render_comparison_page, render_report_page, render_study_page
+from saltflat.report.html_bars import build_chart
+from saltflat.report.html_drawn import build_small_scatter, encode_picture
+from saltflat.report.html_page import encode_inert_json
+from saltflat.report.html_problems import MOST_LETTERS, collect_failures
+from saltflat.report.html_summary import collect_warnings, format_runs, format_score_summary
 from saltflat.studies.row import Row
 from saltflat.studies.scores import Score, Scores, score
 
@@ -85,7 +85,7 @@ def scored(rows: list[Row], **options: Any) -> dict[str, Scores]:
 
 def page_of(rows: list[Row], **changes: Any) -> str:
     given = {"title": "Digits", "facts": {"data": "digits"}, "rows": rows, "axes": AXES, **changes}
-    return study_page(**given if "scores" in given else {**given, "scores": scored(rows)})
+    return render_study_page(**given if "scores" in given else {**given, "scores": scored(rows)})
 
 
 def small_audit(spread: float = 2.0) -> Audit:
@@ -95,15 +95,18 @@ def small_audit(spread: float = 2.0) -> Audit:
     )
     moved = [Reading("trace", 20.0), Reading("trace", 0.02)]
     lines = {
-        "trace": AuditLine(base["trace"], (), False, {"layer": change_of(base["trace"], moved, False, False)}),
+        "trace": AuditLine(base["trace"], (), False, {"layer": compute_change(base["trace"], moved, False, False)}),
         "rho": AuditLine(
             base["rho"],
             ("layer_scale",),
             False,
-            {"layer": change_of(base["rho"], [Reading("rho", 1.0)] * 2, True, False)},
+            {"layer": compute_change(base["rho"], [Reading("rho", 1.0)] * 2, True, False)},
         ),
         "volume": AuditLine(
-            base["volume"], (), True, {"layer": change_of(base["volume"], [Reading("volume", 97.0)] * 2, False, True)}
+            base["volume"],
+            (),
+            True,
+            {"layer": compute_change(base["volume"], [Reading("volume", 97.0)] * 2, False, True)},
         ),
     }
     return Audit(base, lines, {"layer": 3}, (), {}, 2, spread, 0, 1e-6, 1.0, (HOSTILE,), "2025-01-31T12:00:00+00:00")
@@ -126,9 +129,9 @@ def pages(rows: list[Row]) -> dict[str, str]:
             warnings=[HOSTILE],
             again=HOSTILE,
         ),
-        "report": report_page(first),
-        "comparison": comparison_page(compare({HOSTILE: first, "b": second})),
-        "audit": audit_page(small_audit()),
+        "report": render_report_page(first),
+        "comparison": render_comparison_page(compare({HOSTILE: first, "b": second})),
+        "audit": render_audit_page(small_audit()),
     }
 
 
@@ -172,7 +175,7 @@ def test_the_policy_of_a_page_allows_its_own_scripts_alone(kind: str, pages: dic
 
 
 def test_the_data_in_a_page_hold_no_letter_that_html_or_javascript_could_act_on() -> None:
-    text = inert({HOSTILE: [HOSTILE, "\u2029]]>"]})
+    text = encode_inert_json({HOSTILE: [HOSTILE, "\u2029]]>"]})
     assert not set(text) & set("<>&\u2028\u2029")
     assert json.loads(text) == {HOSTILE: [HOSTILE, "\u2029]]>"]}
 
@@ -250,7 +253,7 @@ def test_warnings_stand_before_the_summary(rows: list[Row]) -> None:
 
 def test_a_warning_of_one_gap_says_of_which() -> None:
     both = {gap: replace(of("trace"), gap=gap, warnings=("Few runs.", *own)) for gap, own in OWN_WARNINGS.items()}
-    assert warnings_of(["Mine."], both) == ["Mine.", "Few runs.", "Gap in error: Unresolved."]
+    assert collect_warnings(["Mine."], both) == ["Mine.", "Few runs.", "Gap in error: Unresolved."]
 
 
 OWN_WARNINGS: dict[str, tuple[str, ...]] = {"error": ("Unresolved.",), "loss": ()}
@@ -266,7 +269,7 @@ def of(*names: str, **kendalls: tuple[float, float, float]) -> Scores:
 
 
 def test_the_summary_says_which_measures_go_with_the_gap() -> None:
-    told = scores_told(of("bare", rho=(0.8, 0.7, 0.9), flat=(-0.5, -0.6, -0.4), dull=(0.1, -0.1, 0.3)))
+    told = format_score_summary(of("bare", rho=(0.8, 0.7, 0.9), flat=(-0.5, -0.6, -0.4), dull=(0.1, -0.1, 0.3)))
     assert "Larger where the gap is larger: rho (0.80, 0.70 to 0.90)." in told
     assert "Smaller where the gap is larger: flat (-0.50, -0.60 to -0.40)." in told
     assert "No sign of a relation, the interval contains zero: dull (0.10, -0.10 to 0.30)." in told
@@ -310,11 +313,11 @@ def test_the_summary_says_which_measures_go_with_the_gap() -> None:
     ids=["clear", "close", "behind one", "unsure", "against", "chance", "no control"],
 )
 def test_the_summary_begins_with_how_measures_do_against_controls(scores: Scores, said: str) -> None:
-    assert scores_told(scores)[0] == said
+    assert format_score_summary(scores)[0] == said
 
 
 def test_the_summary_says_when_nothing_goes_with_the_gap() -> None:
-    assert "No measure goes with the gap: none has an interval that leaves out zero." in scores_told(
+    assert "No measure goes with the gap: none has an interval that leaves out zero." in format_score_summary(
         of(rho=(0.3, -0.1, 0.6))
     )
 
@@ -322,7 +325,7 @@ def test_the_summary_says_when_nothing_goes_with_the_gap() -> None:
 def test_the_summary_says_when_a_relation_is_gone_within_one_setting() -> None:
     both = {"kendall_b": (0.4, 0.8), "granulated": (-0.3, 0.3)}
     lost = Score("rho", "measure", 9, kendall_b=0.6, granulated=0.05, intervals=both)
-    told = scores_told(replace(of(), scores={"rho": lost}))
+    told = format_score_summary(replace(of(), scores={"rho": lost}))
     assert (
         "No longer sure where a single setting changes and all others stay (granulated score): "
         "rho (0.05, -0.30 to 0.30)." in told
@@ -330,7 +333,7 @@ def test_the_summary_says_when_a_relation_is_gone_within_one_setting() -> None:
 
 
 def test_the_summary_counts_how_runs_ended_and_what_differs(rows: list[Row]) -> None:
-    assert runs_told(rows, AXES) == [
+    assert format_runs(rows, AXES) == [
         "48 networks: 44 finished, 1 missed the stopping rule, 1 diverged and 2 failed with an error.",
         "They differ in lr (0.01; 0.03; 0.1), batch (16; 64), widths (32, 32; 128, 128) and seed (0; 1; 2; 3).",
     ]
@@ -357,7 +360,7 @@ def test_the_score_table_has_the_scores_the_strongest_first(rows: list[Row]) -> 
 def test_runs_that_failed_alike_are_told_once_with_the_error_in_full() -> None:
     rows = [failed(str(k), {"lr": k}, "ValueError: no") for k in range(3)]
     rows += [failed("9", {"lr": 9}, "y" * 100_000)]
-    first, second = failures(rows, ("lr",))
+    first, second = collect_failures(rows, ("lr",))
     assert first.runs == ("0 (lr 0)", "1 (lr 1)", "2 (lr 2)")
     assert first.traceback.endswith("ValueError: no")
     assert len(second.traceback) < MOST_LETTERS + 100
@@ -371,19 +374,19 @@ def test_every_run_that_did_not_end_well_is_named(rows: list[Row], pages: dict[s
 
 
 def test_a_small_plot_has_the_largest_at_the_right_and_the_top() -> None:
-    drawn = small("trace", [1.0, 3.0, 2.0, None, NAN], [0.1, 0.3, 0.2, 0.5, 0.5])
+    drawn = build_small_scatter("trace", [1.0, 3.0, 2.0, None, NAN], [0.1, 0.3, 0.2, 0.5, 0.5])
     assert drawn.path == "M8 112h0M172 8h0M90 60h0"
     assert (drawn.low, drawn.high, drawn.log, drawn.drawn) == ("1", "3", False, 3)
 
 
 def test_a_small_plot_is_logarithmic_where_values_span_more_than_two_decades() -> None:
-    drawn = small("trace", [1.0, 100.0, 10_000.0], [0.0, 1.0, 2.0])
+    drawn = build_small_scatter("trace", [1.0, 100.0, 10_000.0], [0.0, 1.0, 2.0])
     assert drawn.log
     assert drawn.path == "M8 112h0M90 60h0M172 8h0"
 
 
 def test_bars_begin_at_zero_and_are_as_long_as_their_values() -> None:
-    found = chart("signed", {"": Reading("signed", 0.0, {"a": -1.0, "b": 3.0, "c": NAN})}, [""])
+    found = build_chart("signed", {"": Reading("signed", 0.0, {"a": -1.0, "b": 3.0, "c": NAN})}, [""])
     assert [(row, bars[0].start, bars[0].width, bars[0].told) for row, bars in found.rows] == [
         ("a", 0.0, 25.0, "-1"),
         ("b", 25.0, 75.0, "3"),
@@ -392,7 +395,7 @@ def test_bars_begin_at_zero_and_are_as_long_as_their_values() -> None:
 
 
 def test_bars_of_values_far_apart_are_logarithmic_and_keep_their_order() -> None:
-    found = chart("trace", {"": Reading("trace", 0.0, {"a": 1e-3, "b": 1.0, "c": 1e3, "d": 0.0})}, [""])
+    found = build_chart("trace", {"": Reading("trace", 0.0, {"a": 1e-3, "b": 1.0, "c": 1e3, "d": 0.0})}, [""])
     assert found.log
     widths = [bars[0].width for _, bars in found.rows]
     assert widths[0] < widths[1] < widths[2] == 100.0
@@ -401,7 +404,7 @@ def test_bars_of_values_far_apart_are_logarithmic_and_keep_their_order() -> None
 
 
 def test_the_interval_of_a_bar_is_that_of_its_standard_error() -> None:
-    ((_, (bar,)),) = chart("rho", {"": Reading("rho", 0.0, {"a": 10.0}, layer_stderr={"a": 1.0})}, [""]).rows
+    ((_, (bar,)),) = build_chart("rho", {"": Reading("rho", 0.0, {"a": 10.0}, layer_stderr={"a": 1.0})}, [""]).rows
     # The axis reaches as far as the interval, 10 + 1.96; two digits are kept.
     assert bar.low == pytest.approx(100 * 8.04 / 11.96, abs=0.01)
     assert bar.width == pytest.approx(100 * 10 / 11.96, abs=0.01)
@@ -410,7 +413,7 @@ def test_the_interval_of_a_bar_is_that_of_its_standard_error() -> None:
 
 def test_only_the_largest_of_many_layers_have_bars_and_the_page_says_so() -> None:
     many = Reading("trace", 1.0, {f"layer{k}": float(k) for k in range(100)})
-    page = Page(report_page(report(readings={"trace": many}, legend={})))
+    page = Page(render_report_page(report(readings={"trace": many}, legend={})))
     assert "And 76 more layers with less." in page.words
     assert "layer99" in page.words
 
@@ -425,7 +428,7 @@ def test_a_page_of_a_report_says_what_the_report_says(pages: dict[str, str]) -> 
 
 def test_a_page_of_a_comparison_has_verdicts_and_doubts() -> None:
     first, second = report(), report(readings={"trace": Reading("trace", 6.0)}, model="Other")
-    page = Page(comparison_page(compare({"a": first, "b": second})))
+    page = Page(render_comparison_page(compare({"a": first, "b": second})))
     assert ["trace", "layers", "3", "6", "2", "not judged", ""] in [
         [cell.strip() for cell in cells] for cells in page.rows
     ]
@@ -433,7 +436,7 @@ def test_a_page_of_a_comparison_has_verdicts_and_doubts() -> None:
 
 
 def test_dots_of_an_audit_stand_at_the_factors() -> None:
-    page = audit_page(small_audit())
+    page = render_audit_page(small_audit())
     # From 2 to 20 is one decade, to 0.02 minus two, which is the farthest: at the left end of the strip.
     assert 'd="M73.0 8h0M4.0 8h0"' in page
     # Logarithms are clamped to the end, they do not stretch the strip of others.
@@ -456,13 +459,14 @@ def test_landscapes_are_pictures_inside_of_the_page(rows: list[Row]) -> None:
     assert source is not None
     assert source.startswith("data:image/svg+xml;base64,")
     assert base64.b64decode(source.partition(",")[2]).strip().endswith(b"</svg>")
-    assert picture(Drawn().plot()) == picture(Drawn().plot())
+    assert encode_picture(Drawn().plot()) == encode_picture(Drawn().plot())
 
 
 def test_pictures_that_would_make_the_page_heavy_are_named_instead(
     rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saltflat.report.html_study.picture", lambda figure: "data:image/png;base64," + "A" * 500_000)
+    heavy = "data:image/png;base64," + "A" * 500_000
+    monkeypatch.setattr("saltflat.report.html_study.encode_picture", lambda figure: heavy)
 
     class Drawn:
         def plot(self) -> None: ...
@@ -481,10 +485,10 @@ def test_pages_are_written_whole_and_replace_what_was_there(tmp_path: Path) -> N
     path = tmp_path / "report.html"
     path.write_text("old")
     assert report().to_html(path) == path
-    assert path.read_text(encoding="utf-8") == report_page(report())
+    assert path.read_text(encoding="utf-8") == render_report_page(report())
     both = compare(report(), report())
     assert both.to_html(path) == path
-    assert path.read_text(encoding="utf-8") == comparison_page(both)
+    assert path.read_text(encoding="utf-8") == render_comparison_page(both)
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
     with pytest.raises(ReportError, match="whose folder does not exist"):
         report().to_html(tmp_path / "no" / "report.html")
@@ -525,4 +529,4 @@ def test_templates_are_part_of_the_package() -> None:
 
 def test_a_report_from_a_file_makes_the_same_page(tmp_path: Path) -> None:
     loaded = Report.load(report().save(tmp_path / "report.json"))
-    assert report_page(loaded) == report_page(report())
+    assert render_report_page(loaded) == render_report_page(report())

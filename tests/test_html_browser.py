@@ -10,7 +10,7 @@ from browser import LAPTOP, PHONE, Tab, browsing, chromium
 from html_cases import AXES, HOSTILE, report, study
 
 from saltflat.report import Reading, compare
-from saltflat.report.html import study_page
+from saltflat.report.html import render_study_page
 from saltflat.studies.row import Row
 from saltflat.studies.scores import score
 
@@ -29,7 +29,7 @@ def pages(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folder = tmp_path_factory.mktemp("pages")
     scores = {gap: score(rows, AXES, gap=gap, resamples=40) for gap in ("error", "loss")}
     path = folder / "study.html"
-    path.write_text(study_page("Digits", {"data": HOSTILE}, rows, AXES, scores), encoding="utf-8")
+    path.write_text(render_study_page("Digits", {"data": HOSTILE}, rows, AXES, scores), encoding="utf-8")
     more = {f"a_measure_with_a_long_name_{k}": Reading("x", 1.0, {"0.weight": 1.0 + k}) for k in range(20)}
     wide = report(readings={**report().readings, **more})
     both = compare({"first": report(), HOSTILE: report()})

@@ -624,7 +624,7 @@ def test_weights_spread_over_processes_are_refused(tmp_path: Path, monkeypatch: 
     trainer = trainer_for(Small(), tmp_path, flat={"sam": True})
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     with pytest.raises(ModelError, match="whole on every process"):
-        trainer._two_pass(trainer.model)
+        trainer._prepare_sam(trainer.model)
     spread = Small()
     vars(spread.net[0].get_parameter("weight"))["ds_id"] = 0  # as DeepSpeed marks what it has cut
     with pytest.raises(ModelError, match=r"net\.0\.weight.*whole on every process"):
@@ -634,7 +634,7 @@ def test_weights_spread_over_processes_are_refused(tmp_path: Path, monkeypatch: 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install transformers accelerate\."):
-        part.host()
+        part.import_transformers()
 
 
 TWO_PROCESSES = """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import saltflat
 from saltflat import lanczos
-from saltflat.lanczos import top_eigenvalues
+from saltflat.lanczos import find_top_eigenvalues
 
 ALL = {**CHAINS, **CASES}
 
@@ -30,7 +30,7 @@ ALL = {**CHAINS, **CASES}
 )
 def test_eigenvalues_are_those_of_the_dense_blocks(name: str) -> None:
     case = ALL[name]()
-    found = saltflat.eigenvalues_of(case.model, case.batches, case.loss)
+    found = saltflat.compute_eigenvalues(case.model, case.batches, case.loss)
     assert set(found) == set(dense.weights(case))
     for layer, top in found.items():
         block = dense.block(case, layer)
@@ -66,7 +66,7 @@ def test_the_largest_algebraic_eigenvalue_is_found_through_restarts(name: str) -
     values = SPECTRA[name]
     matrix = matrix_with(values)
     starts = {"a": torch.randn(len(values), dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
-    top = top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, starts)["a"]
+    top = find_top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, starts)["a"]
     scale = float(values.abs().max())
     assert top.converged
     assert abs(top.value - float(values.max())) <= 1e-8 * scale
@@ -75,13 +75,15 @@ def test_the_largest_algebraic_eigenvalue_is_found_through_restarts(name: str) -
 
 def test_the_process_is_restarted_when_its_basis_is_full() -> None:
     matrix = matrix_with(SPECTRA["close at the top"])
-    top = top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, {"a": torch.ones(200, dtype=torch.float64)})["a"]
+    top = find_top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, {"a": torch.ones(200, dtype=torch.float64)})["a"]
     assert top.steps > lanczos.BASIS
 
 
 def test_too_few_steps_are_said() -> None:
     matrix = matrix_with(SPECTRA["spread"])
-    top = top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, {"a": torch.ones(200, dtype=torch.float64)}, steps=3)["a"]
+    top = find_top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, {"a": torch.ones(200, dtype=torch.float64)}, steps=3)[
+        "a"
+    ]
     assert not top.converged
     assert top.steps == 3
     assert top.value < 1.0
@@ -99,22 +101,22 @@ def test_many_blocks_take_as_many_products_as_the_slowest() -> None:
         calls.append(len(vectors))
         return {name: blocks[name] @ v for name, v in vectors.items()}
 
-    together = top_eigenvalues(product, starts)
+    together = find_top_eigenvalues(product, starts)
     assert len(calls) == max(top.steps for top in together.values())
     for name, start in starts.items():
-        alone = top_eigenvalues(product, {name: start})[name]
+        alone = find_top_eigenvalues(product, {name: start})[name]
         assert alone.steps == together[name].steps
         assert alone.value == pytest.approx(together[name].value, rel=1e-12, abs=1e-14)
 
 
 def test_an_earlier_result_makes_the_next_quick() -> None:
     case = CHAINS["convolutions_with_biases"]()
-    first = saltflat.eigenvalues_of(case.model, case.batches)
+    first = saltflat.compute_eigenvalues(case.model, case.batches)
     with torch.no_grad():
         for parameter in case.model.parameters():
             parameter.mul_(1.0001)
-    cold = saltflat.eigenvalues_of(case.model, case.batches)
-    warm = saltflat.eigenvalues_of(case.model, case.batches, start=first)
+    cold = saltflat.compute_eigenvalues(case.model, case.batches)
+    warm = saltflat.compute_eigenvalues(case.model, case.batches, start=first)
     assert max(top.steps for top in warm.values()) < max(top.steps for top in cold.values())
     for name, top in warm.items():
         assert top.value == pytest.approx(cold[name].value, rel=1e-8)
@@ -122,20 +124,20 @@ def test_an_earlier_result_makes_the_next_quick() -> None:
 
 def test_a_result_of_another_network_is_refused() -> None:
     case = CHAINS["mlp_with_biases"]()
-    first = saltflat.eigenvalues_of(case.model, case.batches)
+    first = saltflat.compute_eigenvalues(case.model, case.batches)
     other = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 4)).double()
     with pytest.raises(saltflat.SaltflatError, match="same architecture"):
-        saltflat.eigenvalues_of(other, case.batches, start=first)
+        saltflat.compute_eigenvalues(other, case.batches, start=first)
 
 
 def test_a_small_basis_finds_the_same() -> None:
     """What memory allows: six vectors instead of twenty-four."""
     matrix = matrix_with(SPECTRA["spread"])
     start = {"a": torch.ones(200, dtype=torch.float64)}
-    few, many = (top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, start, basis=size)["a"] for size in (6, 24))
+    few, many = (find_top_eigenvalues(lambda v: {"a": matrix @ v["a"]}, start, basis=size)["a"] for size in (6, 24))
     assert few.converged
     assert few.value == pytest.approx(many.value, rel=1e-8)
     case = CHAINS["convolutions_with_biases"]()
-    tight = saltflat.eigenvalues_of(case.model, case.batches, memory=2000)
-    for name, top in saltflat.eigenvalues_of(case.model, case.batches).items():
+    tight = saltflat.compute_eigenvalues(case.model, case.batches, memory=2000)
+    for name, top in saltflat.compute_eigenvalues(case.model, case.batches).items():
         assert tight[name].value == pytest.approx(top.value, rel=1e-8)

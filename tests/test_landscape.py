@@ -33,7 +33,7 @@ from saltflat.errors import (
     UnknownNameError,
 )
 from saltflat.landscape import Landscape, plot_together
-from saltflat.landscape.grid import Grid
+from saltflat.landscape.grid import SliceGrid
 from saltflat.report import Report
 
 Direction = Mapping[str, Tensor]
@@ -128,7 +128,7 @@ def test_a_slice_is_what_a_loop_over_copies_gives(make: Callable[[], nn.Module],
     net = make()
     data = rows() if make is mlp else images()
     directions = [noise(net) for _ in range(dimensions)]
-    found = saltflat.landscape(
+    found = saltflat.compute_landscape(
         net, batches(data), directions=directions, dimensions=dimensions, points=7, radius=0.8, memory=memory
     )
     same(found.losses, slow(net, data, directions, [line(7, 0.8)] * dimensions))
@@ -144,7 +144,7 @@ def test_a_slice_is_what_a_loop_over_copies_gives(make: Callable[[], nn.Module],
 
 
 def test_points_are_run_together_where_that_is_possible() -> None:
-    found = saltflat.landscape(mlp(), rows(), points=9)
+    found = saltflat.compute_landscape(mlp(), rows(), points=9)
     assert found.settings["way"] == "points together"
 
 
@@ -174,7 +174,7 @@ class Recurrent(nn.Module):
 def test_a_model_that_cannot_be_mapped_is_run_point_by_point(make: Callable[[], nn.Module]) -> None:
     net, data = make().double(), rows()
     directions = [noise(net)]
-    found = saltflat.landscape(net, data, directions=directions, points=5)
+    found = saltflat.compute_landscape(net, data, directions=directions, points=5)
     assert found.settings["way"] == "point by point"
     same(found.losses, slow(net, data, directions, [line(5, 1.0)]))
 
@@ -194,7 +194,7 @@ class Moody(nn.Module):
 def test_a_model_that_can_be_mapped_only_at_first_gives_the_same() -> None:
     net, data = Moody().double(), rows()
     directions = [noise(net)]
-    found = saltflat.landscape(net, data, directions=directions, points=5)
+    found = saltflat.compute_landscape(net, data, directions=directions, points=5)
     same(found.losses, slow(net, data, directions, [line(5, 1.0)]))
 
 
@@ -203,19 +203,19 @@ def test_a_model_that_can_be_mapped_only_at_first_gives_the_same() -> None:
 def test_the_middle_of_every_case_is_the_loss_that_measure_finds(name: str) -> None:
     case = CASES[name]()
     before = snapshot(case.model)
-    found = saltflat.landscape(case.model, case.batches, case.loss, points=3, radius=0.1, biases="include")
-    expected = saltflat.statistics_of(case.model, case.batches, "curvature_trace", case.loss).loss
+    found = saltflat.compute_landscape(case.model, case.batches, case.loss, points=3, radius=0.1, biases="include")
+    expected = saltflat.compute_statistics(case.model, case.batches, "curvature_trace", case.loss).loss
     assert found.loss == pytest.approx(expected, rel=1e-10, abs=1e-12)
     assert snapshot(case.model) == before
 
 
 def test_float32_is_worked_in_and_dtype_changes_it() -> None:
     net, data = cnn(), images()
-    exact = saltflat.landscape(net, data, points=5)
-    single = saltflat.landscape(net.float(), (data[0].float(), data[1]), points=5)
+    exact = saltflat.compute_landscape(net, data, points=5)
+    single = saltflat.compute_landscape(net.float(), (data[0].float(), data[1]), points=5)
     assert single.settings["dtype"] == "float32"
     same(single.losses, exact.losses, 1e-4)
-    double = saltflat.landscape(net, (data[0].float(), data[1]), points=5, dtype=torch.float64)
+    double = saltflat.compute_landscape(net, (data[0].float(), data[1]), points=5, dtype=torch.float64)
     assert double.settings["dtype"] == "float64"
     same(double.losses, exact.losses, 1e-5)  # weights were rounded once
     assert next(net.parameters()).dtype == torch.float32
@@ -234,26 +234,26 @@ def test_every_loss_has_slices(name: Any, loss: Loss | None) -> None:
     net, (inputs, labels) = mlp(), rows()
     targets = labels if loss is None else torch.rand(11, 3).double()
     directions = [noise(net)]
-    found = saltflat.landscape(net, batches((inputs, targets)), name, directions=directions, points=5)
+    found = saltflat.compute_landscape(net, batches((inputs, targets)), name, directions=directions, points=5)
     same(found.losses, slow(net, (inputs, targets), directions, [line(5, 1.0)], loss or name))
     assert (found.errors is None) == (loss in (F.mse_loss, F.l1_loss))
 
 
 def test_errors_leave_ignored_targets_out() -> None:
     net, (inputs, labels) = mlp(), rows()
-    found = saltflat.landscape(net, (inputs, labels), nn.CrossEntropyLoss(ignore_index=1), points=3)
+    found = saltflat.compute_landscape(net, (inputs, labels), nn.CrossEntropyLoss(ignore_index=1), points=3)
     kept = labels != 1
     assert found.error == pytest.approx(float(wrong(net(inputs[kept]), labels[kept])))
 
 
 def test_losses_that_overflow_are_kept() -> None:
     net, data = mlp(), rows()
-    found = saltflat.landscape(net, data, directions=[noise(net)], points=5, radius=1e200)
+    found = saltflat.compute_landscape(net, data, directions=[noise(net)], points=5, radius=1e200)
     assert np.isfinite(found.losses).tolist() == [False, False, True, False, False]
     assert found.errors is not None
     assert np.isnan(found.errors).tolist() == np.isnan(found.losses).tolist()
     assert "At 4 of 5 points the loss is not finite." in str(found)
-    squares = saltflat.landscape(
+    squares = saltflat.compute_landscape(
         net, (data[0], torch.zeros(11, 3).double()), "mse", directions=[noise(net)], points=3, radius=1e100
     )
     assert squares.losses[0] == np.inf
@@ -266,8 +266,8 @@ def test_losses_that_overflow_are_kept() -> None:
 @pytest.mark.parametrize("options", [{"dimensions": 2}, {"directions": "eigenvectors"}, {"batch_norm": "recompute"}])
 def test_a_gpu_gives_what_a_cpu_gives(options: dict[str, Any]) -> None:
     net, data = normed(), images(12)
-    here = saltflat.landscape(net, data, points=5, **options)
-    there = saltflat.landscape(net.cuda(), (data[0].cuda(), data[1].cuda()), points=5, **options)
+    here = saltflat.compute_landscape(net, data, points=5, **options)
+    there = saltflat.compute_landscape(net.cuda(), (data[0].cuda(), data[1].cuda()), points=5, **options)
     same(there.losses, here.losses, 1e-9)
 
 
@@ -289,7 +289,7 @@ def moved_by(net: nn.Module, data: Any, name: str, **options: Any) -> Tensor:
                 own = dict(self.net.named_parameters())[name].reshape(-1)[entry]
                 return own.expand(len(x), 1) + 0 * x.reshape(len(x), -1)[:, :1]
 
-        slopes = saltflat.landscape(
+        slopes = saltflat.compute_landscape(
             Reading(), (data[0], torch.zeros(len(data[0]), 1).double()), lambda y, t: y.mean(), points=3, **options
         ).losses
         found.append((slopes[2] - slopes[0]) / 2)
@@ -328,7 +328,9 @@ def test_random_directions_are_normalised_as_asked(normalize: str) -> None:
     lengths = {name: float(each.norm()) for name, each in parts.items()}
     if normalize == "length":
         assert sum(each**2 for each in lengths.values()) == pytest.approx(1)
-        assert saltflat.landscape(net, data, directions="random", points=3).directions[0]["length"] == pytest.approx(1)
+        assert saltflat.compute_landscape(net, data, directions="random", points=3).directions[0][
+            "length"
+        ] == pytest.approx(1)
     elif normalize == "layer":
         assert lengths == pytest.approx({name: float(each.detach().norm()) for name, each in weights.items()})
     else:
@@ -341,10 +343,10 @@ def test_random_directions_are_normalised_as_asked(normalize: str) -> None:
 
 def test_random_directions_belong_to_the_seed_and_the_second_is_another() -> None:
     net, data = mlp(), rows()
-    one, again, other = (saltflat.landscape(net, data, dimensions=2, points=3, seed=seed) for seed in (1, 1, 2))
+    one, again, other = (saltflat.compute_landscape(net, data, dimensions=2, points=3, seed=seed) for seed in (1, 1, 2))
     assert one.losses.tolist() == again.losses.tolist() != other.losses.tolist()
     assert one.losses[:, 1].tolist() != one.losses[1].tolist()
-    assert one.losses[:, 1].tolist() == saltflat.landscape(net, data, points=3, seed=1).losses.tolist()
+    assert one.losses[:, 1].tolist() == saltflat.compute_landscape(net, data, points=3, seed=1).losses.tolist()
     assert any("not made orthogonal" in note for note in one.notes)
 
 
@@ -361,7 +363,7 @@ def test_only_the_layers_asked_for_move() -> None:
     net, data = mlp(), rows()
     net[0].requires_grad_(False)
     assert not moved_by(net, data, "0.weight", directions="random", normalize="none").any()
-    found = saltflat.landscape(net, data, layers="2", points=3)
+    found = saltflat.compute_landscape(net, data, layers="2", points=3)
     assert found.settings["layers"] == ["2.weight", "2.bias"]
 
 
@@ -383,7 +385,9 @@ def test_the_curvature_along_eigenvectors_of_length_one_is_the_eigenvalue(monkey
     monkeypatch.setenv("COLUMNS", "120")
     net, data = mlp(act=nn.Tanh), rows()
     values = torch.linalg.eigvalsh(hessian(net, data)).flip(0)[:2]
-    found = saltflat.landscape(net, batches(data), directions="eigenvectors", dimensions=2, points=3, radius=1e-3)
+    found = saltflat.compute_landscape(
+        net, batches(data), directions="eigenvectors", dimensions=2, points=3, radius=1e-3
+    )
     told = [float(each["eigenvalue"]) for each in found.directions]
     assert told == pytest.approx(values.tolist(), rel=1e-7)
     assert list(found.curvature) == pytest.approx(told, rel=1e-4)
@@ -406,7 +410,7 @@ def test_a_second_eigenvalue_below_zero_is_found() -> None:
             return (self.place * torch.tensor([1.0, 2.0**0.5]).double()).expand(len(x), 2) + 0 * x
 
     data = torch.zeros(3, 2).double(), torch.zeros(3, 2).double()
-    found = saltflat.landscape(
+    found = saltflat.compute_landscape(
         Hill(), data, lambda y, t: -y.square().sum(1).mean() / 2, directions="eigenvectors", dimensions=2, points=3
     )
     assert [each["eigenvalue"] for each in found.directions] == pytest.approx([-1, -2])
@@ -415,7 +419,7 @@ def test_a_second_eigenvalue_below_zero_is_found() -> None:
 
 def test_eigenvectors_can_be_normalised_by_filter() -> None:
     net, data = mlp(), rows()
-    found = saltflat.landscape(net, data, directions="eigenvectors", normalize="filter", points=3)
+    found = saltflat.compute_landscape(net, data, directions="eigenvectors", normalize="filter", points=3)
     norms = [each.detach() for each in net.parameters()]
     assert found.directions[0]["length"] == pytest.approx(float(torch.cat([each.flatten() for each in norms]).norm()))
 
@@ -423,12 +427,12 @@ def test_eigenvectors_can_be_normalised_by_filter() -> None:
 def test_a_given_direction_may_leave_parameters_out_and_name_buffers() -> None:
     net, data = normed(), images()
     state = {name: value.clone() for name, value in net.state_dict().items()}
-    found = saltflat.landscape(net, data, directions=[state], points=3, radius=0.5)
+    found = saltflat.compute_landscape(net, data, directions=[state], points=3, radius=0.5)
     directions: list[Direction] = [dict(net.named_parameters())]
     same(found.losses, slow(net, data, directions, [line(3, 0.5)]))
     assert any("buffers" in note for note in found.notes)
     only = {"0.weight": state["0.weight"]}
-    found = saltflat.landscape(net, data, directions=[only], points=3)
+    found = saltflat.compute_landscape(net, data, directions=[only], points=3)
     same(found.losses, slow(net, data, [only], [line(3, 1.0)]))
 
 
@@ -437,9 +441,9 @@ def test_tied_weights_move_as_one() -> None:
     net[2].weight = net[0].weight
     data = rows()
     direction = {name: torch.randn(4, 4).double() for name in ["0.weight"]}
-    found = saltflat.landscape(net, data, directions=[direction], points=3)
+    found = saltflat.compute_landscape(net, data, directions=[direction], points=3)
     same(found.losses, slow(net, data, [direction], [line(3, 1.0)]))
-    assert saltflat.landscape(
+    assert saltflat.compute_landscape(
         net, data, directions=[{"2.weight": direction["0.weight"]}], points=3
     ).losses.tolist() == (found.losses.tolist())
 
@@ -450,7 +454,7 @@ def test_tied_weights_move_as_one() -> None:
 def test_batch_norm_uses_the_statistics_that_the_model_keeps() -> None:
     net, data = normed(), images(12)
     directions = [noise(net)]
-    found = saltflat.landscape(net, batches(data), directions=directions, points=5)
+    found = saltflat.compute_landscape(net, batches(data), directions=directions, points=5)
     same(found.losses, slow(net, data, directions, [line(5, 1.0)]))
     assert any("eval mode" in note for note in found.notes)
 
@@ -462,12 +466,12 @@ def test_recomputed_statistics_are_those_of_torch_at_every_point(memory: str, si
     net[7] = nn.Identity()  # torch's own function drops at random
     cut: list[tuple[Tensor, Tensor]] = list(zip(*(each.split(sizes) for each in data), strict=True))
     directions = [noise(net), noise(net)]
-    found = saltflat.landscape(
+    found = saltflat.compute_landscape(
         net, cut, directions=directions, dimensions=2, points=3, batch_norm="recompute", memory=memory
     )
     expected = slow(net, data, directions, [line(3, 1.0)] * 2, prepare=lambda other: update_bn(cut, other))
     same(found.losses, expected)
-    plain = saltflat.landscape(net, cut, directions=directions, dimensions=2, points=3)
+    plain = saltflat.compute_landscape(net, cut, directions=directions, dimensions=2, points=3)
     assert abs(found.loss - plain.loss) > 1e-3
     assert any("taken anew" in note for note in found.notes)
 
@@ -476,7 +480,7 @@ def test_recomputing_leaves_dropout_alone() -> None:
     net, data = normed(), images(12)
     other = copy.deepcopy(net)
     other[7] = nn.Identity()
-    with_, without = (saltflat.landscape(each, data, points=3, batch_norm="recompute") for each in (net, other))
+    with_, without = (saltflat.compute_landscape(each, data, points=3, batch_norm="recompute") for each in (net, other))
     assert with_.losses.tolist() == without.losses.tolist()
 
 
@@ -492,21 +496,21 @@ def test_a_layer_used_twice_counts_its_batches_as_torch_does() -> None:
 
     net, data = Twice().double(), rows(12)
     directions = [noise(net)]
-    found = saltflat.landscape(net, batches(data), directions=directions, points=3, batch_norm="recompute")
+    found = saltflat.compute_landscape(net, batches(data), directions=directions, points=3, batch_norm="recompute")
     expected = slow(net, data, directions, [line(3, 1.0)], prepare=lambda other: update_bn(batches(data), other))
     same(found.losses, expected)
 
 
 def test_without_batch_norm_there_is_nothing_to_recompute() -> None:
     net, data = mlp(), rows()
-    found = saltflat.landscape(net, data, points=3, batch_norm="recompute")
+    found = saltflat.compute_landscape(net, data, points=3, batch_norm="recompute")
     assert any("no BatchNorm" in note for note in found.notes)
-    assert found.losses.tolist() == saltflat.landscape(net, data, points=3).losses.tolist()
+    assert found.losses.tolist() == saltflat.compute_landscape(net, data, points=3).losses.tolist()
 
 
 def test_a_batch_of_one_example_has_no_statistics() -> None:
     with pytest.raises(ModelError, match="batch size"):
-        saltflat.landscape(normed(), batches(images(5), 4), points=3, batch_norm="recompute")
+        saltflat.compute_landscape(normed(), batches(images(5), 4), points=3, batch_norm="recompute")
 
 
 # What rescaling does.
@@ -534,7 +538,7 @@ UNMOVED = {
 def test_a_slice_is_changed_by_exactly_the_rescalings_it_should(kind: str, name: str, bias: bool, biases: str) -> None:
     net, data = mlp(bias), rows()
     other = saltflat.rescale(net, data[0], kind=kind, seed=3)
-    one, two = (saltflat.landscape(each, data, biases=biases, **SLICES[name]) for each in (net, other))
+    one, two = (saltflat.compute_landscape(each, data, biases=biases, **SLICES[name]) for each in (net, other))
     assert one.loss == pytest.approx(two.loss, rel=1e-10)
     if name in UNMOVED[kind]:
         same(one.losses, two.losses, 1e-8)
@@ -556,7 +560,7 @@ def test_batch_norm_absorbs_factors_that_filters_and_entries_know(batch_norm: st
             other[layer].weight.mul_(factors.reshape(-1, *[1] * (other[layer].weight.dim() - 1)))
             other[norm].running_mean.mul_(factors)
             other[norm].running_var.mul_(factors**2)
-    one, two = (saltflat.landscape(each, data, batch_norm=batch_norm, **SLICES[name]) for each in (net, other))
+    one, two = (saltflat.compute_landscape(each, data, batch_norm=batch_norm, **SLICES[name]) for each in (net, other))
     if name in UNMOVED["before BatchNorm"]:
         same(one.losses, two.losses, 1e-8)
     else:
@@ -578,7 +582,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_a_slice_leaves_everything_as_it_was(call: str) -> None:
     net = network()
     before = snapshot(net)
-    saltflat.landscape(net, DATA, points=3, **CALLS[call])
+    saltflat.compute_landscape(net, DATA, points=3, **CALLS[call])
     assert snapshot(net) == before
 
 
@@ -587,13 +591,13 @@ def test_a_fault_leaves_everything_as_it_was(call: str) -> None:
     net = network()
     bomb: Any = net[3]
     bomb.left["forward"] = 10_000
-    saltflat.landscape(net, DATA, points=3, **CALLS[call])
+    saltflat.compute_landscape(net, DATA, points=3, **CALLS[call])
     passes = 10_000 - int(bomb.left["forward"])
     for survived in {0, 1, 2, passes // 2, passes - 2, passes - 1}:
         bomb.left["forward"] = survived
         before = snapshot(net)
         with pytest.raises((FaultError, ModelError)):
-            saltflat.landscape(net, DATA, points=3, **CALLS[call])
+            saltflat.compute_landscape(net, DATA, points=3, **CALLS[call])
         assert snapshot(net) == before
 
 
@@ -604,13 +608,13 @@ def test_an_error_of_the_callers_own_function_is_told_as_it_is() -> None:
     net = network()
     before = snapshot(net)
     with pytest.raises(KeyError, match="Examples at points"):
-        saltflat.landscape(net, DATA, points=3, progress=stop)
+        saltflat.compute_landscape(net, DATA, points=3, progress=stop)
     assert snapshot(net) == before
 
 
 def test_progress_counts_examples_at_points() -> None:
     seen: list[tuple[str, int, int | None]] = []
-    saltflat.landscape(mlp(), rows(), points=5, memory="20kB", progress=lambda *each: seen.append(each))
+    saltflat.compute_landscape(mlp(), rows(), points=5, memory="20kB", progress=lambda *each: seen.append(each))
     assert seen[-1] == ("Examples at points", 55, 55)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
 
@@ -654,7 +658,7 @@ def test_progress_counts_examples_at_points() -> None:
 )
 def test_bad_options_are_named(options: dict[str, Any], error: type[SaltflatError], told: str) -> None:
     with pytest.raises(error, match=told) as caught:
-        saltflat.landscape(mlp(), rows(), **options)
+        saltflat.compute_landscape(mlp(), rows(), **options)
     assert "Want" in str(caught.value)
     assert "Do: " in str(caught.value)
 
@@ -662,19 +666,21 @@ def test_bad_options_are_named(options: dict[str, Any], error: type[SaltflatErro
 def test_bad_models_and_data_are_named() -> None:
     net, data = mlp(), rows()
     with pytest.raises(EmptyDataError):
-        saltflat.landscape(net, (data[0][:0], data[1][:0]))
+        saltflat.compute_landscape(net, (data[0][:0], data[1][:0]))
     with pytest.raises(EmptyDataError, match="ignored"):
-        saltflat.landscape(net, (data[0], torch.full((11,), -100)))
+        saltflat.compute_landscape(net, (data[0], torch.full((11,), -100)))
     with pytest.raises(ParameterError):
-        saltflat.landscape(nn.Sequential(nn.ReLU()), data)
+        saltflat.compute_landscape(nn.Sequential(nn.ReLU()), data)
     with pytest.raises(NonFiniteError):
-        saltflat.landscape(net, (data[0] * torch.nan, data[1]))
+        saltflat.compute_landscape(net, (data[0] * torch.nan, data[1]))
     with pytest.raises(ModelError, match="inputs"):
-        saltflat.landscape(net, (data[0][:, :3], data[1]))
+        saltflat.compute_landscape(net, (data[0][:, :3], data[1]))
     with pytest.raises(CoupledExamplesError):
-        saltflat.landscape(nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), cnn()).double(), images())
+        saltflat.compute_landscape(
+            nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), cnn()).double(), images()
+        )
     with pytest.raises(ParameterError, match="dimensions=1"):
-        saltflat.landscape(
+        saltflat.compute_landscape(
             nn.Linear(1, 1, bias=False).double(),
             (torch.ones(3, 1).double(), torch.ones(3, 1).double()),
             "mse",
@@ -688,9 +694,9 @@ def test_a_middle_that_is_not_finite_is_an_error() -> None:
     with torch.no_grad():
         net[0].weight[0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"0\.weight"):
-        saltflat.landscape(net, data)
+        saltflat.compute_landscape(net, data)
     with pytest.raises(NonFiniteError):
-        saltflat.landscape(mlp(), data, lambda outputs, targets: outputs.sum() * float("inf"))
+        saltflat.compute_landscape(mlp(), data, lambda outputs, targets: outputs.sum() * float("inf"))
     # Only examples far behind the first overflow.
     late = data[0].clone()
     late[-1] = 1e308
@@ -698,7 +704,7 @@ def test_a_middle_that_is_not_finite_is_an_error() -> None:
     with torch.no_grad():
         net[0].weight.mul_(100)
     with pytest.raises(NonFiniteError, match="examples 0 to 10"):
-        saltflat.landscape(net, (late, data[1]))
+        saltflat.compute_landscape(net, (late, data[1]))
 
 
 class Centres(nn.Module):
@@ -712,19 +718,19 @@ class Centres(nn.Module):
 
 def test_a_model_without_second_derivatives_has_no_eigenvectors() -> None:
     with pytest.raises(ModelError, match="directions='filter'"):
-        saltflat.landscape(Centres().double(), rows(), directions="eigenvectors", points=3)
+        saltflat.compute_landscape(Centres().double(), rows(), directions="eigenvectors", points=3)
 
 
 def test_second_derivatives_that_torch_gets_wrong_are_noticed() -> None:
     norm = nn.utils.parametrizations.weight_norm
     net = nn.Sequential(norm(nn.Linear(4, 3)), nn.Tanh(), norm(nn.Linear(3, 3))).double()
     with pytest.raises(ModelError, match="wrong"):
-        saltflat.landscape(net, rows(), directions="eigenvectors", points=3)
+        saltflat.compute_landscape(net, rows(), directions="eigenvectors", points=3)
 
 
 def test_a_loss_without_curvature_says_that_its_eigenvectors_mean_nothing() -> None:
     net = nn.Linear(4, 3, bias=False).double()
-    found = saltflat.landscape(net, rows(), lambda y, t: y.sum(1).mean(), directions="eigenvectors", points=3)
+    found = saltflat.compute_landscape(net, rows(), lambda y, t: y.sum(1).mean(), directions="eigenvectors", points=3)
     assert any("is 0" in note for note in found.notes)
 
 
@@ -733,7 +739,7 @@ def test_a_loss_without_curvature_says_that_its_eigenvectors_mean_nothing() -> N
 
 @pytest.fixture
 def found() -> Landscape:
-    return saltflat.landscape(mlp(), rows(), dimensions=2, points=5)
+    return saltflat.compute_landscape(mlp(), rows(), dimensions=2, points=5)
 
 
 def test_a_landscape_comes_back_from_its_file(found: Landscape, tmp_path: Path) -> None:
@@ -798,15 +804,15 @@ def test_curvature_is_the_second_difference_along_each_axis() -> None:
         net.weight.zero_()
     data = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).double(), torch.zeros(2, 1).double()
     axes = [{"weight": torch.tensor([each]).double()} for each in ([1.0, 0.0], [0.0, 1.0])]
-    found = saltflat.landscape(net, data, "mse", directions=axes, dimensions=2, points=5)
+    found = saltflat.compute_landscape(net, data, "mse", directions=axes, dimensions=2, points=5)
     assert found.curvature == pytest.approx((1.0, 4.0))
     assert found.losses[0, 1] == pytest.approx((1 + 4 * 0.25) / 2), "the first axis is the first direction"
 
 
 def test_grids_have_their_middle_at_the_weights() -> None:
-    grid = Grid(2, 5, 0.3)
+    grid = SliceGrid(2, 5, 0.3)
     assert grid.places[grid.middle].tolist() == [0, 0]
-    assert grid.places[grid.beside].tolist() == [[0, 0], [0, pytest.approx(0.15)], [pytest.approx(0.15), 0]]
+    assert grid.places[grid.neighbours].tolist() == [[0, 0], [0, pytest.approx(0.15)], [pytest.approx(0.15), 0]]
 
 
 def test_curves_and_maps_are_drawn(found: Landscape, tmp_path: Path) -> None:
@@ -818,7 +824,7 @@ def test_curves_and_maps_are_drawn(found: Landscape, tmp_path: Path) -> None:
     for number, each in enumerate((figure, found.plot(log=True), found.plot("error", levels=3))):
         each.savefig(tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").stat().st_size > 5000
-    curve = saltflat.landscape(mlp(), rows(), points=5)
+    curve = saltflat.compute_landscape(mlp(), rows(), points=5)
     (drawn,) = [each for each in curve.plot().axes[0].lines if len(each.get_xdata()) == 5]
     assert drawn.get_ydata().tolist() == curve.losses.tolist()
     together = plot_together({"one": curve, "two": curve, "$three$": curve})
@@ -856,7 +862,7 @@ def test_what_cannot_be_drawn_is_named(found: Landscape) -> None:
     with pytest.raises(OptionError, match="log="):
         found.plot(log="yes")  # type: ignore[arg-type]
     targets = torch.zeros(11, 3).double()
-    without = saltflat.landscape(mlp(), (rows()[0], targets), "mse", points=3)
+    without = saltflat.compute_landscape(mlp(), (rows()[0], targets), "mse", points=3)
     with pytest.raises(OptionError, match="what='loss'"):
         without.plot("error")
 
@@ -879,8 +885,8 @@ def test_there_are_at_most_sixteen_public_names_and_moved_ones_are_found() -> No
 
     assert len(saltflat.__all__) <= 16
     assert all(hasattr(saltflat, name) for name in saltflat.__all__)
-    assert not {"canonical", "same_up_to_rescaling"} & set(saltflat.__all__)
-    assert saltflat.canonical is symmetry.canonical
-    assert saltflat.same_up_to_rescaling is symmetry.same_up_to_rescaling
+    assert not {"canonicalize", "equal_up_to_rescaling"} & set(saltflat.__all__)
+    assert saltflat.canonicalize is symmetry.canonicalize
+    assert saltflat.equal_up_to_rescaling is symmetry.equal_up_to_rescaling
     with pytest.raises(AttributeError, match="no attribute 'canonicals'"):
         _ = saltflat.canonicals

@@ -11,7 +11,7 @@ from torch import nn
 
 import saltflat
 from saltflat import layers
-from saltflat.forms import Dense, Outer
+from saltflat.forms import DenseGradient, OuterProductGradient
 from saltflat.layers import convolution
 
 NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
@@ -23,9 +23,9 @@ NETS = {name: CASES[name] for name in CASES}
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_rule_gives_what_the_generic_way_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = NETS[name]()
-    ruled = saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    ruled = saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
     monkeypatch.setattr(layers, "RULES", {})
-    generic = saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    generic = saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
     for statistic in NAMES:
         largest = max(float(value.abs().max()) for value in generic[statistic].values())
         for parameter, value in generic[statistic].items():
@@ -46,13 +46,13 @@ def test_a_subclass_with_its_own_forward_has_no_rule() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
 
-    assert layers.rule_for(Doubled(2, 2)) is None
-    assert layers.rule_for(nn.Linear(2, 2)) is not None
+    assert layers.find_layer_rule(Doubled(2, 2)) is None
+    assert layers.find_layer_rule(nn.Linear(2, 2)) is not None
     weights = Doubled(2, 3, bias=False).double(), nn.Linear(2, 3, bias=False).double()
     weights[1].weight.data = weights[0].weight.data * 2
     data = torch.randn(5, 2, dtype=torch.float64), torch.randint(3, (5,))
     doubled, plain = (
-        saltflat.statistics_of(net, data, "curvature_diagonal")["curvature_diagonal"]["weight"] for net in weights
+        saltflat.compute_statistics(net, data, "curvature_diagonal")["curvature_diagonal"]["weight"] for net in weights
     )
     torch.testing.assert_close(doubled, 4 * plain)
 
@@ -75,8 +75,8 @@ def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
     torch.manual_seed(4)
     net = Routed().double()
     x, y = torch.randn(24, 3, 3, dtype=torch.float64), torch.randint(4, (24,))  # some examples skip an expert
-    whole = saltflat.statistics_of(net, (x, y), NAMES)
-    alone = saltflat.statistics_of(net, [(x[n : n + 1], y[n : n + 1]) for n in range(24)], NAMES)
+    whole = saltflat.compute_statistics(net, (x, y), NAMES)
+    alone = saltflat.compute_statistics(net, [(x[n : n + 1], y[n : n + 1]) for n in range(24)], NAMES)
     for statistic in NAMES:
         for parameter in whole[statistic]:
             torch.testing.assert_close(whole[statistic][parameter], alone[statistic][parameter], rtol=1e-12, atol=1e-15)
@@ -96,7 +96,7 @@ def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
 )
 def test_a_model_is_swept_the_quickest_way_it_allows(name: str, way: str) -> None:
     case = CASES[name]()
-    found = saltflat.statistics_of(case.model, case.batches, "curvature_trace", loss=case.loss)
+    found = saltflat.compute_statistics(case.model, case.batches, "curvature_trace", loss=case.loss)
     assert way in found.settings["way"].split(" + ")
 
 
@@ -128,11 +128,11 @@ def test_gradients_by_kernels_are_those_by_patches(name: str, images: int, monke
     y = module(x.flatten(0, 1)).unflatten(0, (5, images))
     g = torch.randn(1, *y.shape, dtype=torch.float64)
     if images == 1:  # as a batch of one example shows it
-        assert convolution.suits_kernels(module, g)
-    quick = convolution.convolution(module, x, g)
-    assert isinstance(quick["weight"], Dense)
-    monkeypatch.setattr(convolution, "suits_kernels", lambda module, g: False)
-    slow = convolution.convolution(module, x, g)
-    assert isinstance(slow["weight"], Outer)
+        assert convolution.is_kernel_faster(module, g)
+    quick = convolution.factor_convolution(module, x, g)
+    assert isinstance(quick["weight"], DenseGradient)
+    monkeypatch.setattr(convolution, "is_kernel_faster", lambda module, g: False)
+    slow = convolution.factor_convolution(module, x, g)
+    assert isinstance(slow["weight"], OuterProductGradient)
     for key in ("weight", "bias"):
-        torch.testing.assert_close(quick[key].dense(), slow[key].dense())
+        torch.testing.assert_close(quick[key].to_dense(), slow[key].to_dense())

@@ -555,15 +555,15 @@ def test_without_lightning_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install lightning\."):
-        part.host()
+        part.import_lightning()
 
 
 def test_the_name_that_is_imported_already_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert part.host() is pl
+    assert part.import_lightning() is pl
     other = SimpleNamespace()
     monkeypatch.delitem(sys.modules, "lightning.pytorch")
     monkeypatch.setitem(sys.modules, "pytorch_lightning", other)
-    assert part.host() is other
+    assert part.import_lightning() is other
 
 
 TWO_PROCESSES = """

@@ -40,8 +40,8 @@ def net() -> nn.Sequential:
 def assert_measured_as(data: Any, inputs: Tensor, targets: Tensor, model: nn.Module | None = None) -> None:
     """The numbers are those of these examples, with random columns, too: they belong to an example's place."""
     for memory in ("1GiB", 4000):
-        found = saltflat.statistics_of(model or net(), data, NAMES, memory=memory)
-        wanted = saltflat.statistics_of(net(), (inputs, targets), NAMES)
+        found = saltflat.compute_statistics(model or net(), data, NAMES, memory=memory)
+        wanted = saltflat.compute_statistics(net(), (inputs, targets), NAMES)
         assert found.examples == len(targets)
         assert found.loss == pytest.approx(wanted.loss, rel=1e-12)
         for name in NAMES:
@@ -156,7 +156,7 @@ def test_what_differs_by_more_than_the_order_is_refused() -> None:
         DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 5, drop_last=True)),
     ):
         with pytest.raises(NondeterministicError, match=r"Do: .*list\(loader\)"):
-            saltflat.statistics_of(net(), data, "curvature_trace")
+            saltflat.compute_statistics(net(), data, "curvature_trace")
         once = list(data)
         inputs, targets = zip(*once, strict=True)
         assert_measured_as(once, torch.cat(inputs), torch.cat(targets))
@@ -165,7 +165,7 @@ def test_what_differs_by_more_than_the_order_is_refused() -> None:
 def test_too_much_data_to_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "HELD", 100)
     with pytest.raises(NondeterministicError, match=r"too much data to hold.*shuffle=False"):
-        saltflat.statistics_of(net(), DataLoader(DATA, 5, sampler=InAnotherOrder()), "curvature_trace")
+        saltflat.compute_statistics(net(), DataLoader(DATA, 5, sampler=InAnotherOrder()), "curvature_trace")
 
 
 class Later(Dataset[Any]):
@@ -190,7 +190,7 @@ class NoisyInPlace:
 
 def test_noise_is_noticed_where_batches_share_their_memory() -> None:
     with pytest.raises(NondeterministicError, match="first batch differs"):
-        saltflat.statistics_of(net(), NoisyInPlace(), "curvature_trace")
+        saltflat.compute_statistics(net(), NoisyInPlace(), "curvature_trace")
 
 
 class Shrinking:
@@ -224,9 +224,9 @@ def test_loaders_of_torch_keep_all_that_they_were_given() -> None:
     loader = DataLoader(DATA, 5, shuffle=True, collate_fn=collate, generator=torch.Generator().manual_seed(1))
     assert_measured_as(loader, X / 255, Y)
     assert set(seen) == {5, 2}
-    ordered = part._in_order(DataLoader(DATA, 5, shuffle=True, num_workers=1, in_order=False, timeout=7))
+    ordered = part._fix_loader_order(DataLoader(DATA, 5, shuffle=True, num_workers=1, in_order=False, timeout=7))
     assert (ordered.num_workers, ordered.timeout, ordered.in_order) == (1, 7, True)
-    unsorted = part._in_order(DataLoader(DATA, 5, num_workers=1, in_order=False, persistent_workers=True))
+    unsorted = part._fix_loader_order(DataLoader(DATA, 5, num_workers=1, in_order=False, persistent_workers=True))
     assert unsorted.in_order
     assert unsorted.persistent_workers
     batches: Any = list(zip(X.split(5), Y.split(5), strict=True))
@@ -265,6 +265,6 @@ class Graph:
 
 def test_objects_that_cannot_be_cut_are_refused_and_mappings_without_labels_named() -> None:
     with pytest.raises(DataError, match=r"Graph with tensors.*collate_fn"):
-        saltflat.statistics_of(net(), [((X, Graph(X)), Y)], "curvature_trace")
+        saltflat.compute_statistics(net(), [((X, Graph(X)), Y)], "curvature_trace")
     with pytest.raises(DataError, match=r"keys \['target', 'x'\].*'labels'"):
-        saltflat.statistics_of(net(), UserDict(x=X, target=Y), "curvature_trace")
+        saltflat.compute_statistics(net(), UserDict(x=X, target=Y), "curvature_trace")

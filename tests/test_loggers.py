@@ -332,7 +332,7 @@ def printed(console: Console) -> str:
 
 def shown(table: Table) -> str:
     console = Console(file=StringIO(), width=100)
-    console.print(table.grid())
+    console.print(table.render_grid())
     return printed(console)
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import saltflat
 from saltflat.errors import LabelError, OptionError
-from saltflat.losses import CrossEntropy, Custom, NegativeLogLikelihood, describe, loss_from
+from saltflat.losses import CrossEntropy, CustomLoss, NegativeLogLikelihood, format_loss, parse_loss
 from saltflat.sweep import Statistics
-from saltflat.training.objective import objective_from
+from saltflat.training.objective import make_objective
 
 NAMES = ["curvature_diagonal", "gradient_second_moment"]
 WEIGHT = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
@@ -33,7 +33,7 @@ def examples(count: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def measured(loss: Any, model: nn.Module | None = None, data: Any = None, **options: Any) -> Statistics:
-    return saltflat.statistics_of(model or net(), data or examples(), NAMES, loss=loss, **options)
+    return saltflat.compute_statistics(model or net(), data or examples(), NAMES, loss=loss, **options)
 
 
 def assert_same(one: Statistics, other: Statistics) -> None:
@@ -123,7 +123,7 @@ def test_penalties_and_landscapes_refuse_such_functions_too() -> None:
     with pytest.raises(OptionError, match="sum of the losses"):
         saltflat.training.penalty("hessian_trace", loss=summed)(net(), examples())
     with pytest.raises(OptionError, match="sum of the losses"):
-        saltflat.landscape(net(), examples(), loss=summed, points=3)
+        saltflat.compute_landscape(net(), examples(), loss=summed, points=3)
 
 
 # Modules and functions of torch.
@@ -146,12 +146,12 @@ def test_a_function_of_torch_is_the_module_of_the_same_meaning(module: nn.Module
 
 
 def test_what_only_a_function_of_torch_can_do_is_left_to_it() -> None:
-    assert isinstance(loss_from(F.nll_loss), NegativeLogLikelihood)
-    assert isinstance(loss_from(partial(F.cross_entropy, WEIGHT)), Custom)
+    assert isinstance(parse_loss(F.nll_loss), NegativeLogLikelihood)
+    assert isinstance(parse_loss(partial(F.cross_entropy, WEIGHT)), CustomLoss)
     own: Any = F.mse_loss  # not every stub knows its weight
-    assert isinstance(loss_from(partial(own, weight=WEIGHT)), Custom)
-    assert isinstance(loss_from(partial(partial(F.cross_entropy), label_smoothing=0.1)), CrossEntropy)
-    assert isinstance(loss_from(nn.CrossEntropyLoss()), CrossEntropy)
+    assert isinstance(parse_loss(partial(own, weight=WEIGHT)), CustomLoss)
+    assert isinstance(parse_loss(partial(partial(F.cross_entropy), label_smoothing=0.1)), CrossEntropy)
+    assert isinstance(parse_loss(nn.CrossEntropyLoss()), CrossEntropy)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_only_a_function_of_torch_can_do_is_left_to_it() -> None:
 )
 def test_the_error_about_a_sum_says_what_it_is_a_multiple_of(loss: Any, says: str) -> None:
     with pytest.raises(OptionError) as caught:
-        loss_from(loss)
+        parse_loss(loss)
     assert says in str(caught.value)
 
 
@@ -217,8 +217,8 @@ def test_training_objectives_take_likelihoods_as_they_are() -> None:
     inputs, labels = examples()
     model = net()  # of logits: nobody looks at values while training
     wanted = F.nll_loss(model(inputs), labels, WEIGHT)
-    torch.testing.assert_close(objective_from(nn.NLLLoss(WEIGHT))(model, (inputs, labels)), wanted)
-    assert isinstance(loss_from(nn.NLLLoss()), CrossEntropy)
+    torch.testing.assert_close(make_objective(nn.NLLLoss(WEIGHT))(model, (inputs, labels)), wanted)
+    assert isinstance(parse_loss(nn.NLLLoss()), CrossEntropy)
 
 
 # Names.
@@ -237,7 +237,7 @@ def test_training_objectives_take_likelihoods_as_they_are() -> None:
 )
 def test_losses_are_told_apart_by_their_names(loss: Any, name: str) -> None:
     """Reports of different losses cannot be compared, and those of one can, however it was passed."""
-    assert describe(loss_from(loss)) == name
+    assert format_loss(parse_loss(loss)) == name
 
 
 def test_the_report_names_the_loss() -> None:
@@ -275,7 +275,7 @@ def test_a_loss_without_second_derivatives_in_torch_is_named() -> None:
     with pytest.raises(OptionError, match=r"second derivative of the loss MultiMarginLoss.*fisher_trace"):
         measured(nn.MultiMarginLoss())
     model, data = net(), examples()
-    found = saltflat.statistics_of(
+    found = saltflat.compute_statistics(
         model, data, "gradient_second_moment", loss=nn.MultiMarginLoss(weight=WEIGHT.float())
     )
     wanted = nn.MultiMarginLoss(weight=WEIGHT)(model(data[0]), data[1]).detach()
@@ -290,4 +290,4 @@ def test_a_loss_that_uses_the_models_parameters_is_refused() -> None:
         return F.cross_entropy(outputs, targets) + model.weight.square().sum()
 
     with pytest.raises(OptionError, match="uses the model's parameter 'weight'"):
-        saltflat.statistics_of(model, given, "curvature_trace", loss=penalized)
+        saltflat.compute_statistics(model, given, "curvature_trace", loss=penalized)

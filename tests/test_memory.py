@@ -27,10 +27,10 @@ for _ in range(8):
     layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
 net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 x, y = torch.randn(48, 3, 32, 32), torch.randint(10, (48,))
-saltflat.statistics_of(net, (x[:2], y[:2]), "curvature_diagonal", memory="1MiB")  # loads what is loaded once
+saltflat.compute_statistics(net, (x[:2], y[:2]), "curvature_diagonal", memory="1MiB")  # loads what is loaded once
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS:")
-saltflat.statistics_of(net, (x, y), "curvature_diagonal", memory="{limit}MiB")
+saltflat.compute_statistics(net, (x, y), "curvature_diagonal", memory="{limit}MiB")
 print((status("VmHWM:") - before) / 2**20)
 """
 

@@ -28,7 +28,7 @@ import saltflat
 from saltflat.measures.minimum import minimum_sharpness, minimum_unit_sharpness
 from saltflat.report import Reading
 from saltflat.symmetry.fold import fold
-from saltflat.symmetry.graph import symmetries
+from saltflat.symmetry.graph import find_symmetries
 
 MINIMUM = {"layer": "minimum_sharpness", "unit": "minimum_unit_sharpness"}
 NAMES = [*MINIMUM.values(), "hessian_trace"]
@@ -355,7 +355,7 @@ def test_no_minimum_over_negative_curvatures() -> None:
 
 def test_one_negative_curvature_is_enough() -> None:
     net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
-    group = symmetries(net, torch.randn(2, 1))
+    group = find_symmetries(net, torch.randn(2, 1))
     diagonal = {"0.weight": torch.tensor([[1.0], [-1e-3]]), "2.weight": torch.tensor([[16.0, 4.0]])}
     assert math.isnan(minimum_unit_sharpness(diagonal, group).value)
     traces = {"0.weight": torch.tensor(-1e-3), "2.weight": torch.tensor(20.0)}
@@ -442,5 +442,5 @@ def test_what_it_tells_is_plain_numbers(name: str) -> None:
     assert set(scales) == {each for each, _ in case.model.named_parameters()}
     assert all(isinstance(factor, float) and 0 < factor < math.inf for factor in scales.values())
     assert isinstance(again["minimum_sharpness"].details["attained"], bool)
-    group = symmetries(case.model, inputs_of(case.batches[0]))
+    group = find_symmetries(case.model, inputs_of(case.batches[0]))
     assert again["minimum_unit_sharpness"].details["independent_scales"] == group.scales

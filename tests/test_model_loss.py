@@ -57,7 +57,7 @@ def own_loss(model: nn.Module, given: Any) -> float:
 
 
 def measured(model: nn.Module, given: Any, loss: Any = "cross_entropy") -> float:
-    found = saltflat.statistics_of(model, given, "curvature_trace", loss=loss)
+    found = saltflat.compute_statistics(model, given, "curvature_trace", loss=loss)
     assert float(sum(value.sum() for value in found["curvature_trace"].values())) > 0
     return found.loss
 

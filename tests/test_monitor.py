@@ -32,8 +32,8 @@ from saltflat.errors import (
 )
 from saltflat.integrations import JsonLines, Monitor, MonitorWarning, Record
 from saltflat.integrations.probe_set import ProbeSet
-from saltflat.integrations.schedule import Every, Schedule
-from saltflat.integrations.sharpest import Sharpest
+from saltflat.integrations.schedule import Interval, Schedule
+from saltflat.integrations.sharpest import TopEigenvalueTracker
 from saltflat.training.sam import SAM
 
 # When it is due.
@@ -44,7 +44,7 @@ from saltflat.training.sam import SAM
     [(1, 1, "step"), (250, 250, "step"), ("7 steps", 7, "step"), ("1step", 1, "step"), (" 3 epochs ", 3, "epoch")],
 )
 def test_a_schedule_is_a_number_of_steps_or_epochs(given: int | str, count: int, unit: str) -> None:
-    assert Every.of(given) == Every(count, unit)
+    assert Interval.parse(given) == Interval(count, unit)
 
 
 @pytest.mark.parametrize("given", [0, -1, True, 2.5, None, "", "100", "0 steps", "0 epochs", "-1 steps", "2 hours"])
@@ -67,7 +67,7 @@ def simulated(schedule: Schedule, costs: Callable[[int], float], steps: int, ste
         now += step
         if schedule.after_step(number, now):
             started, now = now, now + costs(len(measured))
-            schedule.measured(started, now)
+            schedule.record_measurement(started, now)
             measured.append(number)
     return measured
 
@@ -118,13 +118,13 @@ def test_epochs_count_where_epochs_are_asked_for() -> None:
         due = schedule.after_epoch(epoch, 0.0)
         assert due == (epoch % 2 == 0)
         if due:
-            schedule.measured(0.0, 0.0)
+            schedule.record_measurement(0.0, 0.0)
 
 
 def test_what_was_due_after_an_epoch_can_be_made_at_a_later_step() -> None:
     schedule = Schedule("1 epoch", 0.5)
     assert schedule.after_epoch(1, 0.0)
-    schedule.measured(0.0, 4.0)
+    schedule.record_measurement(0.0, 4.0)
     assert not schedule.after_epoch(2, 10.0)
     assert not schedule.after_step(1, 19.0)
     assert schedule.after_step(2, 20.0)  # 16 s of training pay for twice 4 s
@@ -233,7 +233,7 @@ def test_the_cost_of_measuring_and_logging_is_kept_under_the_cap() -> None:
     # Time counts from the first call on; each of them costs 10 s of training, and is made when it can be paid for.
     assert [record.step for record in monitor.history] == [1, *range(21, 102, 10)]
     assert monitor.share == pytest.approx(0.1)
-    assert monitor.skipped == 101 - len(monitor.history)
+    assert monitor.num_skipped == 101 - len(monitor.history)
 
 
 class Slow(nn.Sequential):
@@ -270,7 +270,7 @@ def test_the_cap_holds_from_the_first_measurement_on(every: int, spectrum: bool)
     # The estimate is paid for, too, and here costs as much as a measurement: most of both is looking at the model.
     assert first.seconds > (0.2 if spectrum else 0.4) * 0.1 * step * first.step
     late = sum(record.step % every > 0 for record in monitor.history)
-    assert monitor.skipped == monitor.step // every - len(monitor.history) + late
+    assert monitor.num_skipped == monitor.step // every - len(monitor.history) + late
 
 
 def test_a_run_shorter_than_the_interval_is_measured_at_its_end() -> None:
@@ -315,7 +315,7 @@ def test_what_was_left_out_for_the_cap_is_said() -> None:
     records = monitor.history
     left = [step for record in records for step in record.skipped]
     assert 0 < len(records) < 4
-    assert monitor.skipped >= len(left) > 0
+    assert monitor.num_skipped >= len(left) > 0
     with pytest.warns(MonitorWarning, match=rf"Measured {len(records)} of the 4 times it was due: a measurement took"):
         monitor.close()
     short = Monitor(model, data(), "fisher_trace", cap=0.01, **options)
@@ -359,7 +359,7 @@ NAMES = ["tanh_mlp", "residual_with_batch_norm", "frozen_parameters", "squared_e
 def test_lambda_max_is_the_top_of_the_dense_hessian(name: str) -> None:
     case = CASES[name]()
     expected = dense_top(case)
-    sharpest = Sharpest(tolerance=1e-10)
+    sharpest = TopEigenvalueTracker(tolerance=1e-10)
     for _ in range(3):  # cold, and warm
         assert sharpest(case.model, case.batches, case.loss) == pytest.approx(expected, rel=1e-8)
         assert sharpest.converged
@@ -371,13 +371,13 @@ def test_after_a_little_training_the_search_is_quicker_than_a_new_one() -> None:
     model, (inputs, labels) = digits().double().eval(), data(200)
     probe = inputs.double(), labels
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    warm, counts = Sharpest(), []
+    warm, counts = TopEigenvalueTracker(), []
     warm(model, probe, "cross_entropy")
     for _ in range(6):
         optimizer.zero_grad()
         F.cross_entropy(model(probe[0]), labels).backward()
         optimizer.step()
-        cold, close = Sharpest(), Sharpest(tolerance=1e-9)
+        cold, close = TopEigenvalueTracker(), TopEigenvalueTracker(tolerance=1e-9)
         value = warm(model, probe, "cross_entropy")
         assert value == pytest.approx(close(model, probe, "cross_entropy"), rel=1e-3)
         cold(model, probe, "cross_entropy")
@@ -395,7 +395,7 @@ def test_a_second_eigenvalue_that_overtakes_the_first_is_seen() -> None:
     model = nn.Linear(60, 1, bias=False).double()
     curvatures = torch.linspace(0.0, 0.5, 60, dtype=torch.float64)
     curvatures[3], curvatures[7] = 2.0, 1.0
-    sharpest = Sharpest()
+    sharpest = TopEigenvalueTracker()
     assert sharpest(model, parabola(curvatures), "mse") == pytest.approx(2.0, rel=1e-3)
     # The eigenvectors stay what they were: the earlier one is still an eigenvector, but no longer of the largest.
     curvatures[7] = 3.0
@@ -404,7 +404,7 @@ def test_a_second_eigenvalue_that_overtakes_the_first_is_seen() -> None:
 
 def test_parameters_frozen_on_the_way_start_the_search_anew() -> None:
     case = CASES["tanh_mlp"]()
-    sharpest = Sharpest(1e-10)
+    sharpest = TopEigenvalueTracker(1e-10)
     sharpest(case.model, case.batches, case.loss)
     case.model.get_parameter("0.weight").requires_grad_(False)
     assert sharpest(case.model, case.batches, case.loss) == pytest.approx(dense_top(case), rel=1e-8)
@@ -734,7 +734,7 @@ def test_a_probe_follows_the_model_to_its_device() -> None:
     probe = ProbeSet([{"a": inputs, "b": {"c": [inputs]}, "labels": labels}, ({"x": inputs}, labels)])
     assert probe.examples == 8
     # The one other device that every machine has; tensors there have no numbers.
-    for (moved, targets), keys in zip(probe.on(torch.device("meta")), ({"a", "b"}, {"x"}), strict=True):
+    for (moved, targets), keys in zip(probe.get_batches(torch.device("meta")), ({"a", "b"}, {"x"}), strict=True):
         assert set(moved) == keys
         leaves = [*torch.utils._pytree.tree_leaves(moved), targets]
         assert {leaf.device.type for leaf in leaves} == {"meta"}

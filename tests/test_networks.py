@@ -14,9 +14,9 @@ from training_cases import SHRUNK, examples
 
 import saltflat
 from saltflat.errors import ModelError, OptionError, UnknownNameError
-from saltflat.studies.building import built
+from saltflat.studies.building import build_network
 from saltflat.studies.dropout import Dropout
-from saltflat.studies.networks import NETWORKS, network
+from saltflat.studies.networks import NETWORKS, find_network
 from saltflat.studies.recipe import Recipe
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
@@ -42,7 +42,7 @@ def numbers(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", SIZES)
 def test_a_network_has_as_many_numbers_as_its_paper_says(name: str) -> None:
     shape, wanted = SIZES[name]
-    assert numbers(built(Recipe(network=name), shape, 10)) == wanted
+    assert numbers(build_network(Recipe(network=name), shape, 10)) == wanted
 
 
 def test_every_network_is_shrunk_in_the_tests() -> None:
@@ -51,7 +51,7 @@ def test_every_network_is_shrunk_in_the_tests() -> None:
 
 def test_an_mlp_is_made_by_widths_or_by_width_and_depth() -> None:
     def widths(**architecture: Any) -> list[int]:
-        model = built(Recipe(architecture=architecture), (4, 4), 3)
+        model = build_network(Recipe(architecture=architecture), (4, 4), 3)
         return [each.out_features for each in model.modules() if isinstance(each, nn.Linear)]
 
     assert widths() == [64, 64, 3]
@@ -62,19 +62,19 @@ def test_an_mlp_is_made_by_widths_or_by_width_and_depth() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 17, 20)])
 def test_lenet5_takes_images_of_any_size(shape: tuple[int, ...]) -> None:
-    assert built(Recipe(network="lenet5"), shape, 10)(torch.zeros(2, *shape)).shape == (2, 10)
+    assert build_network(Recipe(network="lenet5"), shape, 10)(torch.zeros(2, *shape)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("name", SHRUNK)
 def test_saltflat_can_measure_and_rescale_a_ready_made_network(name: str) -> None:
     data = examples((2, 16, 16), train=4)
     recipe = Recipe(network=name, architecture=SHRUNK[name], dtype="float64")
-    model = built(recipe, data.shape, data.classes)
+    model = build_network(recipe, data.shape, data.classes)
     batch = (data.train_inputs.double(), data.train_labels)
     measures = ["hessian_trace", "normalized_sharpness"]
     report = saltflat.measure(model, batch, measures=measures, progress=False)
     assert all(math.isfinite(report[each].value) and report[each].value > 0 for each in measures)
-    found = saltflat.symmetries(model, batch[0])
+    found = saltflat.find_symmetries(model, batch[0])
     assert found.scales > 0
     # BatchNorm's epsilon keeps its channels from being scaled freely; nothing else is in the way.
     assert not found.obstacles or any(isinstance(each, nn.BatchNorm2d) for each in model.modules())
@@ -90,7 +90,8 @@ def test_arguments_of_a_network_have_defaults_and_are_passed_on(name: str) -> No
     assert list(NETWORKS[name].arguments) == list(parameters)[2:]
     assert inspect.Parameter.empty not in NETWORKS[name].arguments.values()
     small, large = (
-        built(Recipe(network=name, architecture=each), (2, 16, 16), 3) for each in (SHRUNK[name], dict[str, Any]())
+        build_network(Recipe(network=name, architecture=each), (2, 16, 16), 3)
+        for each in (SHRUNK[name], dict[str, Any]())
     )
     assert numbers(small) < numbers(large)
 
@@ -98,11 +99,11 @@ def test_arguments_of_a_network_have_defaults_and_are_passed_on(name: str) -> No
 def test_first_weights_depend_on_the_seed_alone_and_leave_the_random_state() -> None:
     recipe = Recipe(network="lenet5", seed=3)
     state = torch.get_rng_state()
-    first = built(recipe, CIFAR, 10)
+    first = build_network(recipe, CIFAR, 10)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(7)
-    again = built(replace(recipe, lr=1.0, batch=3, label_noise=0.5, dropout=0.5), CIFAR, 10)
-    other = built(replace(recipe, seed=4), CIFAR, 10)
+    again = build_network(replace(recipe, lr=1.0, batch=3, label_noise=0.5, dropout=0.5), CIFAR, 10)
+    other = build_network(replace(recipe, seed=4), CIFAR, 10)
     for name, value in first.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
         assert not torch.equal(other.state_dict()[name], value)
@@ -110,8 +111,8 @@ def test_first_weights_depend_on_the_seed_alone_and_leave_the_random_state() -> 
 
 
 def test_a_float64_network_starts_from_the_same_numbers() -> None:
-    single = built(Recipe(), (6,), 3).state_dict()
-    double = built(Recipe(dtype="float64"), (6,), 3).state_dict()
+    single = build_network(Recipe(), (6,), 3).state_dict()
+    double = build_network(Recipe(dtype="float64"), (6,), 3).state_dict()
     for name, value in single.items():
         assert double[name].dtype is torch.float64
         assert torch.equal(double[name], value.double())
@@ -132,7 +133,7 @@ VARIANCES = {
 @pytest.mark.parametrize("scheme", VARIANCES)
 def test_an_initialisation_has_the_variance_of_its_definition(scheme: str, scale: float) -> None:
     recipe = Recipe(init=scheme, init_scale=scale, architecture={"widths": (200,)})
-    layer = built(recipe, (300,), 10).requires_grad_(False)[1]  # type: ignore[index]
+    layer = build_network(recipe, (300,), 10).requires_grad_(False)[1]  # type: ignore[index]
     variance = VARIANCES[scheme] * scale**2
     assert float(layer.weight.var()) == pytest.approx(variance, rel=0.03)
     assert float(layer.weight.mean()) == pytest.approx(0, abs=5 * math.sqrt(variance / 60000))
@@ -142,13 +143,13 @@ def test_an_initialisation_has_the_variance_of_its_definition(scheme: str, scale
 
 
 def test_the_networks_own_initialisation_can_be_scaled() -> None:
-    plain, scaled = (built(Recipe(init_scale=scale), (6,), 3).state_dict() for scale in (1.0, 3.0))
+    plain, scaled = (build_network(Recipe(init_scale=scale), (6,), 3).state_dict() for scale in (1.0, 3.0))
     torch.testing.assert_close(scaled["1.weight"], 3 * plain["1.weight"])
     assert torch.equal(scaled["1.bias"], plain["1.bias"])
 
 
 def test_batch_norm_is_not_touched_by_an_initialisation() -> None:
-    model = built(Recipe(network="resnet20", architecture={"width": 2}, init="uniform"), (2, 8, 8), 3)
+    model = build_network(Recipe(network="resnet20", architecture={"width": 2}, init="uniform"), (2, 8, 8), 3)
     norms = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
     assert len(norms) == 19
     assert all(bool((norm.weight == 1).all()) and not norm.bias.any() for norm in norms)
@@ -164,8 +165,8 @@ def test_dropout_is_the_identity_without_a_mask_and_in_eval_mode() -> None:
 
 
 def test_the_users_own_function_makes_a_network() -> None:
-    assert network("training_cases:noisy").arguments == {"share": 0.5}
-    model = built(Recipe(network="training_cases:noisy", architecture={"share": 0.25}), (6,), 3)
+    assert find_network("training_cases:noisy").arguments == {"share": 0.5}
+    model = build_network(Recipe(network="training_cases:noisy", architecture={"share": 0.25}), (6,), 3)
     assert model[2].p == 0.25  # type: ignore[index]
 
 
@@ -195,4 +196,4 @@ def test_the_users_own_function_makes_a_network() -> None:
 )
 def test_a_recipe_that_means_nothing_is_refused(recipe: Recipe, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        built(recipe, (6,), 3)
+        build_network(recipe, (6,), 3)

@@ -19,8 +19,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from saltflat.symmetry.graph import Symmetries, symmetries
-from saltflat.symmetry.rescale import rescale, rescaled
+from saltflat.symmetry.graph import Symmetries, find_symmetries
+from saltflat.symmetry.rescale import apply_rescaling, rescale
 
 
 @dataclass(frozen=True, eq=False)
@@ -896,7 +896,7 @@ def bessel_function() -> Tried:
 @cache
 def group_of(name: str) -> Symmetries:
     tried = OPERATIONS[name]()
-    return symmetries(tried.model, tried.inputs)
+    return find_symmetries(tried.model, tried.inputs)
 
 
 @cache
@@ -914,7 +914,7 @@ def run(model: nn.Module, inputs: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_rescalings_keep_the_function_on_inputs_never_seen(name: str) -> None:
     tried, group = OPERATIONS[name](), group_of(name)
-    same_on_fresh_inputs(tried, [rescaled(tried.model, group, group.sample(seed)) for seed in range(4)])
+    same_on_fresh_inputs(tried, [apply_rescaling(tried.model, group, group.sample(seed)) for seed in range(4)])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -965,7 +965,7 @@ def test_the_operation_that_stands_in_the_way_is_named_by_module_and_line() -> N
             return y + x
 
     model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), Inner()), nn.Linear(6, 3))
-    (found,) = symmetries(model, torch.randn(2, 4)).obstacles
+    (found,) = find_symmetries(model, torch.randn(2, 4)).obstacles
     assert (found.operation, found.where, found.known, found.pinned) == ("aten.special_bessel_j0", "1.1", False, 6)
     assert found.line.endswith(": y: Tensor = torch.special.bessel_j0(x)")
     assert found.line.startswith("test_operations.py:")
@@ -977,7 +977,7 @@ def test_operations_of_other_libraries_are_listed_by_their_own_name() -> None:
         return 2 * x
 
     model = between(lambda net, h: doubled(h))
-    (found,) = symmetries(model, torch.randn(2, 4)).obstacles
+    (found,) = find_symmetries(model, torch.randn(2, 4)).obstacles
     assert (found.operation, found.known) == ("saltflat_tests.doubled", False)
 
 
@@ -989,12 +989,12 @@ def test_lower_precision_inside_of_the_forward_pass_changes_nothing() -> None:
 
     torch.manual_seed(0)
     model, x = between(middle, inner=nn.Linear(6, 6)), torch.randn(8, 4)
-    assert symmetries(model, x).scales == 12
+    assert find_symmetries(model, x).scales == 12
     # In float64, where functions are compared, nothing is cast; with powers of two bfloat16 is exact as well.
     other = rescale(model, x)
     torch.testing.assert_close(other(x), model(x), rtol=0.1, atol=0.1)
-    group = symmetries(model, x)
-    doubled = rescaled(model, group, np.log(2.0) * np.arange(-6, 6))
+    group = find_symmetries(model, x)
+    doubled = apply_rescaling(model, group, np.log(2.0) * np.arange(-6, 6))
     torch.testing.assert_close(doubled(x), model(x), rtol=1e-5, atol=1e-6)
 
 
@@ -1018,7 +1018,7 @@ def test_scripted_functions_are_looked_into() -> None:
         return torch.relu(x) * 2.0 + torch.abs(x)
 
     model, x = between(lambda net, h: active(h)).double(), reals(4, 4)
-    group = symmetries(model, x)
+    group = find_symmetries(model, x)
     assert group.scales == 6
     assert not group.obstacles
     rescale(model, x)

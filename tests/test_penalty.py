@@ -28,7 +28,7 @@ from saltflat.errors import (
 from saltflat.measures import MEASURES
 from saltflat.training.penalty import Penalty, penalty
 
-NAMES = [entry.name for entry in saltflat.catalogue()]
+NAMES = [entry.name for entry in saltflat.list_measures()]
 MUST_WORK = {
     "fisher_trace",
     "fisher_frobenius",
@@ -185,7 +185,8 @@ def test_a_new_measure_is_tried_before_it_is_trusted(
     formula: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = import_module("saltflat.training.penalty")  # a name that the package gives to the function in it
-    monkeypatch.setattr(module, "_refused", cache(module._refused.__wrapped__))  # verdicts by name, to be forgotten
+    forgetful = cache(module._find_measure_refusal.__wrapped__)  # verdicts by name, to be forgotten
+    monkeypatch.setattr(module, "_find_measure_refusal", forgetful)
     monkeypatch.setitem(MEASURES, "tried", replace(MEASURES["squared_norm"], name="tried", function=formula))
     with pytest.raises(NotSmoothError, match=reason):
         penalty("tried")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import saltflat
 from saltflat import progress
-from saltflat.progress import Forecast, duration
+from saltflat.progress import Forecast, format_duration
 
 
 class Clock:
@@ -26,29 +26,29 @@ class Clock:
 def test_the_time_left_is_of_all_steps_together() -> None:
     clock = Clock()
     forecast = Forecast({"sweep": None, "draws": 20, "search": 100}, clock)
-    assert forecast.left() is None
+    assert forecast.estimate_seconds_left() is None
     forecast.per_example, forecast.examples = 0.001, 100  # a pass takes 0.1 s
     forecast.begin("sweep")
-    assert forecast.left() is None
+    assert forecast.estimate_seconds_left() is None
     clock.now = 1.0
     forecast.advance(25, 100)
-    assert forecast.left() == pytest.approx(3 + 2 + 10)
+    assert forecast.estimate_seconds_left() == pytest.approx(3 + 2 + 10)
     clock.now = 4.0
     forecast.end()
-    assert forecast.left() == pytest.approx(2 + 10)
+    assert forecast.estimate_seconds_left() == pytest.approx(2 + 10)
     forecast.begin("draws")
     clock.now = 5.0
-    assert forecast.left() == pytest.approx(1 + 10)
+    assert forecast.estimate_seconds_left() == pytest.approx(1 + 10)
     forecast.advance(5, 20)
-    assert forecast.left() == pytest.approx(3 + 10)
+    assert forecast.estimate_seconds_left() == pytest.approx(3 + 10)
     clock.now = 8.0
     forecast.end()  # after 4 s instead of 2
-    assert forecast.left() == pytest.approx(2 * 10)
+    assert forecast.estimate_seconds_left() == pytest.approx(2 * 10)
     forecast.begin("search")
     clock.now = 58.0
-    assert forecast.left() == pytest.approx(5)
+    assert forecast.estimate_seconds_left() == pytest.approx(5)
     forecast.end()
-    assert forecast.left() == 0
+    assert forecast.estimate_seconds_left() == 0
 
 
 def test_steps_that_nobody_foresaw_take_no_time_and_unknown_numbers_of_examples_give_none() -> None:
@@ -56,10 +56,10 @@ def test_steps_that_nobody_foresaw_take_no_time_and_unknown_numbers_of_examples_
     forecast = Forecast({"search": 100}, clock)
     forecast.per_example = 0.001
     forecast.begin("measures")
-    assert forecast.left() is None
+    assert forecast.estimate_seconds_left() is None
     forecast.end()
     forecast.examples = 10
-    assert forecast.left() == pytest.approx(1)
+    assert forecast.estimate_seconds_left() == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_steps_that_nobody_foresaw_take_no_time_and_unknown_numbers_of_examples_
     [(0, "1 s"), (1.4, "1 s"), (89, "89 s"), (91, "2 min"), (3570, "1 h 0 min"), (7300, "2 h 2 min")],
 )
 def test_durations_read_as_people_say_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 class Slow(nn.Module):

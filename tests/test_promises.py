@@ -121,8 +121,8 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 DATA = torch.randn(7, 1, 4, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 CALLS: dict[str, Callable[[nn.Module], Any]] = {
-    "statistics": lambda net: saltflat.statistics_of(net, DATA, NAMES, memory="40kB"),
-    "statistics in float64, sampled": lambda net: saltflat.statistics_of(
+    "statistics": lambda net: saltflat.compute_statistics(net, DATA, NAMES, memory="40kB"),
+    "statistics in float64, sampled": lambda net: saltflat.compute_statistics(
         net, DATA, NAMES, columns="sampled", dtype=torch.float64
     ),
     "certificate": lambda net: saltflat.certify(net, DATA),
@@ -168,17 +168,17 @@ def test_a_fault_at_any_pass_leaves_everything_as_it_was(call: str, which: str) 
 def test_no_case_is_changed(name: str) -> None:
     case = CASES[name]()
     before = snapshot(case.model)
-    saltflat.statistics_of(case.model, case.batches, NAMES, loss=case.loss)
+    saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
     assert snapshot(case.model) == before
 
 
 def test_the_callers_modes_do_not_matter_and_stay() -> None:
     net = network()
-    plain = saltflat.statistics_of(net, DATA, "curvature_trace")
+    plain = saltflat.compute_statistics(net, DATA, "curvature_trace")
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with context:
             before = snapshot(net)
-            found = saltflat.statistics_of(net, DATA, "curvature_trace")
+            found = saltflat.compute_statistics(net, DATA, "curvature_trace")
             assert snapshot(net) == before
         torch.testing.assert_close(dict(found["curvature_trace"]), dict(plain["curvature_trace"]))
 
@@ -200,16 +200,16 @@ def test_a_model_that_writes_to_its_buffers_and_tables_keeps_them() -> None:
 
     net = Counting()
     before = snapshot(net)
-    saltflat.statistics_of(net, (torch.tensor([0, 1, 4]), torch.tensor([0, 1, 1])), "curvature_trace")
+    saltflat.compute_statistics(net, (torch.tensor([0, 1, 4]), torch.tensor([0, 1, 1])), "curvature_trace")
     assert snapshot(net) == before
 
 
 def test_a_compiled_model_is_measured_as_it_is() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     data = torch.randn(5, 3), torch.randint(2, (5,))
-    plain = saltflat.statistics_of(net, data, "curvature_trace")["curvature_trace"]
+    plain = saltflat.compute_statistics(net, data, "curvature_trace")["curvature_trace"]
     model = cast(nn.Module, torch.compile(net, backend="eager"))
-    compiled = saltflat.statistics_of(model, data, "curvature_trace")["curvature_trace"]
+    compiled = saltflat.compute_statistics(model, data, "curvature_trace")["curvature_trace"]
     assert [name.removeprefix("_orig_mod.") for name in compiled] == list(plain)
     torch.testing.assert_close(list(compiled.values()), list(plain.values()))
 
@@ -219,7 +219,7 @@ def test_the_users_own_hooks_are_part_of_the_function() -> None:
     net = nn.Sequential(linear).double()
     data = torch.randn(5, 3, dtype=torch.float64), torch.randint(2, (5,))
     linear.register_forward_hook(lambda module, args, out: out * 0.5)
-    hooked = saltflat.statistics_of(net, data, "curvature_diagonal")["curvature_diagonal"]["0.weight"]
+    hooked = saltflat.compute_statistics(net, data, "curvature_diagonal")["curvature_diagonal"]["0.weight"]
 
     class Halved(nn.Module):
         def __init__(self) -> None:
@@ -229,7 +229,7 @@ def test_the_users_own_hooks_are_part_of_the_function() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 0.5 * (x @ self.weight.T + self.bias)
 
-    spelled = saltflat.statistics_of(Halved(), data, "curvature_diagonal")["curvature_diagonal"]["weight"]
+    spelled = saltflat.compute_statistics(Halved(), data, "curvature_diagonal")["curvature_diagonal"]["weight"]
     torch.testing.assert_close(hooked, spelled)
 
 
@@ -276,7 +276,7 @@ def test_a_model_that_writes_to_everything_keeps_it_and_is_one_function(width: i
     net = Writes(width)
     before, tensors = held_by(net)
     data = torch.randn(3, 4), torch.tensor([0, 1, 1])
-    found = saltflat.statistics_of(net, data, "curvature_trace", layers=["head.bias"])
+    found = saltflat.compute_statistics(net, data, "curvature_trace", layers=["head.bias"])
     after, now = held_by(net)
     assert after == before
     assert now.keys() == tensors.keys()
@@ -295,7 +295,7 @@ def test_parameters_that_are_written_to_where_it_matters_are_refused_by_name() -
     net = Writes()
     before, tensors = held_by(net)
     with pytest.raises(ModelError, match=r"writes to its own parameter 'layer\.weight'"):
-        saltflat.statistics_of(net, data, "curvature_trace")
+        saltflat.compute_statistics(net, data, "curvature_trace")
     after, now = held_by(net)
     assert after == before
     assert all(torch.equal(value, tensors[name]) for name, value in now.items())

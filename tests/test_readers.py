@@ -24,9 +24,9 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from saltflat.errors import DataError, EmptyDataError, OptionError, SaltflatError, UnknownNameError
-from saltflat.readers import READERS, cifar, cifar10, cifar100, fashion_mnist, idx, mnist, read, reader
-from saltflat.readers.checksum import verified
-from saltflat.readers.placed import Placed, placed
+from saltflat.readers import READERS, cifar, cifar10, cifar100, fashion_mnist, find_reader, idx, mnist, read_data
+from saltflat.readers.checksum import read_verified_bytes
+from saltflat.readers.placed import DeviceBatches, move_to_device
 
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data"))
 
@@ -71,9 +71,9 @@ def write_idx(folder: Path, *, zipped: bool = False) -> dict[str, str]:
 
 def moments(name: str) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel over the training set, from how often each value occurs."""
-    inputs, _ = reader(name).read(DATA, "train")
+    inputs, _ = find_reader(name).read(DATA, "train")
     counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in inputs.unbind(1)]).double()
-    values = torch.arange(256).double() / reader(name).top
+    values = torch.arange(256).double() / find_reader(name).top
     mean = counts @ values / counts.sum(1)
     variance = counts @ values**2 / counts.sum(1) - mean**2
     return mean.tolist(), variance.sqrt().tolist()
@@ -91,11 +91,11 @@ def test_the_published_data_is_read_whole(
     name: str, train: int, shape: tuple[int, ...], classes: int, first: list[int]
 ) -> None:
     for split, count in (("train", train), ("test", 10000)):
-        stored, labels = reader(name).read(DATA, split)
+        stored, labels = find_reader(name).read(DATA, split)
         assert stored.shape == (count, *shape)
         assert (int(stored.min()), int(stored.max())) == (0, 255)
         assert labels.dtype == torch.int64
-        assert_close(read(name, DATA, split, skip=count - 9), (stored[-9:] / 255, labels[-9:]), rtol=0, atol=0)
+        assert_close(read_data(name, DATA, split, skip=count - 9), (stored[-9:] / 255, labels[-9:]), rtol=0, atol=0)
         # Every class equally often, but for MNIST's.
         counts = labels.bincount()
         assert len(counts) == classes
@@ -116,22 +116,22 @@ def test_the_published_data_is_read_whole(
 def test_mean_and_deviation_are_those_of_the_training_set(name: str) -> None:
     mean, std = moments(name)
     # To the digits they are given with.
-    assert mean == pytest.approx(reader(name).mean, abs=5e-5)
-    assert std == pytest.approx(reader(name).std, abs=5e-5)
+    assert mean == pytest.approx(find_reader(name).mean, abs=5e-5)
+    assert std == pytest.approx(find_reader(name).std, abs=5e-5)
 
 
 @real_mnist
 def test_a_picture_of_mnist_is_the_right_way_up() -> None:
     # The first test image is a 7: a bar above, a stroke that ends below left of the middle.
-    image = read("mnist", DATA, "test", limit=1)[0][0, 0]
+    image = read_data("mnist", DATA, "test", limit=1)[0][0, 0]
     assert float(image[8, 6:21].mean()) > 0.5
     assert float(image[25, 10:14].mean()) > 0.5
     assert float(image[18:26, 18:].max()) == 0.0
 
 
 def test_digits_are_split_and_scaled() -> None:
-    inputs, labels = read("digits")
-    test, more = read("digits", split="test")
+    inputs, labels = read_data("digits")
+    test, more = read_data("digits", split="test")
     assert inputs.shape == (1200, 1, 8, 8)
     assert test.shape == (597, 1, 8, 8)
     assert len(labels) + len(more) == 1797
@@ -142,16 +142,16 @@ def test_digits_are_split_and_scaled() -> None:
 
 
 def test_skip_and_limit_take_a_part() -> None:
-    inputs, labels = read("digits")
-    part = read("digits", skip=10, limit=5)
+    inputs, labels = read_data("digits")
+    part = read_data("digits", skip=10, limit=5)
     assert_close(part, (inputs[10:15], labels[10:15]), rtol=0, atol=0)
-    assert len(read("digits", skip=1195, limit=100)[0]) == 5
+    assert len(read_data("digits", skip=1195, limit=100)[0]) == 5
 
 
 def test_normalizations_do_what_they_say() -> None:
-    inputs = read("digits")[0]
-    assert_close(read("digits", normalize="half")[0], 2 * inputs - 1)
-    standard = read("digits", normalize="standard")[0]
+    inputs = read_data("digits")[0]
+    assert_close(read_data("digits", normalize="half")[0], 2 * inputs - 1)
+    standard = read_data("digits", normalize="standard")[0]
     assert float(standard.mean()) == pytest.approx(0, abs=1e-3)
     assert float(standard.std()) == pytest.approx(1, abs=1e-3)
 
@@ -162,8 +162,10 @@ def test_channels_are_standardized_each_by_itself(tmp_path: Path, monkeypatch: p
     path.write_bytes(pickle.dumps({b"data": ROWS, b"fine_labels": [3, 99]}, protocol=3))
     md5 = hashlib.md5(path.read_bytes()).hexdigest()
     monkeypatch.setitem(cifar100.FILES, "test", [("cifar-100-python/test", md5)])
-    inputs, labels = read("cifar100", tmp_path, "test", normalize="standard")
-    mean, std = (torch.tensor(values)[:, None, None] for values in (reader("cifar100").mean, reader("cifar100").std))
+    inputs, labels = read_data("cifar100", tmp_path, "test", normalize="standard")
+    mean, std = (
+        torch.tensor(values)[:, None, None] for values in (find_reader("cifar100").mean, find_reader("cifar100").std)
+    )
     assert_close(inputs, (torch.from_numpy(ROWS.copy()).reshape(2, 3, 32, 32) / 255 - mean) / std)
     assert labels.tolist() == [3, 99]
 
@@ -189,12 +191,12 @@ def test_channels_are_standardized_each_by_itself(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_bad_requests_are_named(kind: type[SaltflatError], words: tuple[str, ...], options: dict[str, Any]) -> None:
-    refused(kind, lambda: read(**options), *words)
+    refused(kind, lambda: read_data(**options), *words)
 
 
 def test_without_scikit_learn_digits_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    refused(DataError, lambda: read("digits"), "Do: pip install scikit-learn.")
+    refused(DataError, lambda: read_data("digits"), "Do: pip install scikit-learn.")
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -207,7 +209,7 @@ def test_idx_files_are_read_packed_or_not(
     checksums = write_idx(tmp_path / dataset / "raw", zipped=zipped)
     monkeypatch.setattr(module, "CHECKSUMS", {**module.CHECKSUMS, **checksums})
     for split in ("train", "test"):
-        inputs, labels = read(name, tmp_path, split)
+        inputs, labels = read_data(name, tmp_path, split)
         assert_close(inputs, torch.from_numpy(IMAGES.copy())[:, None] / 255)
         assert labels.tolist() == LABELS.tolist()
 
@@ -215,15 +217,15 @@ def test_idx_files_are_read_packed_or_not(
 def test_of_fashion_mnist_the_files_that_can_be_verified_are_taken(tmp_path: Path) -> None:
     raw = tmp_path / "FashionMNIST" / "raw"
     write_idx(raw)
-    assert len(read("fashion-mnist", tmp_path)[0]) == 3
+    assert len(read_data("fashion-mnist", tmp_path)[0]) == 3
     (raw / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx_bytes(LABELS)))
-    refused(DataError, lambda: read("fashion-mnist", tmp_path), "train-labels-idx1-ubyte.gz", "md5")
+    refused(DataError, lambda: read_data("fashion-mnist", tmp_path), "train-labels-idx1-ubyte.gz", "md5")
 
 
 def test_a_file_with_another_checksum_is_named(tmp_path: Path) -> None:
     write_idx(tmp_path / "MNIST" / "raw")
     wanted = mnist.CHECKSUMS["train-images-idx3-ubyte"]
-    refused(DataError, lambda: read("mnist", tmp_path), "train-images-idx3-ubyte", wanted, "download it again")
+    refused(DataError, lambda: read_data("mnist", tmp_path), "train-images-idx3-ubyte", wanted, "download it again")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_a_file_with_another_checksum_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_broken_idx_files_are_named(content: bytes, word: str) -> None:
-    refused(DataError, lambda: idx.parsed(content, Path("labels")), word, "labels")
+    refused(DataError, lambda: idx.parse_idx(content, Path("labels")), word, "labels")
 
 
 def test_an_idx_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,14 +253,14 @@ def test_an_idx_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: p
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Path, "read_bytes", fail)
-    refused(DataError, lambda: read("fashion-mnist", tmp_path), "Input/output error")
+    refused(DataError, lambda: read_data("fashion-mnist", tmp_path), "Input/output error")
 
 
 def test_as_many_labels_as_images(tmp_path: Path) -> None:
     raw = tmp_path / "FashionMNIST" / "raw"
     write_idx(raw)
     (raw / "train-labels-idx1-ubyte").write_bytes(idx_bytes(LABELS[:2]))
-    refused(DataError, lambda: read("fashion-mnist", tmp_path), "(3, 28, 28)", "(2,)")
+    refused(DataError, lambda: read_data("fashion-mnist", tmp_path), "(3, 28, 28)", "(2,)")
 
 
 def test_a_gzip_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +270,7 @@ def test_a_gzip_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_bytes(path.read_bytes()[:-20])
     checksums[path.name] = hashlib.md5(path.read_bytes()).hexdigest()
     monkeypatch.setattr(mnist, "CHECKSUMS", checksums)
-    refused(DataError, lambda: read("mnist", tmp_path), path.name, "gzip")
+    refused(DataError, lambda: read_data("mnist", tmp_path), path.name, "gzip")
 
 
 def python2_pickle() -> bytes:
@@ -287,7 +289,7 @@ def python3_pickle() -> bytes:
 
 @pytest.mark.parametrize("content", [python2_pickle(), python3_pickle()], ids=["Python 2", "Python 3"])
 def test_pixels_are_read_from_a_pickle(content: bytes) -> None:
-    images, labels = cifar.parsed(content, Path("file"), "labels")
+    images, labels = cifar.parse_cifar(content, Path("file"), "labels")
     assert_close(images, torch.from_numpy(ROWS.copy()).reshape(2, 3, 32, 32), rtol=0, atol=0)
     assert labels.tolist() == [4, 2]
 
@@ -314,7 +316,7 @@ class HostileText(Hostile):
 def test_a_hostile_pickle_does_nothing(kind: type[Hostile], protocol: int, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     content = pickle.dumps({"more": kind(victim), "data": ROWS, "labels": [4, 2]}, protocol=protocol)
-    refused(DataError, lambda: cifar.parsed(content, tmp_path / "file", "labels"), kind.asks_for, "not run")
+    refused(DataError, lambda: cifar.parse_cifar(content, tmp_path / "file", "labels"), kind.asks_for, "not run")
     assert not victim.exists()
     # And the pickle is a real one.
     pickle.loads(content)
@@ -344,22 +346,22 @@ def test_a_hostile_pickle_does_nothing(kind: type[Hostile], protocol: int, tmp_p
     ),
 )
 def test_other_pickles_are_refused(content: bytes) -> None:
-    refused(DataError, lambda: cifar.parsed(content, Path("file"), "labels"), "'file'")
+    refused(DataError, lambda: cifar.parse_cifar(content, Path("file"), "labels"), "'file'")
     # Nothing stays behind that would change how the next file is read.
-    assert cifar.parsed(python2_pickle(), Path("file"), "labels")[1].tolist() == [4, 2]
+    assert cifar.parse_cifar(python2_pickle(), Path("file"), "labels")[1].tolist() == [4, 2]
 
 
 def test_a_pickle_with_another_checksum_is_not_even_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cifar-10-batches-py" / "test_batch"
     path.parent.mkdir()
     path.write_bytes(pickle.dumps(Hostile(tmp_path / "victim")))
-    monkeypatch.setattr(cifar, "parsed", lambda *_: pytest.fail("it was opened"))
+    monkeypatch.setattr(cifar, "parse_cifar", lambda *_: pytest.fail("it was opened"))
     wanted = cifar10.FILES["test"][0][1]
-    refused(DataError, lambda: read("cifar10", tmp_path, "test"), "test_batch", wanted)
+    refused(DataError, lambda: read_data("cifar10", tmp_path, "test"), "test_batch", wanted)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    refused(DataError, lambda: verified(tmp_path, ""), str(tmp_path), "cannot be read")
+    refused(DataError, lambda: read_verified_bytes(tmp_path, ""), str(tmp_path), "cannot be read")
 
 
 def save_npz(path: Path, **arrays: Any) -> None:
@@ -376,7 +378,7 @@ def test_arrays_come_from_files(suffix: str, save: Callable[..., None], names: t
     path = tmp_path / f"data{suffix}"
     values, classes = np.random.default_rng(0).normal(size=(5, 3)), np.array([0, 1, 2, 0, 1], dtype=np.int32)
     save(path, **dict(zip(names, (values, classes), strict=True)), other=np.zeros(2))
-    inputs, targets = read(str(path), skip=1, limit=3)
+    inputs, targets = read_data(str(path), skip=1, limit=3)
     assert_close(inputs, torch.from_numpy(values)[1:4], rtol=0, atol=0)
     assert_close(targets, torch.tensor([1, 2, 0]), rtol=0, atol=0)
 
@@ -385,16 +387,16 @@ def test_arrays_come_from_files(suffix: str, save: Callable[..., None], names: t
 def test_bytes_are_pixels_and_other_integers_tokens(suffix: str, save: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / f"data{suffix}"
     save(path, x=np.array([[0, 255, 51]], dtype=np.uint8), y=np.array([1.5], dtype=np.float16))
-    inputs, targets = read(str(path))
+    inputs, targets = read_data(str(path))
     assert_close(inputs, torch.tensor([[0, 1, 0.2]]))
     assert_close(targets, torch.tensor([1.5]))
     save(path, x=np.array([[3, 1]], dtype=np.int16), y=np.array([True]))
-    assert_close(read(str(path)), (torch.tensor([[3, 1]]), torch.tensor([1])))
+    assert_close(read_data(str(path)), (torch.tensor([[3, 1]]), torch.tensor([1])))
 
 
 def test_big_endian_arrays_are_turned(tmp_path: Path) -> None:
     save_npz(tmp_path / "data.npz", x=np.array([[1.0, 2.0]], dtype=">f4"), y=np.array([3], dtype=">i8"))
-    assert_close(read(str(tmp_path / "data.npz")), (torch.tensor([[1.0, 2.0]]), torch.tensor([3])))
+    assert_close(read_data(str(tmp_path / "data.npz")), (torch.tensor([[1.0, 2.0]]), torch.tensor([3])))
 
 
 @pytest.mark.parametrize(("suffix", "save"), [(".npz", save_npz), (".safetensors", save_safe)])
@@ -402,29 +404,29 @@ def test_files_of_arrays_that_cannot_be_used_are_named(suffix: str, save: Callab
     path = tmp_path / f"data{suffix}"
     ones = np.ones((2, 2))
     save(path, x=ones, labels=ones)
-    refused(DataError, lambda: read(str(path)), "labels, x", "'targets' or 'y'")
+    refused(DataError, lambda: read_data(str(path)), "labels, x", "'targets' or 'y'")
     save(path, x=ones, inputs=ones, y=ones)
-    refused(DataError, lambda: read(str(path)), "one of each")
+    refused(DataError, lambda: read_data(str(path)), "one of each")
     save(path, x=ones, y=ones)
     path.write_bytes(path.read_bytes()[:60])
-    refused(DataError, lambda: read(str(path)), str(path), "whole")
+    refused(DataError, lambda: read_data(str(path)), str(path), "whole")
     path.write_bytes(b"")
-    refused(DataError, lambda: read(str(path)), str(path))
+    refused(DataError, lambda: read_data(str(path)), str(path))
     path.unlink()
     path.mkdir()
-    refused(DataError, lambda: read(str(path)), str(path))
+    refused(DataError, lambda: read_data(str(path)), str(path))
 
 
 def test_an_npz_with_pickled_objects_does_nothing(tmp_path: Path) -> None:
     path, victim = tmp_path / "data.npz", tmp_path / "victim"
     np.savez(path, x=np.array([Hostile(victim)], dtype=object), y=np.ones(1))
-    refused(DataError, lambda: read(str(path)), "pickle")
+    refused(DataError, lambda: read_data(str(path)), "pickle")
     assert not victim.exists()
     np.savez(path, x=np.array(["text"]), y=np.ones(1))
-    refused(DataError, lambda: read(str(path)), "not numbers")
+    refused(DataError, lambda: read_data(str(path)), "not numbers")
     with path.open("wb") as file:
         np.save(file, np.ones(3))
-    refused(DataError, lambda: read(str(path)), "without a name")
+    refused(DataError, lambda: read_data(str(path)), "without a name")
 
 
 def member(name: str, content: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
@@ -456,7 +458,7 @@ HUGE = header("{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999999
 )
 def test_npz_files_that_fail_in_odd_ways_are_named(content: bytes, word: str, tmp_path: Path) -> None:
     (tmp_path / "data.npz").write_bytes(content)
-    refused(DataError, lambda: read(str(tmp_path / "data.npz")), word)
+    refused(DataError, lambda: read_data(str(tmp_path / "data.npz")), word)
 
 
 @pytest.mark.parametrize(("suffix", "save"), [(".npz", save_npz), (".safetensors", save_safe)])
@@ -473,23 +475,23 @@ def test_arrays_of_odd_kinds_are_named(
     inputs: Any, targets: Any, word: str, suffix: str, save: Callable[..., None], tmp_path: Path
 ) -> None:
     save(tmp_path / f"data{suffix}", x=inputs, y=targets)
-    refused(DataError, lambda: read(str(tmp_path / f"data{suffix}")), word)
+    refused(DataError, lambda: read_data(str(tmp_path / f"data{suffix}")), word)
 
 
 def test_files_of_other_kinds_are_named(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("1,2")
-    refused(DataError, lambda: read(str(path)), "data.csv", ".npz")
+    refused(DataError, lambda: read_data(str(path)), "data.csv", ".npz")
 
 
 def test_a_factory_gives_what_it_gives() -> None:
-    assert_close(read("factories:pair"), pair(), rtol=0, atol=0)
-    assert_close(read("factories:pair", skip=1, limit=2), tuple(part[1:3] for part in pair()), rtol=0, atol=0)
-    assert isinstance(read("factories:loader"), DataLoader)
-    part = read("factories:dataset", skip=1, limit=2)
+    assert_close(read_data("factories:pair"), pair(), rtol=0, atol=0)
+    assert_close(read_data("factories:pair", skip=1, limit=2), tuple(part[1:3] for part in pair()), rtol=0, atol=0)
+    assert isinstance(read_data("factories:loader"), DataLoader)
+    part = read_data("factories:dataset", skip=1, limit=2)
     assert isinstance(part, Subset)
     assert [int(part[n][1]) for n in range(len(part))] == [1, 2]
-    (_, targets), (_, rest) = read("factories:loader", skip=1, limit=4)
+    (_, targets), (_, rest) = read_data("factories:loader", skip=1, limit=4)
     assert torch.cat([targets, rest]).tolist() == [1, 2, 0, 1]
 
 
@@ -497,19 +499,19 @@ def test_what_a_users_module_lacks_is_not_hidden(tmp_path: Path, monkeypatch: py
     (tmp_path / "needs_more.py").write_text("import surely_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SaltflatError, match=r"ModuleNotFoundError: .*surely_not_installed.*needs_more.py:1") as caught:
-        read("needs_more:data")
+        read_data("needs_more:data")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 def test_data_is_put_where_the_model_is() -> None:
-    inputs, targets = placed(pair(), torch.device("cpu"), torch.float64)
+    inputs, targets = move_to_device(pair(), torch.device("cpu"), torch.float64)
     assert (inputs.dtype, targets.dtype) == (torch.float64, torch.int64)
     batches = [pair()]
-    assert placed(batches, torch.device("cpu"), torch.float64) is batches
+    assert move_to_device(batches, torch.device("cpu"), torch.float64) is batches
     meta = torch.device("meta")
     for data in (batches, TensorDataset(*pair()), DataLoader(TensorDataset(*pair()), 4)):
-        moved = placed(data, meta, torch.float32)
-        assert isinstance(moved, Placed)
+        moved = move_to_device(data, meta, torch.float32)
+        assert isinstance(moved, DeviceBatches)
         for _ in range(2):
             leaves = [leaf for batch in moved for leaf in batch]
             assert leaves

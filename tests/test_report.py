@@ -22,8 +22,8 @@ from rich.console import Console
 from saltflat.errors import ReportError, SaltflatError, UnknownNameError
 from saltflat.loan import TRAIN_MODE
 from saltflat.report import Reading, Report, compare
-from saltflat.report.optional import MissingPackageError, package
-from saltflat.report.table import rendered
+from saltflat.report.optional import MissingPackageError, import_optional
+from saltflat.report.table import render_text
 
 ROOT = Path(__file__).parent.parent
 NAN, INF = float("nan"), float("inf")
@@ -280,19 +280,19 @@ def test_saving_again_replaces_the_file_and_follows_links(tmp_path: Path) -> Non
 @pytest.mark.parametrize("width", [20, 40, 100, 160])
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 4), (20, 12), (60, 30)])
 def test_print_keeps_to_the_width(shape: tuple[int, int], width: int) -> None:
-    text = rendered(network(*shape), width)
+    text = render_text(network(*shape), width)
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii()
 
 
 def test_print_shows_every_value_where_layers_fit() -> None:
-    text = rendered(report(Reading("rho", 3.25, {"a.weight": 1.25, "b.weight": 2.0}, stderr=0.5)), 100)
+    text = render_text(report(Reading("rho", 3.25, {"a.weight": 1.25, "b.weight": 2.0}, stderr=0.5)), 100)
     (row,) = [line for line in text.splitlines() if line.startswith("rho")]
     assert row.split() == ["rho", "3.25", "+-", "0.50", "1.25", "2"]
 
 
 def test_print_turns_the_table_where_layers_do_not_fit() -> None:
-    lines = rendered(network(12, 3), 100).splitlines()
+    lines = render_text(network(12, 3), 100).splitlines()
     (total,) = [line.split() for line in lines if line.startswith("measure_number_2")]
     assert total == ["measure_number_2", "2.00", "+-", "0.10"]
     (layer,) = [line.split() for line in lines if line.startswith("stages.2.blocks.11.")]
@@ -300,7 +300,7 @@ def test_print_turns_the_table_where_layers_do_not_fit() -> None:
 
 
 def test_of_many_layers_print_shows_the_largest_and_counts_the_others() -> None:
-    text = rendered(network(60, 2), 100)
+    text = render_text(network(60, 2), 100)
     shown = [line.split()[0].split(".")[3] for line in text.splitlines() if line.startswith("stages.")]
     assert shown == [str(i) for i in range(40, 60)]
     assert "40 more layers" in text
@@ -308,7 +308,7 @@ def test_of_many_layers_print_shows_the_largest_and_counts_the_others() -> None:
 
 def test_print_says_what_is_uncertain_left_out_and_certified() -> None:
     uncertain = Reading("rho", 1.0, exact=False, converged=False, notes=("Two units are dead.",))
-    lines = rendered(report(uncertain, Reading("trace", NAN)), 120).splitlines()
+    lines = render_text(report(uncertain, Reading("trace", NAN)), 120).splitlines()
     assert ["rho", "~![1]", "1"] in [line.split() for line in lines]
     assert ["trace", "undefined"] in [line.split() for line in lines]
     assert "~ an estimate, a bound or the result of a search" in lines
@@ -320,14 +320,14 @@ def test_print_says_what_is_uncertain_left_out_and_certified() -> None:
 
 
 def test_what_is_undefined_is_no_estimate() -> None:
-    text = rendered(report(Reading("trace", NAN, exact=False, notes=("There are no weights.",))), 100)
+    text = render_text(report(Reading("trace", NAN, exact=False, notes=("There are no weights.",))), 100)
     assert "~" not in text
     assert "undefined" in text
     assert "[1] There are no weights." in text
 
 
 def test_print_speaks_of_signs_only_where_they_are_used() -> None:
-    text = rendered(report(Reading("rho", 1.0)), 100)
+    text = render_text(report(Reading("rho", 1.0)), 100)
     assert "~" not in text
     assert "!" not in text
 
@@ -338,7 +338,7 @@ def test_print_says_when_there_is_no_certificate(certificate: Mapping[str, Any] 
 
 
 def test_the_head_says_what_was_measured_and_how() -> None:
-    head = rendered(report(), 120).splitlines()[:2]
+    head = render_text(report(), 120).splitlines()[:2]
     assert head == [
         "Net, 1234 parameters",
         "100 examples | loss 0.25 (cross_entropy) | columns exact | float64 | cpu | 1.5 s",
@@ -365,7 +365,7 @@ def hostile() -> Report:
 
 
 def test_hostile_names_are_printed_as_they_are_and_steer_no_terminal() -> None:
-    for text in (rendered(hostile(), 300), rendered(compare(hostile(), hostile()), 300)):
+    for text in (render_text(hostile(), 300), render_text(compare(hostile(), hostile()), 300)):
         assert "[bold red]loud[/]" in text
         assert "\\x1b[2J" in text
         assert "\x1b" not in text
@@ -429,7 +429,7 @@ def test_an_empty_report_has_an_empty_frame_with_the_same_columns() -> None:
 def test_a_package_is_named_as_pip_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingPackageError, match=r"Do: pip install PyYAML\."):
-        package("yaml", "a study in YAML")
+        import_optional("yaml", "a study in YAML")
 
 
 def test_no_message_advises_to_install_what_cannot_be() -> None:
@@ -639,7 +639,7 @@ def test_what_stands_against_comparing_is_said(case: str) -> None:
     comparison = compare(report(X), other)
     assert [doubt for doubt in comparison.doubts if said in doubt] == list(comparison.doubts)
     assert len(comparison.doubts) == 1
-    assert said in rendered(comparison, 200)
+    assert said in render_text(comparison, 200)
     assert said in " ".join(Tags(comparison._repr_html_()).texts)
 
 
@@ -725,7 +725,7 @@ def test_a_report_with_a_damaged_sample_is_refused(sample: Any, tmp_path: Path) 
 def test_a_comparison_begins_with_an_answer(first: Report, other: Report, answer: str) -> None:
     comparison = compare(first, other)
     assert answer in comparison.answer
-    assert " ".join(rendered(comparison, 200).split()).startswith(comparison.answer)
+    assert " ".join(render_text(comparison, 200).split()).startswith(comparison.answer)
     assert comparison.answer in " ".join(Tags(comparison._repr_html_()).texts)
 
 
@@ -743,7 +743,7 @@ def test_only_the_named_measures_are_compared() -> None:
 
 def test_two_reports_are_printed_side_by_side() -> None:
     pair = {"sgd": report(sure("x", 4.0)), "sam": report(sure("x", 1.0), sure("y", 5.0))}
-    rows = [line.split() for line in rendered(compare(pair), 120).splitlines()]
+    rows = [line.split() for line in render_text(compare(pair), 120).splitlines()]
     assert ["measure", "unchanged", "by", "sgd", "sam", "difference", "ratio", "verdict", "flatter"] in rows
     assert ["x", "4", "1", "-3", "0.25", "different", "sam"] in rows
     assert ["y", "5", "only", "in", "sam"] in rows
@@ -754,7 +754,7 @@ def test_a_narrow_terminal_has_the_flatter_one_as_the_verdict() -> None:
         "sgd": report(sure("x", 4.0), sure("z", 2.0)),
         "sam": report(sure("x", 1.0), sure("y", 5.0), sure("z", 2.0)),
     }
-    rows = [line.split() for line in rendered(compare(pair), 64).splitlines()]
+    rows = [line.split() for line in render_text(compare(pair), 64).splitlines()]
     assert ["measure", "unchanged", "by", "sgd", "sam", "ratio", "verdict"] in rows
     assert ["x", "4", "1", "0.25", "sam", "flatter"] in rows
     assert ["y", "5", "only", "in", "sam"] in rows
@@ -763,7 +763,7 @@ def test_a_narrow_terminal_has_the_flatter_one_as_the_verdict() -> None:
 
 def test_more_reports_are_printed_below_each_other() -> None:
     trio = {"a": report(sure("x", 4.0)), "b": report(sure("x", 1.0)), "c": report(sure("x", 4.0))}
-    rows = [line.split() for line in rendered(compare(trio), 120).splitlines()]
+    rows = [line.split() for line in render_text(compare(trio), 120).splitlines()]
     assert ["x", "a", "4", "b"] in rows
     assert ["b", "1", "-3", "0.25", "different"] in rows
     assert ["c", "4", "0", "1", "same"] in rows
@@ -772,7 +772,7 @@ def test_more_reports_are_printed_below_each_other() -> None:
 @pytest.mark.parametrize("width", [20, 40, 100, 160])
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_comparison_keeps_to_the_width(count: int, width: int) -> None:
-    text = rendered(compare(*[network(4, 6)] * count), width)
+    text = render_text(compare(*[network(4, 6)] * count), width)
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii()
     assert text.count("within") >= 6 * (count - 1)

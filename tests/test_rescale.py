@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.testing import assert_close
 
-from saltflat import audit, measure, rescale, symmetries
+from saltflat import audit_invariance, find_symmetries, measure, rescale
 from saltflat.errors import ModelError, OptionError, SaltflatError
 from saltflat.symmetry import rescale as rescaling
 from saltflat.symmetry.graph import Symmetries
-from saltflat.symmetry.rescale import rescaled
+from saltflat.symmetry.rescale import apply_rescaling
 
 
 def mlp() -> nn.Sequential:
@@ -219,11 +219,11 @@ def test_running_statistics_follow_with_the_small_number_that_is_added(variance:
     model[1].running_var.fill_(variance)
     model[1].running_mean.copy_(example(6))
     x = example(7, 4)
-    group = symmetries(model, x)
+    group = find_symmetries(model, x)
     assert group.scales == 12
     assert group.members["1.running_var"].eps == 1e-3
     for logs in (np.full(12, -4.0), np.full(12, 4.0), group.sample(0)):
-        other: Any = rescaled(model, group, logs)
+        other: Any = apply_rescaling(model, group, logs)
         factor = other[0].weight[:, 0] / model[0].weight[:, 0]
         assert_close(other[1].running_mean, factor * model[1].running_mean)
         assert_close(other[1].running_var + 1e-3, factor**2 * (variance + 1e-3))
@@ -234,7 +234,7 @@ def test_running_statistics_follow_with_the_small_number_that_is_added(variance:
 def test_norms_with_different_small_numbers_each_have_their_own() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, eps=1e-2), nn.Linear(6, 5), nn.BatchNorm1d(5, eps=1e-7))
     x = example(7, 4)
-    group = symmetries(with_history(model, 8, 4), x)
+    group = find_symmetries(with_history(model, 8, 4), x)
     assert [group.members[f"{name}.running_var"].eps for name in "13"] == [1e-2, 1e-7]
 
 
@@ -278,7 +278,7 @@ def test_several_inputs_come_as_a_tuple_and_named_ones_as_a_dict() -> None:
     torch.manual_seed(0)
     model, x, y = Two().double(), example(5, 4), example(5, 3)
     for inputs in ((x, y), [x, y], {"x": x, "other": y}, {"x": x, "other": y, "scale": 3.0}):
-        assert symmetries(model, inputs).scales == 6
+        assert find_symmetries(model, inputs).scales == 6
         other = rescale(model, inputs)
         assert_close(other(x, y)["logits"], model(x, y)["logits"], rtol=1e-9, atol=1e-12)
 
@@ -303,7 +303,7 @@ def test_a_mask_among_the_inputs_is_no_obstacle() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True).double().eval()
     model = Net(lambda net, x, mask: net.layer(x, src_key_padding_mask=mask), layer=layer).eval()
     x, mask = example(3, 4, 4), torch.tensor([[False] * 4, [False, False, True, True], [False, True, True, True]])
-    assert symmetries(model, (x, mask)).scales == 13
+    assert find_symmetries(model, (x, mask)).scales == 13
     other = rescale(model, (x, mask))
     assert_close(other(x, mask), model(x, mask), rtol=1e-9, atol=1e-12)
 
@@ -334,7 +334,7 @@ def test_a_choice_by_the_values_of_a_mask_is_that_of_the_example(padded: bool) -
     model = Padded().double().eval()
     x, mask = example(3, 4, 3), torch.ones(3, 4).long()
     mask[1, 2:] = int(not padded)
-    group = symmetries(model, (x, mask))
+    group = find_symmetries(model, (x, mask))
     assert group.scales == 13
     (line,) = group.assumed
     assert line.endswith("if (mask != 0).all():")
@@ -351,7 +351,7 @@ def test_the_values_of_a_mask_that_parameters_have_a_part_in_do_not_decide() -> 
 
     model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3))
     with pytest.raises(ModelError, match="takes a value out of a tensor"):
-        symmetries(model, (torch.randn(3, 4), torch.ones(3).bool()))
+        find_symmetries(model, (torch.randn(3, 4), torch.ones(3).bool()))
 
 
 def test_the_values_of_real_inputs_do_not_decide() -> None:
@@ -360,7 +360,7 @@ def test_the_values_of_real_inputs_do_not_decide() -> None:
 
     model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3))
     with pytest.raises(ModelError, match="takes a value out of a tensor"):
-        symmetries(model, torch.randn(3, 4))
+        find_symmetries(model, torch.randn(3, 4))
 
 
 # What the outputs do not depend on.
@@ -374,10 +374,10 @@ def test_what_is_computed_and_thrown_away_holds_nothing_and_is_not_counted() -> 
         return net.last(hidden)
 
     parts = {"first": nn.Linear(4, 6), "neck": nn.Linear(6, 5), "head": nn.Linear(5, 2), "last": nn.Linear(6, 3)}
-    group = symmetries(Net(forward, **parts), torch.randn(3, 4))
+    group = find_symmetries(Net(forward, **parts), torch.randn(3, 4))
     assert group.scales == 6
     assert not group.obstacles
-    moving = group.moving()
+    moving = group.find_movable_entries()
     assert not any(moving[name].any() for name in moving if name.startswith(("neck", "head")))
 
 
@@ -387,7 +387,7 @@ def test_what_is_thrown_away_in_torch_may_come_back_from_outside() -> None:
         largest = np.asarray(hidden.tanh()).max()
         return net.last(hidden.relu() * float(largest))
 
-    group = symmetries(Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3)), torch.randn(3, 4))
+    group = find_symmetries(Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3)), torch.randn(3, 4))
     assert group.scales == 0
     assert [each.operation for each in group.obstacles] == ["aten.tanh"]
 
@@ -399,12 +399,12 @@ def test_a_wrong_group_does_not_pass_the_check(monkeypatch: pytest.MonkeyPatch) 
     model, x = mlp(), example(7, 4)
 
     def wrong(model: nn.Module, example: Any, kind: str) -> Symmetries:
-        group = symmetries(model, example)
+        group = find_symmetries(model, example)
         forms = group.forms.toarray()
         forms[-1] += 1.0  # the last unit depends on all scales
         return replace(group, forms=csr_array(forms))
 
-    monkeypatch.setattr(rescaling, "symmetries", wrong)
+    monkeypatch.setattr(rescaling, "find_symmetries", wrong)
     with pytest.raises(ModelError, match=r"Got outputs that differ by .* Want .* Do: "):
         rescale(model, x)
     assert not torch.allclose(rescale(model, x, strict=False)(x), model(x))
@@ -414,7 +414,7 @@ def test_even_a_small_mistake_does_not_pass_the_check(monkeypatch: pytest.Monkey
     model, x = mlp(), example(7, 4)
 
     def almost(model: nn.Module, example: Any, kind: str) -> Symmetries:
-        group = symmetries(model, example)
+        group = find_symmetries(model, example)
         forms = group.forms.toarray()
         forms[-1] *= 1 + 1e-7
         member = group.members["2.weight"]
@@ -424,7 +424,7 @@ def test_even_a_small_mistake_does_not_pass_the_check(monkeypatch: pytest.Monkey
         head[0, 0] = len(rows) - 1
         return replace(group, forms=csr_array(rows), members={**group.members, "2.weight": replace(member, head=head)})
 
-    monkeypatch.setattr(rescaling, "symmetries", almost)
+    monkeypatch.setattr(rescaling, "find_symmetries", almost)
     with pytest.raises(ModelError, match="Got outputs that differ by"):
         rescale(model, x)
 
@@ -511,7 +511,7 @@ def test_a_path_that_depends_on_values_is_refused_by_its_line(rule: Callable[[Te
         if text.strip() == line
     )
     with pytest.raises(ModelError) as refused:
-        symmetries(Branching(rule), torch.randn(3, 4))
+        find_symmetries(Branching(rule), torch.randn(3, 4))
     said = str(refused.value)
     assert f"(test_rescale.py:{number}: {line})" in said
     assert said.startswith("Got ")
@@ -531,10 +531,10 @@ def test_values_of_parameters_and_constants_may_decide() -> None:
         return net.last(hidden if net.switch.item() > -1e9 else 2 * hidden)
 
     model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3), switch=nn.Parameter(torch.tensor(2.0)))
-    group = symmetries(model, torch.randn(3, 4))
+    group = find_symmetries(model, torch.randn(3, 4))
     assert group.scales == 6
     # What is looked at must stay.
-    assert not group.moving()["switch"].any()
+    assert not group.find_movable_entries()["switch"].any()
 
 
 # Anything else that is no model, no example or no option.
@@ -570,7 +570,7 @@ def test_an_example_that_does_not_fit_is_refused(given: Any) -> None:
 @pytest.mark.parametrize("given", [None, 3.0, "text", np.zeros((3, 4)), (), [], object()])
 def test_an_example_without_a_tensor_is_refused(given: Any) -> None:
     with pytest.raises(OptionError, match=r"Got an example of type .* without a tensor. Want .* Do: "):
-        symmetries(mlp(), given)
+        find_symmetries(mlp(), given)
 
 
 @pytest.mark.parametrize("kind", ["units", "", None, 1, True, ["unit"]])
@@ -595,12 +595,12 @@ def test_a_seed_that_is_no_whole_number_is_refused(seed: Any) -> None:
 def test_logarithms_of_another_number_of_scales_are_refused(logs: Any) -> None:
     model, x = mlp(), example(2, 4)
     with pytest.raises(OptionError, match=r"Want one for each of 11 scales"):
-        rescaled(model, symmetries(model, x), logs)
+        apply_rescaling(model, find_symmetries(model, x), logs)
 
 
 def test_a_model_without_parameters_has_nothing_to_move() -> None:
     model, x = nn.Sequential(nn.Flatten(), nn.ReLU()), torch.randn(2, 4)
-    group = symmetries(model, x)
+    group = find_symmetries(model, x)
     assert group.scales == 0
     assert not group.members
     assert torch.equal(rescale(model, x)(x), model(x))
@@ -609,7 +609,7 @@ def test_a_model_without_parameters_has_nothing_to_move() -> None:
 def test_a_model_of_which_nothing_can_move_comes_back_equal() -> None:
     case = NETWORKS["no_symmetry"]()
     inputs = inputs_of(case.batches[0])
-    assert symmetries(case.model, inputs).scales == 0
+    assert find_symmetries(case.model, inputs).scales == 0
     other = rescale(case.model, inputs)
     assert other is not case.model
     assert same_state(state_of(other), state_of(case.model))
@@ -617,7 +617,7 @@ def test_a_model_of_which_nothing_can_move_comes_back_equal() -> None:
 
 def test_frozen_models_have_their_rescalings_too() -> None:
     model = mlp().requires_grad_(False)
-    assert symmetries(model, example(2, 4)).scales == 11
+    assert find_symmetries(model, example(2, 4)).scales == 11
     assert not any(value.requires_grad for value in rescale(model, example(2, 4)).parameters())
 
 
@@ -638,7 +638,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model = Uncopied()
     with pytest.raises(ModelError, match=r"Got a model that cannot be copied \(TypeError: an open file\). Want"):
         rescale(model, torch.randn(2, 4))
-    assert symmetries(model, torch.randn(2, 4)).scales == 0
+    assert find_symmetries(model, torch.randn(2, 4)).scales == 0
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.jit.script])
@@ -650,7 +650,7 @@ def test_wrapped_models_are_refused(wrap: Callable[[nn.Module], Any]) -> None:
 
 def test_complex_parameters_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(4, 3, dtype=torch.complex64), nn.Linear(3, 2, dtype=torch.complex64))
-    group = symmetries(model, torch.randn(2, 4, dtype=torch.complex64))
+    group = find_symmetries(model, torch.randn(2, 4, dtype=torch.complex64))
     assert group.scales == 0
     assert not group.members
 
@@ -681,7 +681,7 @@ class Noisy(nn.Module):
 def test_random_numbers_are_no_constants(noise: Callable[[Tensor], Tensor], scales: int) -> None:
     torch.manual_seed(1)
     model = Noisy(noise).double()
-    assert symmetries(model, example(1, 3)).scales == scales
+    assert find_symmetries(model, example(1, 3)).scales == scales
     other = rescale(model, example(3, 3))
     x = example(8, 3)
     torch.manual_seed(3)
@@ -701,27 +701,27 @@ def test_forward_mode_derivatives_inside_of_a_model_are_followed_or_refused() ->
     forward = lambda net, x: torch.func.jvp(net.last, (net.first(x).relu(),), (torch.ones(5, 6).double(),))[1]  # noqa: E731
     model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3)).double()
     with contextlib.suppress(ModelError):
-        assert symmetries(model, example(5, 4)).scales in (0, 6)
+        assert find_symmetries(model, example(5, 4)).scales in (0, 6)
 
 
 def test_an_example_without_numbers_is_refused() -> None:
     with pytest.raises(OptionError, match="without numbers"):
-        symmetries(mlp(), torch.randn(0, 4))
+        find_symmetries(mlp(), torch.randn(0, 4))
 
 
 def test_rescalings_of_another_model_are_refused() -> None:
-    group = symmetries(mlp(), example(2, 4))
+    group = find_symmetries(mlp(), example(2, 4))
     with pytest.raises(OptionError, match="which the model does not have"):
-        rescaled(nn.Linear(3, 2), group, np.zeros(group.scales))
+        apply_rescaling(nn.Linear(3, 2), group, np.zeros(group.scales))
     with pytest.raises(OptionError, match="not finite"):
-        group.logs(np.full(group.scales, np.nan))
+        group.compute_factor_logs(np.full(group.scales, np.nan))
 
 
 def test_factors_beyond_all_numbers_are_told() -> None:
     model, x = mlp(), example(3, 4)
-    group = symmetries(model, x)
+    group = find_symmetries(model, x)
     with pytest.raises(ModelError, match="lower spread"), np.errstate(over="ignore"):
-        rescaling.check_same(model, group, np.full(group.scales, 1000.0), x)
+        rescaling.check_same_function(model, group, np.full(group.scales, 1000.0), x)
 
 
 class Remembering(nn.Module):
@@ -738,13 +738,13 @@ class Remembering(nn.Module):
 
 def test_outputs_beside_the_first_are_named_as_obstacles_and_the_loss_does_not_see_them() -> None:
     model, x = Remembering().double(), example(8, 4)
-    group = symmetries(model, x)
+    group = find_symmetries(model, x)
     assert group.scales == 0
     assert [(each.operation, each.pinned) for each in group.obstacles] == [("output 2", 6)]
     data = [({"x": x}, torch.arange(8) % 3)]
     reading = measure(model, data, measures="minimum_unit_sharpness", certificate=False)
     assert reading["minimum_unit_sharpness"].details["independent_scales"] == 6
-    found = audit(model, data, measures=["minimum_unit_sharpness", "hessian_trace"], draws=2)
+    found = audit_invariance(model, data, measures=["minimum_unit_sharpness", "hessian_trace"], draws=2)
     assert found.scales == {"layer": 1, "unit": 6}
     assert found.holds
     assert not any(found.failed.values())
@@ -767,9 +767,9 @@ def test_outputs_in_an_object_are_looked_for() -> None:
         return SimpleNamespace(scores=net.last(net.first(x).relu()), others=SimpleNamespace(number=3))
 
     model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 3)).double()
-    group = symmetries(model, example(2, 4))
+    group = find_symmetries(model, example(2, 4))
     assert group.scales == 6
-    assert not group.moving()["last.bias"].any()
+    assert not group.find_movable_entries()["last.bias"].any()
     x = example(5, 4)
     assert_close(rescale(model, x)(x).scores, model(x).scores)
 
@@ -794,7 +794,7 @@ def test_outputs_that_carry_logits_are_compared() -> None:
 def test_scripted_modules_inside_are_refused_or_looked_into() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)).double()
     with contextlib.suppress(ModelError):
-        assert symmetries(model, example(2, 4)).scales in (0, 6)
+        assert find_symmetries(model, example(2, 4)).scales in (0, 6)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -821,6 +821,6 @@ def test_an_audit_leaves_alone_what_is_frozen_or_not_measured(measured: list[str
         model[0].requires_grad_(False)
     names = ["minimum_sharpness", "minimum_unit_sharpness", "rho", "hessian_trace"]
     data = example(8, 4), torch.arange(8) % 3
-    found = audit(model, data, measures=names, draws=3, layers=measured)
+    found = audit_invariance(model, data, measures=names, draws=3, layers=measured)
     assert found.holds
     assert not any(found.failed.values())

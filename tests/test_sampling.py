@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import saltflat
 from saltflat.balance import balance_bipartite, balance_factored
-from saltflat.data import batches
-from saltflat.errorbars import stretch
+from saltflat.data import read_batches
+from saltflat.errorbars import compute_student_factor
 from saltflat.measures import MEASURES
 from saltflat.measures.normalized import regularized_normalized_sharpness
-from saltflat.sampling import Fingerprint, Groups, Jackknife, by_group
+from saltflat.sampling import ExampleGroups, Fingerprint, Jackknife, iterate_groups
 
 EXAMPLES = 400
 # Found by a search, with passes over subsets of a pool, or by a bisection: known otherwise, or not at all. Relative
@@ -61,7 +61,7 @@ def report() -> saltflat.Report:
 def without() -> list[saltflat.Report]:
     """The same, measured on what is left when each group is left out."""
     inputs, targets = data()
-    group = Groups(EXAMPLES).of(torch.arange(EXAMPLES))
+    group = ExampleGroups(EXAMPLES).find_groups(torch.arange(EXAMPLES))
     kept = [group != number for number in range(8)]
     names = [name for name in MEASURES if name not in OTHERWISE]
     return [
@@ -94,7 +94,7 @@ def test_relative_flatness_of_normalized_features_has_no_error(report: saltflat.
 def test_relative_flatness_without_normalized_features_is_exact_too() -> None:
     inputs, targets = data()
     name = "relative_flatness(normalize=False)"
-    kept = Groups(EXAMPLES).of(torch.arange(EXAMPLES)) != 0
+    kept = ExampleGroups(EXAMPLES).find_groups(torch.arange(EXAMPLES)) != 0
     whole = saltflat.measure(network(), (inputs, targets), measures=name)[name]
     rest = saltflat.measure(network(), (inputs[kept], targets[kept]), measures=name, sampling=False)[name]
     assert whole.without_group[0] == pytest.approx(rest.value, rel=1e-9)
@@ -120,7 +120,7 @@ def test_an_eigenvalue_without_a_group_is_taken_along_its_vector(name: str, repo
         found: Tensor = torch.autograd.functional.hessian(loss, flat)
         return root[:, None] * found * root
 
-    group = Groups(EXAMPLES).of(torch.arange(EXAMPLES))
+    group = ExampleGroups(EXAMPLES).find_groups(torch.arange(EXAMPLES))
     values, vectors = torch.linalg.eigh(hessian(group >= 0))
     top = vectors[:, -1]
     assert report[name].value == pytest.approx(float(values[-1]), rel=1e-8)
@@ -173,7 +173,7 @@ def test_groups_follow_the_shares_of_the_loss(loss: str) -> None:
     }
     options: dict[str, Any] = {"loss": given[loss], "measures": ["hessian_trace", "fisher_trace", "rho"]}
     found = saltflat.measure(network(), (inputs, targets), **options)
-    group = Groups(EXAMPLES).of(torch.arange(EXAMPLES))
+    group = ExampleGroups(EXAMPLES).find_groups(torch.arange(EXAMPLES))
     rest = saltflat.measure(network(), (inputs[group != 3], targets[group != 3]), sampling=False, **options)
     for name, reading in found.items():
         assert reading.without_group[3] == pytest.approx(rest[name].value, rel=1e-9)
@@ -211,14 +211,14 @@ def test_the_jackknife_of_a_mean_is_its_standard_error() -> None:
     values = torch.tensor([1.0, 4.0, 2.0, 7.0])
     rest = [float((values.sum() - each) / 3) for each in values]
     plain = float(values.std() / 2)
-    assert Jackknife(float(values.mean()), rest, [1] * 4).stderr == pytest.approx(plain * stretch(3))
+    assert Jackknife(float(values.mean()), rest, [1] * 4).stderr == pytest.approx(plain * compute_student_factor(3))
 
 
 def test_errors_of_means_cover_the_truth() -> None:
     """Heavy tails, as curvature has: 400 samples of 200 log-normal numbers in groups."""
     noise = torch.Generator().manual_seed(0)
-    groups = Groups(200)
-    which, covered = groups.of(torch.arange(200)), 0
+    groups = ExampleGroups(200)
+    which, covered = groups.find_groups(torch.arange(200)), 0
     sizes = torch.bincount(which).tolist()
     for _ in range(400):
         values = torch.randn(200, generator=noise).exp()
@@ -231,28 +231,28 @@ def test_errors_of_means_cover_the_truth() -> None:
 @pytest.mark.parametrize("size", [1, 7, 400, 401])
 def test_groups_hold_every_example_once(size: int) -> None:
     loader = DataLoader(TensorDataset(*data()), batch_size=size)
-    groups = Groups(EXAMPLES)
-    seen = [(number, batch) for number, batch in by_group(batches(loader), groups, 1 << 20)]
-    places = torch.cat([batch.numbers for _, batch in seen])
+    groups = ExampleGroups(EXAMPLES)
+    seen = [(number, batch) for number, batch in iterate_groups(read_batches(loader), groups, 1 << 20)]
+    places = torch.cat([batch.example_indices for _, batch in seen])
     assert places.sort().values.tolist() == list(range(EXAMPLES))
     assert len(seen) == groups.count  # one visit each: the batches were joined
     inputs, targets = data()
     for number, batch in seen:
-        assert (groups.of(batch.numbers) == number).all()
-        assert torch.equal(batch.args[0], inputs[batch.numbers])
-        assert torch.equal(batch.targets, targets[batch.numbers])
+        assert (groups.find_groups(batch.example_indices) == number).all()
+        assert torch.equal(batch.args[0], inputs[batch.example_indices])
+        assert torch.equal(batch.targets, targets[batch.example_indices])
 
 
 def test_batches_of_other_shapes_are_not_joined() -> None:
     ragged = [(torch.zeros(4, length, 3), torch.zeros(4, dtype=torch.long)) for length in (2, 2, 5)]
-    seen = [batch for _, batch in by_group(batches(ragged), Groups(12), 1 << 20)]
+    seen = [batch for _, batch in iterate_groups(read_batches(ragged), ExampleGroups(12), 1 << 20)]
     assert {batch.args[0].shape[1] for batch in seen} == {2, 5}
     assert sum(batch.examples for batch in seen) == 12
 
 
 def fingerprint(given: Any) -> str:
     found = Fingerprint()
-    for batch in batches(given):
+    for batch in read_batches(given):
         found.add(batch)
     return str(found)
 

@@ -16,8 +16,8 @@ from scipy import stats
 
 from saltflat.errors import OptionError, StudyError, UnknownNameError
 from saltflat.report.reading import Reading
-from saltflat.report.table import rendered
-from saltflat.studies.controls import CONTROLS, controls_of
+from saltflat.report.table import render_text
+from saltflat.studies.controls import CONTROLS, compute_controls
 from saltflat.studies.row import Row
 from saltflat.studies.scores import (
     Score,
@@ -38,16 +38,16 @@ from saltflat.studies.scores import (
     spearman,
 )
 from saltflat.studies.scores.arrays import Counts, Floats
-from saltflat.studies.scores.bootstrap import draw_times, information_interval, interval
-from saltflat.studies.scores.correlation import drawn_pearson
-from saltflat.studies.scores.doubts import by_chance
-from saltflat.studies.scores.granulated import axis_means
-from saltflat.studies.scores.information import drawn_information
-from saltflat.studies.scores.kendall import drawn_kendall
-from saltflat.studies.scores.layout import Layout
-from saltflat.studies.scores.ranks import drawn_spearman
+from saltflat.studies.scores.bootstrap import compute_information_interval, compute_interval, draw_resamples
+from saltflat.studies.scores.correlation import resample_pearson
+from saltflat.studies.scores.doubts import format_chance_note
+from saltflat.studies.scores.granulated import build_axis_means
+from saltflat.studies.scores.information import resample_information
+from saltflat.studies.scores.kendall import resample_kendall
+from saltflat.studies.scores.layout import GridLayout
+from saltflat.studies.scores.ranks import resample_spearman
 from saltflat.studies.scores.result import NUMBERS
-from saltflat.studies.scores.sign_tables import Signs, partitions_of
+from saltflat.studies.scores.sign_tables import PairSigns, build_partitions
 from saltflat.studies.trained import Outcome
 
 SIGNED = ("pearson", "spearman", "kendall_a", "kendall_b", "granulated")
@@ -122,15 +122,18 @@ def test_a_resample_is_scored_as_the_list_of_its_runs_would_be(case: Case) -> No
     x, y, count = case.x, case.y, len(case.x)
     times = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=4)
     draws = times.T.astype(np.float32)
-    layout = Layout.of(case.axes, case.seeds, count)
+    layout = GridLayout.from_settings(case.axes, case.seeds, count)
     found = {
-        "pearson": drawn_pearson(x[None], y, draws)[0],
-        "spearman": drawn_spearman(x, y, draws),
-        "kendall_a": drawn_kendall(x, y, draws)[0],
-        "kendall_b": drawn_kendall(x, y, draws)[1],
+        "pearson": resample_pearson(x[None], y, draws)[0],
+        "spearman": resample_spearman(x, y, draws),
+        "kendall_a": resample_kendall(x, y, draws)[0],
+        "kendall_b": resample_kendall(x, y, draws)[1],
     }
-    axes = {name: each.drawn(x[None], draws)[0] for name, each in axis_means(y, layout, np.arange(count), 0).items()}
-    told, _ = drawn_information(Signs(x, y), partitions_of(layout)["lr"], draws)
+    axes = {
+        name: each.resample(x[None], draws)[0]
+        for name, each in build_axis_means(y, layout, np.arange(count), 0).items()
+    }
+    told, _ = resample_information(PairSigns(x, y), build_partitions(layout)["lr"], draws)
     for r, each in enumerate(times.tolist()):
         u, v = oracle.drawn(x.tolist(), each), oracle.drawn(y.tolist(), each)
         runs = [int(run) for run in oracle.drawn(list(range(count)), each)]
@@ -279,7 +282,7 @@ def test_settings_are_told_apart_by_what_they_mean() -> None:
 
 def test_a_resample_draws_configurations_with_all_their_seeds() -> None:
     groups = np.array([0, 0, 1, 1, 1, 2])
-    times = draw_times(groups, 70, seed=3)
+    times = draw_resamples(groups, 70, seed=3)
     assert times.shape == (6, 71)
     assert (times[:, 0] == 1).all()
     for group in range(3):
@@ -288,13 +291,13 @@ def test_a_resample_draws_configurations_with_all_their_seeds() -> None:
 
 
 def test_an_interval_needs_half_of_its_resamples() -> None:
-    assert interval(np.array([math.nan, math.nan, 1.0])) == pytest.approx((math.nan, math.nan), nan_ok=True)
-    assert interval(np.arange(101.0)) == pytest.approx((2.5, 97.5))
+    assert compute_interval(np.array([math.nan, math.nan, 1.0])) == pytest.approx((math.nan, math.nan), nan_ok=True)
+    assert compute_interval(np.arange(101.0)) == pytest.approx((2.5, 97.5))
 
 
 def test_an_interval_of_information_is_moved_to_its_estimate_and_stays_within_its_range() -> None:
-    assert information_interval(np.linspace(0.3, 0.5, 101), 0.2, 1.0) == pytest.approx((0.105, 0.295))
-    assert information_interval(np.linspace(0.0, 1.0, 101), 0.1, 1.0) == pytest.approx((0.0, 0.575))
+    assert compute_information_interval(np.linspace(0.3, 0.5, 101), 0.2, 1.0) == pytest.approx((0.105, 0.295))
+    assert compute_information_interval(np.linspace(0.0, 1.0, 101), 0.1, 1.0) == pytest.approx((0.0, 0.575))
 
 
 @pytest.mark.parametrize("name", ["pearson", "spearman", "kendall_b"])
@@ -303,8 +306,8 @@ def test_intervals_over_configurations_cover_the_truth_where_those_over_runs_do_
 
     def scores(x: Floats, y: Floats, times: Counts) -> Floats:
         if name == "pearson":
-            return drawn_pearson(x[None], y, times).reshape(-1)
-        return drawn_spearman(x, y, times) if name == "spearman" else drawn_kendall(x, y, times)[1]
+            return resample_pearson(x[None], y, times).reshape(-1)
+        return resample_spearman(x, y, times) if name == "spearman" else resample_kendall(x, y, times)[1]
 
     count, seeds, shared, trials = 30, 6, 0.8, 150
     rho = 0.7 * shared
@@ -315,7 +318,7 @@ def test_intervals_over_configurations_cover_the_truth_where_those_over_runs_do_
         both = draw.multivariate_normal([0, 0], [[1, 0.7], [0.7, 1]], size=count)[groups]
         both = math.sqrt(shared) * both + math.sqrt(1 - shared) * draw.normal(size=both.shape)
         for k, drawn_from in enumerate((groups, np.arange(len(groups)))):
-            low, high = interval(scores(both[:, 0], both[:, 1], draw_times(drawn_from, 200, trial))[1:])
+            low, high = compute_interval(scores(both[:, 0], both[:, 1], draw_resamples(drawn_from, 200, trial))[1:])
             covered[k] += low <= truth[name] <= high
     assert covered[0] / trials > 0.87
     assert covered[1] / trials < 0.75
@@ -473,16 +476,16 @@ def test_controls_are_always_scored_and_constant_ones_say_so() -> None:
 
 def test_controls_of_a_run_are_what_is_known_of_it() -> None:
     row = study([0.2], {}, {"lr": [0.5], "batch": [32]}, distance=None)[0]
-    found = controls_of(row)
+    found = compute_controls(row)
     noise = found.pop("noise")
     assert found == {"parameters": 100, "norm": 3.0, "train_loss": 0.01, "lr": 0.5, "batch": 32}
     assert 0 <= noise < 1
-    assert list(controls_of(Row("other", {"lr": "high"}, "failed"))) == ["noise"]
+    assert list(compute_controls(Row("other", {"lr": "high"}, "failed"))) == ["noise"]
 
 
 def test_the_noise_control_depends_on_the_key_alone_and_is_spread_evenly() -> None:
-    found = np.array([controls_of(Row(f"{run:016x}", {}, "failed"))["noise"] for run in range(2000)])
-    assert found[7] == controls_of(Row(f"{7:016x}", {"lr": 1.0}, "done"))["noise"]
+    found = np.array([compute_controls(Row(f"{run:016x}", {}, "failed"))["noise"] for run in range(2000)])
+    assert found[7] == compute_controls(Row(f"{7:016x}", {"lr": 1.0}, "done"))["noise"]
     assert stats.kstest(found, "uniform").pvalue > 0.01
 
 
@@ -611,7 +614,7 @@ def test_what_the_best_of_many_measures_scores_by_chance_is_about_right() -> Non
     draw, count, many = np.random.default_rng(0), 24, 12
     gap = draw.normal(size=count)
     best = [max(abs(kendall_a(draw.normal(size=count), gap)) for _ in range(many)) for _ in range(300)]
-    told = float(by_chance(many, count).split("Kendall of ")[1].split()[0])
+    told = float(format_chance_note(many, count).split("Kendall of ")[1].split()[0])
     assert told == pytest.approx(float(np.median(best)), abs=0.03)
 
 
@@ -655,7 +658,7 @@ def test_a_frame_has_a_row_per_measure_and_control() -> None:
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_printed_scores_fit_the_terminal_and_name_everything(width: int) -> None:
     found = full()
-    text = rendered(found, width)
+    text = render_text(found, width)
     assert max(map(len, text.splitlines())) <= width
     for name in found:
         assert name in text

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from score_studies import AXES, STUDIES, numbers_of, study_rows
 
-from saltflat.report.html_drawn import HEIGHT, WIDTH, small
-from saltflat.report.table import rendered
+from saltflat.report.html_drawn import HEIGHT, WIDTH, build_small_scatter
+from saltflat.report.table import render_text
 from saltflat.studies.row import Row
 from saltflat.studies.scores import Score, Scores, kendall_a, pair_means, score, scoring, sign_tables
 from saltflat.studies.scores.arrays import Floats
-from saltflat.studies.scores.bootstrap import draw_times, information_interval
+from saltflat.studies.scores.bootstrap import compute_information_interval, draw_resamples
 from saltflat.studies.scores.concordance import Concordance
-from saltflat.studies.scores.correlation import drawn_pearson
-from saltflat.studies.scores.doubts import median_difference, median_hypot
-from saltflat.studies.scores.granulated import axis_means
-from saltflat.studies.scores.information import drawn_information, least
-from saltflat.studies.scores.layout import Layout
-from saltflat.studies.scores.pair_means import count_within, pairs_within
-from saltflat.studies.scores.ranks import running_sum
-from saltflat.studies.scores.sign_tables import Signs, partitions_of, sets_of
+from saltflat.studies.scores.correlation import resample_pearson
+from saltflat.studies.scores.doubts import compute_median_difference, compute_median_hypot
+from saltflat.studies.scores.granulated import build_axis_means
+from saltflat.studies.scores.information import find_least, resample_information
+from saltflat.studies.scores.layout import GridLayout
+from saltflat.studies.scores.pair_means import count_pairs_within, find_pairs_within
+from saltflat.studies.scores.ranks import compute_running_sum
+from saltflat.studies.scores.sign_tables import PairSigns, build_partitions, list_axis_sets
 
 RECORD = Path(__file__).parent / "scores_300.json"
 MEGABYTE = 10**6
@@ -53,24 +53,24 @@ def test_smaller_in_both_is_counted_as_by_comparing_every_pair(runs: int, digits
     weights = draw.integers(0, 4, size=(runs, 5)).astype(np.float32)
     below = (x[:, None] > x) & (y[:, None] > y)
     found = Concordance(x, y)
-    np.testing.assert_array_equal(found.below(weights), below @ weights)
-    np.testing.assert_array_equal(found.above(weights, found.below(weights)), below.T @ weights)
-    np.testing.assert_array_equal(found.pairs(weights), (weights * (below @ weights)).sum(0))
+    np.testing.assert_array_equal(found.sum_below(weights), below @ weights)
+    np.testing.assert_array_equal(found.sum_above(weights, found.sum_below(weights)), below.T @ weights)
+    np.testing.assert_array_equal(found.count_pairs(weights), (weights * (below @ weights)).sum(0))
 
 
 @pytest.mark.parametrize("runs", [0, 1, 2, 24, 25, 26, 300])
 def test_a_running_sum_is_that_of_numpy(runs: int) -> None:
     x = np.random.default_rng(0).integers(0, 9, size=(runs, 3)).astype(np.float64)
-    np.testing.assert_array_equal(running_sum(x), np.cumsum(x, axis=0))
+    np.testing.assert_array_equal(compute_running_sum(x), np.cumsum(x, axis=0))
 
 
 def test_pairs_of_the_same_group_and_different_codes_are_all_found_once() -> None:
     groups, codes = np.random.default_rng(0).integers(0, 4, size=(2, 40))
-    first, second = pairs_within(groups, codes, 1.0, 0)
+    first, second = find_pairs_within(groups, codes, 1.0, 0)
     wanted = {(a, b) for a, b in combinations(range(40), 2) if groups[a] == groups[b] and codes[a] != codes[b]}
     found = [(min(a, b), max(a, b)) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
     assert set(found) == wanted
-    assert len(found) == len(wanted) == count_within(groups, codes)
+    assert len(found) == len(wanted) == count_pairs_within(groups, codes)
 
 
 @pytest.mark.parametrize("runs", [2, 3, 4, 5, 40, 41])
@@ -78,8 +78,10 @@ def test_pairs_of_the_same_group_and_different_codes_are_all_found_once() -> Non
 def test_medians_over_pairs_are_those_of_all_pairs(runs: int, digits: int) -> None:
     values = np.random.default_rng(runs).random(runs).round(digits)
     first, second = np.triu_indices(runs, 1)
-    assert median_difference(values) == pytest.approx(np.median(np.abs(values[first] - values[second])), abs=1e-15)
-    assert median_hypot(values) == pytest.approx(np.median(np.hypot(values[first], values[second])), abs=1e-15)
+    assert compute_median_difference(values) == pytest.approx(
+        np.median(np.abs(values[first] - values[second])), abs=1e-15
+    )
+    assert compute_median_hypot(values) == pytest.approx(np.median(np.hypot(values[first], values[second])), abs=1e-15)
 
 
 def test_a_resample_without_the_run_that_makes_the_spread_keeps_its_correlation() -> None:
@@ -90,7 +92,7 @@ def test_a_resample_without_the_run_that_makes_the_spread_keeps_its_correlation(
     times = np.ones((51, 2), dtype=np.float32)
     times[0, 1] = 0
     # Of numbers near 1, beside one of 1e12 to which all are scaled, four digits are left.
-    assert drawn_pearson(x[None], y, times)[0, 1] == pytest.approx(np.corrcoef(x[1:], y[1:])[0, 1], abs=1e-3)
+    assert resample_pearson(x[None], y, times)[0, 1] == pytest.approx(np.corrcoef(x[1:], y[1:])[0, 1], abs=1e-3)
 
 
 def many_rows(shape: Iterable[int], seeds: int = 1, measures: int = 1) -> tuple[list[Row], list[str]]:
@@ -131,7 +133,7 @@ def test_ten_thousand_runs_take_seconds_and_little_memory() -> None:
     assert found.runs == 10_000
     assert not any(math.isnan(getattr(found["measure_0"], name)) for name in scoring.MOST_INFORMATION)
     assert set(found["measure_0"].intervals) >= {"pearson", "kendall_b", "granulated", "cmi", "pgdl", "sign_error_mean"}
-    said = " ".join(rendered(found, 200).split())
+    said = " ".join(render_text(found, 200).split())
     assert "with more than 1,000 runs, counts of pairs in a resample are approximated to first order" in said
 
 
@@ -157,10 +159,10 @@ def test_projected_intervals_of_information_are_those_of_all_pairs(monkeypatch: 
 @pytest.mark.parametrize("digits", [1, 9])
 def test_a_projection_of_every_run_once_is_the_score_itself(digits: int) -> None:
     draw = np.random.default_rng(0)
-    layout = Layout.of({"lr": [0, 1, 2] * 20, "batch": [0, 1, 2, 3] * 15}, None, 60)
-    signs = Signs(*draw.normal(size=(2, 60)).round(digits))
-    for each in partitions_of(layout).values():
-        for found in drawn_information(signs, each, np.ones((60, 1), dtype=np.float32), projected=True):
+    layout = GridLayout.from_settings({"lr": [0, 1, 2] * 20, "batch": [0, 1, 2, 3] * 15}, None, 60)
+    signs = PairSigns(*draw.normal(size=(2, 60)).round(digits))
+    for each in build_partitions(layout).values():
+        for found in resample_information(signs, each, np.ones((60, 1), dtype=np.float32), projected=True):
             # The projection is of float32.
             assert found[1] == pytest.approx(found[0], rel=1e-4)
 
@@ -176,17 +178,18 @@ def test_projected_intervals_of_information_cover_what_other_configurations_give
         settings = np.stack([draw.integers(0, count, size=150) for count in shape], axis=1)[units]
         both = draw.multivariate_normal([0, 0], [[1, related], [related, 1]], size=150)[units]
         both += 0.5 * draw.normal(size=both.shape) + 0.3 * settings[:, :1]
-        layout = Layout.of({f"axis {k}": settings[:, k].tolist() for k in range(3)}, None, len(units))
-        times, signs = draw_times(units, 200, trial)[:, 1:], Signs(both[:, 0], both[:, 1])
+        layout = GridLayout.from_settings({f"axis {k}": settings[:, k].tolist() for k in range(3)}, None, len(units))
+        times, signs = draw_resamples(units, 200, trial)[:, 1:], PairSigns(both[:, 0], both[:, 1])
         found = {
-            name: drawn_information(signs, each, times, projected=True) for name, each in partitions_of(layout).items()
+            name: resample_information(signs, each, times, projected=True)
+            for name, each in build_partitions(layout).items()
         }
-        paper = least({name: each for name, (each, _) in found.items()})
-        competition = least({name: found[name][1] for name in sets_of(layout, 2)})
+        paper = find_least({name: each for name, (each, _) in found.items()})
+        competition = find_least({name: found[name][1] for name in list_axis_sets(layout, 2)})
         estimates[trial] = paper[0], competition[0]
         intervals[trial] = (
-            information_interval(paper[1:], float(paper[0]), 1.0),
-            information_interval(competition[1:], float(competition[0]), 100.0),
+            compute_information_interval(paper[1:], float(paper[0]), 1.0),
+            compute_information_interval(competition[1:], float(competition[0]), 100.0),
         )
     truth = estimates.mean(0)
     covered = ((intervals[:, :, 0] <= truth) & (truth <= intervals[:, :, 1])).mean(0)
@@ -225,9 +228,11 @@ def test_resamples_of_a_choice_are_moved_to_the_score_of_all_pairs(monkeypatch: 
     draw = np.random.default_rng(0)
     x = np.sort(draw.normal(size=100))
     y = x + 0.5 * draw.normal(size=100)
-    means = axis_means(y, Layout.of({"lr": list(range(100))}, None, 100), np.arange(100), seed=0)["lr"]
+    means = build_axis_means(y, GridLayout.from_settings({"lr": list(range(100))}, None, 100), np.arange(100), seed=0)[
+        "lr"
+    ]
     assert (means.resampled, means.whole) == (12, 4950)
-    found = means.drawn(x[None], draw_times(np.arange(100), 500, 0))[0]
+    found = means.resample(x[None], draw_resamples(np.arange(100), 500, 0))[0]
     assert found[0] == pytest.approx(kendall_a(x, y))
     # Twelve pairs alone are off by 0.1 or more.
     assert np.nanmean(found[1:]) == pytest.approx(found[0], abs=0.05)
@@ -263,22 +268,22 @@ def test_too_many_pairs_of_settings_are_resampled_from_a_choice_and_said(monkeyp
 def test_settings_of_a_single_run_hold_no_information_and_are_not_paired() -> None:
     """A thousand different values on every axis: a million combinations, and nothing to know."""
     draw = np.random.default_rng(0)
-    layout = Layout.of({name: draw.random(3000).tolist() for name in AXES}, None, 3000)
-    signs = Signs(*draw.normal(size=(2, 3000)))
-    partitions = partitions_of(layout)
+    layout = GridLayout.from_settings({name: draw.random(3000).tolist() for name in AXES}, None, 3000)
+    signs = PairSigns(*draw.normal(size=(2, 3000)))
+    partitions = build_partitions(layout)
     assert len(set(partitions.values())) == 2
     start = time.process_time()
     for name, each in partitions.items():
-        paper, competition = drawn_information(signs, each)
+        paper, competition = resample_information(signs, each)
         assert math.isnan(paper[0]) == math.isnan(competition[0]) == bool(name)
     assert time.process_time() - start < 5
 
 
 def test_small_plots_draw_dots_in_the_same_place_once() -> None:
     values: Floats = np.linspace(0, 1, 10_000)
-    found = small("trace", values.tolist(), values.tolist())
+    found = build_small_scatter("trace", values.tolist(), values.tolist())
     assert found.drawn == 10_000
     # A line that rises from corner to corner meets no more places than there are columns and rows.
     assert found.path.count("M") <= WIDTH + HEIGHT
-    few: Any = small("trace", [0.0, 0.5, 0.5, 1.0], [0.0, 0.5, 0.5, 1.0])
+    few: Any = build_small_scatter("trace", [0.0, 0.5, 0.5, 1.0], [0.0, 0.5, 0.5, 1.0])
     assert few.path.count("M") == 3

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import saltflat
 from saltflat.errors import DataError, EmptyDataError, OneShotDataError, OptionError
-from saltflat.progress import count
-from saltflat.selection import select
+from saltflat.progress import count_examples
+from saltflat.selection import select_examples
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(20) % 3
@@ -96,8 +96,8 @@ def test_a_limit_beyond_the_data_takes_all_of_it(kind: str) -> None:
 def test_a_limit_that_means_nothing_is_refused(limit: Any) -> None:
     for call in (
         lambda: saltflat.measure(net(), (X, Y), limit=limit),
-        lambda: saltflat.audit(net(), (X, Y), limit=limit),
-        lambda: saltflat.statistics_of(net(), (X, Y), "curvature_trace", limit=limit),
+        lambda: saltflat.audit_invariance(net(), (X, Y), limit=limit),
+        lambda: saltflat.compute_statistics(net(), (X, Y), "curvature_trace", limit=limit),
     ):
         with pytest.raises(OptionError, match=r"Got limit=.*Want .*Do: "):
             call()
@@ -109,12 +109,12 @@ def test_a_limit_may_be_numpys() -> None:
 
 def test_audits_and_statistics_take_a_limit() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True)
-    found = saltflat.statistics_of(net(), loader, "curvature_trace", limit=5)
-    wanted = saltflat.statistics_of(net(), (X[:5], Y[:5]), "curvature_trace")
+    found = saltflat.compute_statistics(net(), loader, "curvature_trace", limit=5)
+    wanted = saltflat.compute_statistics(net(), (X[:5], Y[:5]), "curvature_trace")
     assert found.examples == 5
     for name, value in wanted["curvature_trace"].items():
         torch.testing.assert_close(found["curvature_trace"][name], value, rtol=1e-5, atol=0)
-    audit = saltflat.audit(net(), loader, measures="hessian_trace", draws=1, limit=5)
+    audit = saltflat.audit_invariance(net(), loader, measures="hessian_trace", draws=1, limit=5)
     assert audit.report.examples == 5
 
 
@@ -155,16 +155,16 @@ def test_the_generator_of_a_limited_loader_is_left_as_it_was() -> None:
 def test_examples_are_left_out_at_the_beginning_across_batches() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=3)
     for skip, limit in ((0, 5), (4, 5), (6, None), (19, 3)):
-        inputs, targets = zip(*select(loader, skip, limit), strict=True)
+        inputs, targets = zip(*select_examples(loader, skip, limit), strict=True)
         stop = None if limit is None else skip + limit
         assert torch.equal(torch.cat([each for (each,) in inputs]), X[skip:stop])
         assert torch.equal(torch.cat(targets), Y[skip:stop])
     with pytest.raises(EmptyDataError, match="20 examples"):
-        list(select(loader, 20))
+        list(select_examples(loader, 20))
 
 
 def test_a_selection_knows_about_how_many_examples_it_has() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=3)
-    assert count(select(loader, 4, 5)) == 5
-    assert count(select(loader, 18, 5)) == 2
-    assert count(select([(X, Y)], 18, 5)) is None
+    assert count_examples(select_examples(loader, 4, 5)) == 5
+    assert count_examples(select_examples(loader, 18, 5)) == 2
+    assert count_examples(select_examples([(X, Y)], 18, 5)) is None

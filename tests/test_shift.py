@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import SGD
 
-from saltflat.training import SAM, FisherPenalty, shifted
-from saltflat.training.frozen import frozen_buffers
+from saltflat.training import SAM, FisherPenalty, shift_weights
+from saltflat.training.frozen import freeze_buffers
 
 
 class Counting(nn.Module):
@@ -72,7 +72,7 @@ def test_buffers_after_an_extra_pass_are_the_very_tensors_with_the_values_they_h
     plain = deepcopy(model)(inputs())
     held = dict(model.named_buffers())
     before = {key: value.clone() for key, value in held.items()}
-    with frozen_buffers(model):
+    with freeze_buffers(model):
         torch.testing.assert_close(model(inputs()), plain, rtol=0, atol=0)
     assert dict(model.named_buffers()).keys() == held.keys()
     for key, buffer in model.named_buffers():
@@ -90,7 +90,7 @@ def test_buffers_come_back_after_an_error(name: str) -> None:
     tracks = [getattr(each, "track_running_stats", None) for each in model.modules()]
 
     def broken() -> None:
-        with frozen_buffers(model):
+        with freeze_buffers(model):
             model(inputs())
             raise KeyError
 
@@ -149,7 +149,7 @@ def test_a_norm_in_evaluation_mode_goes_on_using_its_running_statistics() -> Non
     model(3 * inputs() + 1)
     model[0].eval()
     before = model(inputs())
-    with frozen_buffers(model):
+    with freeze_buffers(model):
         torch.testing.assert_close(model(inputs()), before, rtol=0, atol=0)
 
 
@@ -158,7 +158,7 @@ def test_weights_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     model = nn.Linear(40, 30).to(dtype)
     before = [p.detach().clone() for p in model.parameters()]
     steps = [torch.randn_like(p) for p in model.parameters()]
-    with shifted(model, list(model.parameters()), steps):
+    with shift_weights(model, list(model.parameters()), steps):
         for p, old, step in zip(model.parameters(), before, steps, strict=True):
             assert torch.equal(p, old + step)
     for p, old, step in zip(model.parameters(), before, steps, strict=True):
@@ -173,7 +173,7 @@ def test_weights_come_back_after_an_error_and_after_nan(error: type[BaseExceptio
     steps = [torch.full_like(p, torch.nan) for p in model.parameters()]
 
     def broken() -> None:
-        with shifted(model, list(model.parameters()), steps):
+        with shift_weights(model, list(model.parameters()), steps):
             assert model(torch.ones(4)).isnan().all()
             raise error
 
@@ -187,7 +187,7 @@ def test_under_autocast_the_moved_weights_are_seen_inside_and_the_old_ones_after
     x = torch.ones(2, 8)
     with torch.autocast("cpu", torch.bfloat16):
         before = model(x)
-        with shifted(model, [model.weight], [torch.ones(8, 8)]):
+        with shift_weights(model, [model.weight], [torch.ones(8, 8)]):
             inside = model(x)
         after = model(x)
     torch.testing.assert_close(inside - before, torch.full_like(before, 8), rtol=0.02, atol=0)
@@ -197,7 +197,7 @@ def test_under_autocast_the_moved_weights_are_seen_inside_and_the_old_ones_after
 def test_gradients_inside_are_those_of_the_moved_weights() -> None:
     model = nn.Linear(3, 1, bias=False).double()
     x, step = torch.randn(4, 3, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)
-    with shifted(model, [model.weight], [step]):
+    with shift_weights(model, [model.weight], [step]):
         model(x).square().sum().backward()
     expected = 2 * F.linear(x, model.weight + step).T @ x
     torch.testing.assert_close(model.weight.grad, expected.detach())

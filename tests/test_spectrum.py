@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import saltflat
 from saltflat.errors import ModelError, NonFiniteError, OptionError, ParameterError, ReportError, UnknownNameError
-from saltflat.lanczos import _Lanczos, extreme_eigenvalues, quadratures
+from saltflat.lanczos import _EigenvalueSearch, compute_quadratures, find_extreme_eigenvalues
 from saltflat.spectrum import Block, Spectrum
 
 Array = NDArray[np.float64]
@@ -83,14 +83,14 @@ def dense_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_outermost_eigenvalues_are_the_dense_ones(name: str, matrix: str) -> None:
     case, wanted = CASES[name](), values_of(matrix_of(name, matrix))
-    found = saltflat.spectrum(
+    found = saltflat.compute_spectrum(
         case.model, case.batches, case.loss, k=6, smallest=3, matrix=matrix, density=False, dtype=torch.float64
     )
     largest, smallest = found.eigenvalues[:6], found.eigenvalues[6:]
     scale = np.abs(wanted).max()
     np.testing.assert_allclose(largest, wanted[:6], rtol=1e-7, atol=1e-13 * scale)
     np.testing.assert_allclose(smallest, wanted[-3:], rtol=0, atol=1e-6 * scale)
-    assert found.only.complete
+    assert found.only_block.complete
     for pair, value in zip(found.largest, wanted, strict=False):
         assert pair.converged
         assert abs(pair.value - value) <= pair.bound
@@ -102,7 +102,9 @@ def test_the_outermost_eigenvalues_are_the_dense_ones(name: str, matrix: str) ->
 )
 def test_the_spectra_of_layers_are_those_of_the_dense_blocks(name: str, matrix: str) -> None:
     case, whole = CASES[name](), matrix_of(name, matrix)
-    found = saltflat.spectrum(case.model, case.batches, case.loss, k=3, matrix=matrix, per="layer", draws=16, steps=15)
+    found = saltflat.compute_spectrum(
+        case.model, case.batches, case.loss, k=3, matrix=matrix, per="layer", draws=16, steps=15
+    )
     assert list(found) == list(oracle.trainable(case.model))
     first = 0
     for block in found.values():
@@ -145,7 +147,7 @@ REPEATED = {
 def test_repeated_eigenvalues_are_found_as_often_as_they_are_there(name: str, seed: int) -> None:
     values = REPEATED[name]
     matrix, draw = matrix_with(values), drawing(len(values))
-    found = extreme_eigenvalues(
+    found = find_extreme_eigenvalues(
         lambda v: {"a": v["a"] @ matrix}, lambda number: draw(number + 1000 * seed), 6, 3, basis=60
     )["a"]
     ordered = values.sort(descending=True).values
@@ -162,27 +164,27 @@ def test_one_search_alone_misses_a_repeated_eigenvalue() -> None:
     """What the second search is for."""
     outer = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64)
     matrix = matrix_with(torch.cat([torch.linspace(0, 0.1, 197, dtype=torch.float64), outer]))
-    run = _Lanczos(drawing(200)(0)["a"], 1e-8, 60, largest=2, relative=1e-3)
+    run = _EigenvalueSearch(drawing(200)(0)["a"], 1e-8, 60, largest=2, relative=1e-3)
     while not run.done:
-        run.take(matrix @ run.next)
+        run.add_product(matrix @ run.next)
     assert run.values.tolist() == pytest.approx([1, 0.5])
-    both = extreme_eigenvalues(lambda v: {"a": v["a"] @ matrix}, drawing(200), 2)["a"]
+    both = find_extreme_eigenvalues(lambda v: {"a": v["a"] @ matrix}, drawing(200), 2)["a"]
     assert both.values.tolist() == pytest.approx([1, 1])
 
 
 def test_a_network_with_equal_outputs_has_each_eigenvalue_as_often_as_outputs() -> None:
     inputs = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64))
     model = nn.Linear(4, 3, bias=False).double()
-    found = saltflat.spectrum(model, (inputs, torch.zeros(4, 3).double()), "mse", k=7, smallest=4)
+    found = saltflat.compute_spectrum(model, (inputs, torch.zeros(4, 3).double()), "mse", k=7, smallest=4)
     # Each of the outputs has the Hessian (2 / 12) X'X.
     wanted = [x**2 / 6 for x in (4, 4, 4, 3, 3, 3, 2, 2, 1, 1, 1)]
     np.testing.assert_allclose(found.eigenvalues, wanted, rtol=1e-12)
-    assert found.only.complete
+    assert found.only_block.complete
 
 
 def test_too_few_steps_are_said() -> None:
     matrix = matrix_with(spread(1.0))
-    found = extreme_eigenvalues(lambda v: {"a": v["a"] @ matrix}, drawing(200), 6, steps=8, basis=60)["a"]
+    found = find_extreme_eigenvalues(lambda v: {"a": v["a"] @ matrix}, drawing(200), 6, steps=8, basis=60)["a"]
     assert not bool(found.converged.all())
     wanted = torch.linalg.eigvalsh(matrix)
     # There is an eigenvalue within the bound, though not the one that was wanted.
@@ -192,7 +194,7 @@ def test_too_few_steps_are_said() -> None:
 def test_single_precision_is_as_close_as_its_bounds_say() -> None:
     model, data = trained()
     wanted = values_of(dense_of(model, data))
-    found = saltflat.spectrum(model, data, k=5, smallest=0, dtype=torch.float32, density=False)
+    found = saltflat.compute_spectrum(model, data, k=5, smallest=0, dtype=torch.float32, density=False)
     for pair, value in zip(found.largest, wanted, strict=False):
         assert pair.converged
         assert abs(pair.value - value) <= 10 * pair.bound
@@ -218,7 +220,7 @@ def test_the_density_is_the_dense_one_in_distribution(matrix: str) -> None:
     model, data = trained()
     case = Case(model, [data], "cross_entropy", F.cross_entropy)
     wanted = values_of(dense_of(model, data) if matrix == "hessian" else gauss_newton(case))
-    found = saltflat.spectrum(model, data, k=5, matrix=matrix, draws=16)
+    found = saltflat.compute_spectrum(model, data, k=5, matrix=matrix, draws=16)
     density = found.density()
     true = smoothed(wanted, density.grid, density.width)
     assert np.trapezoid(density.value, density.grid) == pytest.approx(1, abs=1e-3)
@@ -232,7 +234,7 @@ def test_the_density_is_the_dense_one_in_distribution(matrix: str) -> None:
 def test_with_all_eigenvalues_the_density_and_the_trace_are_exact() -> None:
     case = CASES["biased_mlp"]()
     wanted = values_of(dense("biased_mlp")[2])
-    found = saltflat.spectrum(case.model, case.batches, case.loss, k=len(wanted), draws=2)
+    found = saltflat.compute_spectrum(case.model, case.batches, case.loss, k=len(wanted), draws=2)
     density = found.density()
     np.testing.assert_allclose(density.value, smoothed(wanted, density.grid, density.width), rtol=1e-9, atol=1e-12)
     np.testing.assert_array_equal(density.low, density.high)
@@ -243,7 +245,7 @@ def test_with_all_eigenvalues_the_density_and_the_trace_are_exact() -> None:
 def block_of(values: Tensor, draws: int, seed: int, known: int = 3) -> Block:
     """A diagonal matrix whose ``known`` largest eigenvalues are found."""
     count = len(values)
-    measures = quadratures(
+    measures = compute_quadratures(
         lambda v: {"a": v["a"] * values},
         lambda number: drawing(count)(number + 1000 * seed),
         draws,
@@ -273,22 +275,24 @@ def test_the_band_covers_the_true_density_about_as_often_as_it_says() -> None:
 
 def test_probes_in_groups_are_the_same_probes() -> None:
     model, data = trained()
-    many = saltflat.spectrum(model, data, k=2, smallest=0, draws=3, steps=10)
-    few = saltflat.spectrum(model, data, k=2, smallest=0, draws=3, steps=10, memory=2 * 8 * 171 * 20)
-    np.testing.assert_allclose(few.only.nodes, many.only.nodes, rtol=0, atol=1e-9)
+    many = saltflat.compute_spectrum(model, data, k=2, smallest=0, draws=3, steps=10)
+    few = saltflat.compute_spectrum(model, data, k=2, smallest=0, draws=3, steps=10, memory=2 * 8 * 171 * 20)
+    np.testing.assert_allclose(few.only_block.nodes, many.only_block.nodes, rtol=0, atol=1e-9)
     np.testing.assert_allclose(few.eigenvalues, many.eigenvalues, rtol=1e-9)
 
 
 def test_steps_that_do_not_fit_in_memory_are_left_out_with_a_note() -> None:
     model, data = trained()
-    found = saltflat.spectrum(model, data, k=2, smallest=0, draws=2, steps=40, memory=2 * 8 * 171 * 20)
-    assert {len(each) for each in found.only.nodes} == {12}
+    found = saltflat.compute_spectrum(model, data, k=2, smallest=0, draws=2, steps=40, memory=2 * 8 * 171 * 20)
+    assert {len(each) for each in found.only_block.nodes} == {12}
     assert "Only 12 steps of each probe fit in memory, not 40: the density is less resolved." in found.notes
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_others() -> None:
     model, data = trained()
-    one, two, other = (saltflat.spectrum(model, data, k=2, draws=2, steps=8, seed=seed).only for seed in (3, 3, 4))
+    one, two, other = (
+        saltflat.compute_spectrum(model, data, k=2, draws=2, steps=8, seed=seed).only_block for seed in (3, 3, 4)
+    )
     assert one == two
     assert one.nodes != other.nodes
     np.testing.assert_allclose(one.eigenvalues, other.eigenvalues, rtol=1e-8, atol=1e-8)
@@ -297,7 +301,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_others() -> None:
 def test_a_network_without_curvature_has_a_spectrum_of_zeros() -> None:
     model = nn.Linear(4, 3).double()
     data = reals(5, 4), torch.zeros(5, dtype=torch.long)
-    found = saltflat.spectrum(model, data, lambda output, target: output.mean(), k=4, draws=2, steps=5)
+    found = saltflat.compute_spectrum(model, data, lambda output, target: output.mean(), k=4, draws=2, steps=5)
     assert found.eigenvalues.tolist() == [0.0] * 9
     assert (found.trace, found.trace_stderr) == (0.0, 0.0)
     assert np.trapezoid(found.density().value, found.density().grid) == pytest.approx(1, abs=1e-3)
@@ -309,7 +313,7 @@ def test_one_parameter_has_one_eigenvalue() -> None:
     model = nn.Linear(1, 1, bias=False).double()
     data = torch.full((2, 1), 3.0).double(), torch.zeros(2, 1).double()
     for options in ({}, {"per": "layer"}, {"matrix": "gauss_newton"}):
-        found = saltflat.spectrum(model, data, "mse", k=1, **options)  # type: ignore[arg-type]
+        found = saltflat.compute_spectrum(model, data, "mse", k=1, **options)  # type: ignore[arg-type]
         assert found.eigenvalues.tolist() == [pytest.approx(18)]
         assert found.trace == pytest.approx(18)
 
@@ -320,7 +324,7 @@ def test_splitting_the_data_changes_nothing() -> None:
     for matrix in ("hessian", "gauss_newton"):
         for per in ("network", "layer"):
             one, two = (
-                saltflat.spectrum(model, given, k=2, matrix=matrix, per=per, draws=2, steps=4)
+                saltflat.compute_spectrum(model, given, k=2, matrix=matrix, per=per, draws=2, steps=4)
                 for given in (data, batches)
             )
             for name, block in one.items():
@@ -339,13 +343,13 @@ def test_curvlinops_finds_the_same_eigenvalues_and_a_density_within_the_band() -
     model, data = trained()
     parameters = [each.requires_grad_() for each in model.parameters()]
     operator = curvlinops.HessianLinearOperator(model, nn.CrossEntropyLoss(), parameters, [data])
-    found = saltflat.spectrum(model, data, k=5, draws=12, steps=40)
+    found = saltflat.compute_spectrum(model, data, k=5, draws=12, steps=40)
     theirs = np.sort(eigsh(operator.to_scipy(), k=5, which="LA", tol=1e-10, return_eigenvectors=False))[::-1]
     np.testing.assert_allclose(found.eigenvalues[:5], theirs, rtol=1e-8)
 
     torch.manual_seed(0)
     grid, density = curvlinops.lanczos_approximate_spectrum(operator, 40, num_repeats=12, margin=0.1)
-    low, high = found.only.ends
+    low, high = found.only_block.ends
     width = 1.2 * (high - low) / 2 * 2 / 39 / (8 * np.log(3)) ** 0.5  # of their Gaussians
     ours = found.density(grid.numpy(), width)
     assert kolmogorov(ours.value, density.numpy(), ours.grid) < 0.03
@@ -382,7 +386,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(name: str) -> None:
     options, kind, said = BAD[name]
     before = snapshot(model)
     with pytest.raises(kind, match=re.escape(said)) as caught:
-        saltflat.spectrum(model, data, **options)
+        saltflat.compute_spectrum(model, data, **options)
     assert isinstance(caught.value, saltflat.SaltflatError)
     assert snapshot(model) == before
 
@@ -391,16 +395,19 @@ def test_memory_that_does_not_hold_the_vectors_is_refused_before_the_work() -> N
     model = nn.Linear(200, 300)
     data = torch.randn(4, 200), torch.randint(300, (4,))
     with pytest.raises(OptionError, match=r"60,300 parameters.*memory='47MiB'"):
-        saltflat.spectrum(model, data, memory="1MiB")
-    assert saltflat.spectrum(model, data, memory="47MiB", k=10, density=False, dtype=torch.float32).eigenvalues[0] > 0
+        saltflat.compute_spectrum(model, data, memory="1MiB")
+    assert (
+        saltflat.compute_spectrum(model, data, memory="47MiB", k=10, density=False, dtype=torch.float32).eigenvalues[0]
+        > 0
+    )
 
 
 def test_models_without_second_derivatives_are_refused_with_a_way_out() -> None:
     case = CASES["embedding_bag"]()
     for matrix in ("hessian", "gauss_newton"):
         with pytest.raises(ModelError, match="matrix='gauss_newton' with per='layer'"):
-            saltflat.spectrum(case.model, case.batches, case.loss, k=2, matrix=matrix)
-    found = saltflat.spectrum(case.model, case.batches, case.loss, k=2, matrix="gauss_newton", per="layer")
+            saltflat.compute_spectrum(case.model, case.batches, case.loss, k=2, matrix=matrix)
+    found = saltflat.compute_spectrum(case.model, case.batches, case.loss, k=2, matrix="gauss_newton", per="layer")
     assert all(block.largest[0].value > 0 for block in found.values())
 
 
@@ -408,14 +415,14 @@ def test_models_without_second_derivatives_are_refused_with_a_way_out() -> None:
 def test_hidden_second_derivatives_are_refused(matrix: str) -> None:
     case = cubed(CubeOnce)
     with pytest.raises(ModelError, match="once_differentiable"):
-        saltflat.spectrum(case.model, case.batches, case.loss, k=2, matrix=matrix)
+        saltflat.compute_spectrum(case.model, case.batches, case.loss, k=2, matrix=matrix)
 
 
 def test_wrong_second_derivatives_are_refused() -> None:
     case = CASES["weight_norm_parametrization"]()
     for per in ("network", "layer"):
         with pytest.raises(ModelError, match="are wrong"):
-            saltflat.spectrum(case.model, case.batches, case.loss, k=2, per=per)
+            saltflat.compute_spectrum(case.model, case.batches, case.loss, k=2, per=per)
 
 
 def test_overflow_is_an_error() -> None:
@@ -424,7 +431,7 @@ def test_overflow_is_an_error() -> None:
         for parameter in model.parameters():
             parameter.fill_(1e10)
     with pytest.raises(NonFiniteError):
-        saltflat.spectrum(model, (torch.full((2, 2), 1e15), torch.zeros(2, 2)), "mse", k=1)
+        saltflat.compute_spectrum(model, (torch.full((2, 2), 1e15), torch.zeros(2, 2)), "mse", k=1)
 
 
 def test_the_model_comes_back_as_it_was() -> None:
@@ -433,7 +440,7 @@ def test_the_model_comes_back_as_it_was() -> None:
     before = snapshot(model)
     for matrix in ("hessian", "gauss_newton"):
         for per in ("network", "layer"):
-            saltflat.spectrum(model, data, k=2, matrix=matrix, per=per, draws=2, steps=3)
+            saltflat.compute_spectrum(model, data, k=2, matrix=matrix, per=per, draws=2, steps=3)
             assert snapshot(model) == before
 
 
@@ -442,17 +449,17 @@ def test_the_model_comes_back_as_it_was() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Spectrum:
-    return saltflat.spectrum(*trained(), k=3, smallest=2, draws=3, steps=12)
+    return saltflat.compute_spectrum(*trained(), k=3, smallest=2, draws=3, steps=12)
 
 
 @pytest.fixture(scope="module")
 def by_layer() -> Spectrum:
-    return saltflat.spectrum(*trained(), k=2, smallest=1, per="layer", draws=2, steps=5)
+    return saltflat.compute_spectrum(*trained(), k=2, smallest=1, per="layer", draws=2, steps=5)
 
 
 def test_a_spectrum_is_a_mapping_of_blocks(found: Spectrum, by_layer: Spectrum) -> None:
     assert list(found) == ["network"]
-    assert found.only is found["network"]
+    assert found.only_block is found["network"]
     assert list(by_layer) == ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
     with pytest.raises(OptionError, match=r"spectrum\['0.weight'\]"):
         _ = by_layer.eigenvalues
@@ -481,7 +488,7 @@ def test_a_spectrum_is_the_same_after_it_was_saved(found: Spectrum, by_layer: Sp
         assert again == each
         assert again.blocks == each.blocks
         assert str(again) == str(each)
-    without = saltflat.spectrum(*trained(), k=1, smallest=0, density=False)
+    without = saltflat.compute_spectrum(*trained(), k=1, smallest=0, density=False)
     assert Spectrum.load(without.save(tmp_path / "spectrum.json")) == without
     assert np.isnan(without.trace)
     with pytest.raises(OptionError, match="density=True"):
@@ -543,7 +550,7 @@ def test_the_picture_shows_density_band_and_eigenvalues(found: Spectrum, by_laye
 
 def test_progress_is_told_with_a_total_for_the_density() -> None:
     told: list[tuple[str, int, int | None]] = []
-    saltflat.spectrum(*trained(), k=2, draws=2, steps=6, progress=lambda *each: told.append(each))
+    saltflat.compute_spectrum(*trained(), k=2, draws=2, steps=6, progress=lambda *each: told.append(each))
     steps = {step for step, _, _ in told}
     assert steps == {"Eigenvalues of the network", "Density of the eigenvalues"}
     assert told[-1] == ("Density of the eigenvalues", 6, 6)
@@ -553,10 +560,10 @@ def test_many_vectors_share_one_pass_over_the_data() -> None:
     model, data = trained()
     passes: list[Mapping[str, Any]] = []
     model.register_forward_hook(lambda module, args, out: passes.append({}))
-    saltflat.spectrum(model, data, k=1, smallest=0, draws=2, steps=10)
+    saltflat.compute_spectrum(model, data, k=1, smallest=0, draws=2, steps=10)
     two = len(passes)
     passes.clear()
-    saltflat.spectrum(model, data, k=1, smallest=0, draws=8, steps=10)
+    saltflat.compute_spectrum(model, data, k=1, smallest=0, draws=8, steps=10)
     assert len(passes) == two
 
 
@@ -572,6 +579,6 @@ def test_the_code_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pyt
 
 def test_the_loss_is_that_of_the_data() -> None:
     case = problem(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), reals(7, 3), torch.randint(2, (7,)))
-    found = saltflat.spectrum(case.model, case.batches, case.loss, k=1, density=False)
+    found = saltflat.compute_spectrum(case.model, case.batches, case.loss, k=1, density=False)
     assert found.loss == pytest.approx(float(oracle.loss(case)))
     assert found.examples == 7

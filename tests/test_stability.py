@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from saltflat.integrations import Monitor, Record
-from saltflat.integrations.one_for_all import AsItStepped
-from saltflat.integrations.stability import Stability, stability_of
+from saltflat.integrations.one_for_all import OptimizerSnapshot
+from saltflat.integrations.stability import StabilityMatrix, compute_stability_matrix
 from saltflat.training import ASAM, SAM, GradientNormPenalty
 
 SIZES = (2, 3)
@@ -49,7 +49,7 @@ def flat(values: Mapping[str, Tensor | float], model: nn.Module) -> Tensor:
     )
 
 
-def dense(found: Stability, model: nn.Module, hessian: Tensor) -> float:
+def dense(found: StabilityMatrix, model: nn.Module, hessian: Tensor) -> float:
     """The largest eigenvalue of all of the matrix."""
     scale = flat(found.rates, model).sqrt()
     matrix = found.sign * hessian + torch.diag(flat(found.decays, model))
@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, tuple[Make, float]] = {
 }
 
 
-def scaled_to(value: float, found: Stability, model: nn.Module) -> Tensor:
+def scaled_to(value: float, found: StabilityMatrix, model: nn.Module) -> Tensor:
     """A Hessian for which the largest eigenvalue of the optimizer's matrix is this."""
     low, high = 0.0, 1e6
     for _ in range(80):
@@ -136,8 +136,8 @@ def test_torchs_own_steps_converge_below_the_threshold_and_diverge_above(name: s
         optimizer = make(model)
         if not isinstance(optimizer, SGD):
             frozen(optimizer)
-        found = stability_of(optimizer, model)
-        assert isinstance(found, Stability)
+        found = compute_stability_matrix(optimizer, model)
+        assert isinstance(found, StabilityMatrix)
         assert found.threshold == pytest.approx(expected, rel=1e-9)
         curved = scaled_to(ratio * expected, found, model)
         lengths = []
@@ -154,9 +154,9 @@ def test_an_optimizer_that_maximizes_sees_the_hessian_upside_down() -> None:
     for ratio in (0.98, 1.02):
         model = Parabola()
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=1.0, maximize=True)
-        found = stability_of(optimizer, model)
-        assert isinstance(found, Stability)
-        curved = -scaled_to(ratio * 3, Stability(found.rates, found.decays, 1, 3.0), model)
+        found = compute_stability_matrix(optimizer, model)
+        assert isinstance(found, StabilityMatrix)
+        curved = -scaled_to(ratio * 3, StabilityMatrix(found.rates, found.decays, 1, 3.0), model)
         assert dense(found, model, curved) == pytest.approx(ratio * 3)
         for _ in range(1500):
             model.set_gradient(curved)
@@ -211,8 +211,8 @@ def test_a_step_is_the_rate_times_the_averaged_gradient(name: str) -> None:
         for p in model.parameters():
             p.grad = torch.randn(p.shape, dtype=torch.float64, generator=generator)
         optimizer.step()
-        found = stability_of(optimizer, model)
-        assert isinstance(found, Stability)
+        found = compute_stability_matrix(optimizer, model)
+        assert isinstance(found, StabilityMatrix)
         for each, p in model.named_parameters():
             moved = -found.rates[each] * along(optimizer, p)
             torch.testing.assert_close(p.detach() - before[each], moved, rtol=1e-6, atol=1e-12)
@@ -288,8 +288,8 @@ def test_a_record_has_the_eigenvalue_of_the_dense_matrix_and_its_threshold(name:
     optimizer = make(model)
     trained(model, optimizer)
     record = measured(model, optimizer)
-    found = stability_of(optimizer, model)
-    assert isinstance(found, Stability)
+    found = compute_stability_matrix(optimizer, model)
+    assert isinstance(found, StabilityMatrix)
     expected = dense(found, model, dense_hessian(model))
     assert record.values["flatness/lr_lambda_max"] == pytest.approx(expected, rel=2e-3)
     assert record.values["flatness/lr_lambda_max_threshold"] == pytest.approx(threshold)
@@ -304,8 +304,8 @@ def test_a_parameter_without_a_gradient_so_far_does_not_move() -> None:
     trained(model, optimizer)
     for p in model[0].parameters():
         p.requires_grad_(True)
-    found = stability_of(optimizer, model)
-    assert isinstance(found, Stability)
+    found = compute_stability_matrix(optimizer, model)
+    assert isinstance(found, StabilityMatrix)
     assert found.rates["0.weight"] == 0.0
     expected = dense(found, model, dense_hessian(model))
     assert measured(model, optimizer).values["flatness/lr_lambda_max"] == pytest.approx(expected, rel=2e-3)
@@ -364,14 +364,14 @@ def test_sam_and_its_kin_have_no_threshold(kind: Callable[..., Optimizer]) -> No
 def test_a_schedule_that_steps_between_the_step_and_the_call_changes_nothing() -> None:
     model = network()
     optimizer = SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
-    stepped = AsItStepped(optimizer)
+    stepped = OptimizerSnapshot(optimizer)
     rate = optimizer.param_groups[0]["lr"]
     rate.fill_(0.5)
     optimizer.param_groups[0]["momentum"] = 0.0
-    found = stability_of(stepped, model)
-    assert isinstance(found, Stability)
-    assert found.uniform is not None
-    assert found.uniform[0] == pytest.approx(0.1)
+    found = compute_stability_matrix(stepped, model)
+    assert isinstance(found, StabilityMatrix)
+    assert found.uniform_rate_and_decay is not None
+    assert found.uniform_rate_and_decay[0] == pytest.approx(0.1)
     assert found.threshold == pytest.approx(3.8)
 
 
@@ -380,6 +380,6 @@ def test_a_rate_of_zero_is_far_from_the_edge() -> None:
     for optimizer in (SGD(model.parameters(), lr=0.0), Adam(model.parameters(), lr=0.0)):
         trained(model, optimizer, 1)
         assert measured(model, optimizer).values["flatness/lr_lambda_max"] == 0
-    found = stability_of(SGD(model.parameters(), lr=0.1, momentum=0.5, dampening=1.0), model)
-    assert isinstance(found, Stability)
+    found = compute_stability_matrix(SGD(model.parameters(), lr=0.1, momentum=0.5, dampening=1.0), model)
+    assert isinstance(found, StabilityMatrix)
     assert found.threshold == inf  # no gradient but the first is ever used

@@ -23,15 +23,15 @@ from torch.testing import assert_close
 import saltflat
 from saltflat.errors import SaltflatError, StudyError
 from saltflat.studies import Results, Row, tasks
-from saltflat.studies.building import built
-from saltflat.studies.device import device_for
-from saltflat.studies.executors import Processes
-from saltflat.studies.grid import recipe_of
-from saltflat.studies.labels import training_set
+from saltflat.studies.building import build_network
+from saltflat.studies.device import resolve_device
+from saltflat.studies.executors import ProcessExecutor
+from saltflat.studies.grid import make_recipe
+from saltflat.studies.labels import make_training_set
 from saltflat.studies.row_file import row_from_dict, row_to_dict
 from saltflat.studies.store import Store
-from saltflat.studies.table import csv_of
-from saltflat.studies.trained import Outcome, Trained
+from saltflat.studies.table import format_csv
+from saltflat.studies.trained import Outcome, TrainedNetwork
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The keys that are trained and measured."""
     found: dict[str, list[str]] = {"train": [], "measure": []}
-    train, measure = tasks.train, tasks.measure_run
+    train, measure = tasks.train_group, tasks.measure_run
 
     def training(task: Any, context: Any) -> Any:
         found["train"] += task.configs
@@ -53,7 +53,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         found["measure"].append(task.key)
         return measure(task, context)
 
-    monkeypatch.setattr(tasks, "train", training)
+    monkeypatch.setattr(tasks, "train_group", training)
     monkeypatch.setattr(tasks, "measure_run", measuring)
     return found
 
@@ -75,8 +75,8 @@ def test_what_a_row_says_is_true_of_the_weights(finished: Results) -> None:
     examples = study().data.examples()
     for key, row in finished.rows.items():
         assert row.outcome is not None
-        recipe = recipe_of(row.config)
-        model = built(recipe, examples.shape, examples.classes)
+        recipe = make_recipe(row.config)
+        model = build_network(recipe, examples.shape, examples.classes)
         before = torch.cat([each.detach().flatten() for each in model.parameters()]).double()
         model.load_state_dict(load_file(finished.folder / "weights" / f"{key}.safetensors"))
         after = torch.cat([each.detach().flatten() for each in model.parameters()]).double()
@@ -109,11 +109,11 @@ def test_measures_are_taken_with_the_labels_that_were_trained_on(tmp_path: Path)
     )
     (row,) = made.run(tmp_path / "runs", progress=False).rows.values()
     examples = made.data.examples()
-    recipe = recipe_of(row.config)
-    data = training_set(recipe, examples)
+    recipe = make_recipe(row.config)
+    data = make_training_set(recipe, examples)
     assert data.measured == 40
     assert not torch.equal(data.labels[:40], examples.train_labels[:40])
-    model = built(recipe, examples.shape, examples.classes).double()
+    model = build_network(recipe, examples.shape, examples.classes).double()
     model.load_state_dict(load_file(tmp_path / "runs" / "weights" / f"{row.key}.safetensors"))
     total = 0.0
     for image, label in zip(data.inputs[:40].double(), data.labels[:40], strict=True):
@@ -185,7 +185,7 @@ def test_two_folders_have_the_same_table(finished: Results, tmp_path: Path) -> N
 
 
 def test_processes_give_the_same_table(finished: Results, tmp_path: Path) -> None:
-    study().run(tmp_path / "runs", Processes(workers=1), progress=False)
+    study().run(tmp_path / "runs", ProcessExecutor(workers=1), progress=False)
     assert (tmp_path / "runs" / "table.csv").read_bytes() == (finished.folder / "table.csv").read_bytes()
 
 
@@ -547,7 +547,7 @@ def test_looking_at_results_imports_nothing_of_the_users(tmp_path: Path) -> None
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SaltflatError, match="cannot be used here"):
         study().run(tmp_path / "runs", device="cuda:77", progress=False)
-    assert device_for("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_arrays_in_files_can_be_studied(tmp_path: Path) -> None:
@@ -586,7 +586,7 @@ PLAIN = [
 
 def test_no_cell_of_a_table_is_a_formula_for_a_spreadsheet(finished: Results) -> None:
     lines = [{text or "name": text for text in [*FORMULAS, *PLAIN]} | {"lr": -0.1, "gap": -math.inf, "steps": [-1]}]
-    header, cells = csv.reader(io.StringIO(csv_of(lines), newline=""))
+    header, cells = csv.reader(io.StringIO(format_csv(lines), newline=""))
     assert cells[: len(FORMULAS)] == header[: len(FORMULAS)] == [f"'{text}" for text in FORMULAS]
     assert cells[len(FORMULAS) :] == [*PLAIN, "-0.1", "-inf", "[-1]"]
     assert "'" not in finished.csv()
@@ -603,13 +603,13 @@ def test_a_store_refuses_what_it_did_not_write(tmp_path: Path) -> None:
         (tmp_path / each).mkdir()
     save_file({"a": torch.ones(2)}, store.weights_path("k"), {"key": "k", "seconds": "1.0"})
     with pytest.raises(StudyError, match="it lacks 'outcome'"):
-        store.trained("k")
+        store.read_trained("k")
     shared = torch.ones(3)
     outcome = Outcome("done", 1, 0.5, 0.5, 0.5, 0.5, 4, 4, 6, 1.0, None)
-    store.write_trained("s", {}, Trained({"a": shared, "b": shared}, outcome, 1.0), {"a": shared})
-    found = store.trained("s")
+    store.write_trained("s", {}, TrainedNetwork({"a": shared, "b": shared}, outcome, 1.0), {"a": shared})
+    found = store.read_trained("s")
     assert found is not None
     assert_close(found[0].weights["b"], shared)
     assert found[0].outcome == outcome
     assert found[1] is not None
-    assert store.trained("none") is None
+    assert store.read_trained("none") is None

@@ -18,8 +18,8 @@ from study_cases import Told, as_written_before, facts_of, own, put, study
 
 from saltflat.errors import StudyError
 from saltflat.studies import Results, verify
-from saltflat.studies.canonical import digest
-from saltflat.studies.stack_training import StackTraining
+from saltflat.studies.canonical import compute_digest
+from saltflat.studies.stack_training import StackTrainer
 from saltflat.studies.store import Store
 
 
@@ -266,7 +266,7 @@ FINISHED = {"outcome": {**OUTCOME, "curve": [1.0, 1.0], "notes": []}, "seconds":
 class Interrupting(Told):
     """Ctrl-C in the second epoch."""
 
-    def epochs(self, done: int, most: int) -> None:
+    def update_epochs(self, done: int, most: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
@@ -314,7 +314,7 @@ def test_a_checkpoint_with_facts_of_another_shape_is_not_used(
         facts["facts"] = json.dumps(changed)
         if not earlier:  # as if it had been written so
             facts.pop("digest")
-            facts["digest"] = digest(facts, load(path.read_bytes()))
+            facts["digest"] = compute_digest(facts, load(path.read_bytes()))
 
     rewritten(path, change)
     told = Told()
@@ -330,13 +330,13 @@ def test_a_checkpoint_as_it_was_written_is_gone_on_from(
     begun(tmp_path / "runs")
     if earlier:
         as_written_before(tmp_path / "runs")
-    epochs, epoch = [], StackTraining.epoch
+    epochs, epoch = [], StackTrainer.train_epoch
 
-    def watched(training: StackTraining) -> Any:
+    def watched(training: StackTrainer) -> Any:
         epochs.append(training.stack.epoch)
         return epoch(training)
 
-    monkeypatch.setattr(StackTraining, "epoch", watched)
+    monkeypatch.setattr(StackTrainer, "train_epoch", watched)
     told = Told()
     assert study().run(tmp_path / "runs", progress=told).csv() == calm.csv()
     assert epochs == [1, 0, 1]  # the second epoch of the first group, and both of the second group

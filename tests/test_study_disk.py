@@ -20,8 +20,8 @@ from study_cases import study
 
 from saltflat.errors import SaltflatError, StudyError
 from saltflat.studies import Results, verify
-from saltflat.studies.checkpoint import Standing, read_checkpoint, write_checkpoint
-from saltflat.studies.lock import is_locked, locked
+from saltflat.studies.checkpoint import Checkpoint, read_matching_checkpoint, write_checkpoint
+from saltflat.studies.lock import is_locked, lock_folder
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
@@ -174,17 +174,17 @@ def test_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_folder(tmp_path):
         raise ZeroDivisionError
     assert not is_locked(tmp_path)
-    with locked(tmp_path), pytest.raises(SaltflatError, match=f"process {os.getpid()}"), locked(tmp_path):
+    with lock_folder(tmp_path), pytest.raises(SaltflatError, match=f"process {os.getpid()}"), lock_folder(tmp_path):
         pass
 
 
 def test_a_lock_without_words_is_a_lock_all_the_same(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         (tmp_path / ".lock").write_text("")
-        with pytest.raises(SaltflatError, match="another process"), locked(tmp_path):
+        with pytest.raises(SaltflatError, match="another process"), lock_folder(tmp_path):
             pass
 
 
@@ -251,9 +251,9 @@ def test_a_link_to_a_whole_row_is_read_and_replaced_when_the_row_is_added_to(tmp
 def test_a_link_in_the_place_of_a_checkpoint_is_not_written_through(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
     linked(path, tmp_path / "precious")
-    write_checkpoint(path, "who", Standing({"epoch": 0, "curve": [], "seconds": 0.0}, {}))
+    write_checkpoint(path, "who", Checkpoint({"epoch": 0, "curve": [], "seconds": 0.0}, {}))
     assert (tmp_path / "precious").read_text() == "precious"
-    assert read_checkpoint(path, "who") is not None
+    assert read_matching_checkpoint(path, "who") is not None
 
 
 @pytest.mark.parametrize("name", ["rows", "weights", "partial"])
@@ -289,7 +289,10 @@ def test_a_lock_that_is_no_file_is_refused_and_not_written_through(
     (folder / "precious").write_text("precious")
     make(folder / ".lock")
     assert not is_locked(folder)
-    with pytest.raises(StudyError, match=r"Expected .*\.lock' to be a regular file.*Try removing it"), locked(folder):
+    with (
+        pytest.raises(StudyError, match=r"Expected .*\.lock' to be a regular file.*Try removing it"),
+        lock_folder(folder),
+    ):
         pass
     assert (folder / "precious").read_text() == "precious"
 
@@ -299,9 +302,9 @@ def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> No
     script = f"""
         import os, signal, sys, time
         from pathlib import Path
-        from saltflat.studies.lock import locked
+        from saltflat.studies.lock import lock_folder
         try:
-            with locked(Path({str(tmp_path)!r})):
+            with lock_folder(Path({str(tmp_path)!r})):
                 if os.fork() == 0:
                     raise ZeroDivisionError  # leaves the lock of its parent alone
                 assert os.wait()[1] == 0
@@ -324,14 +327,14 @@ def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> No
     try:
         os.kill(child, 0)  # it still lives
         assert not is_locked(tmp_path)
-        with locked(tmp_path):
+        with lock_folder(tmp_path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 def test_those_who_only_look_never_make_a_study_refuse(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         pass
     looking = [threading.Event() for _ in range(4)]
     over = threading.Event()
@@ -348,7 +351,7 @@ def test_those_who_only_look_never_make_a_study_refuse(tmp_path: Path) -> None:
     try:
         assert all(each.wait(10) for each in looking)
         for _ in range(300):
-            with locked(tmp_path):
+            with lock_folder(tmp_path):
                 pass
     finally:
         over.set()
@@ -363,19 +366,19 @@ def test_a_study_waits_for_one_who_looks_and_refuses_at_once_where_another_works
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fcntl = pytest.importorskip("fcntl")
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         began = time.perf_counter()
-        with pytest.raises(StudyError, match="is working in"), locked(tmp_path):
+        with pytest.raises(StudyError, match="is working in"), lock_folder(tmp_path):
             pass
         assert time.perf_counter() - began < 1
     with (tmp_path / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         threading.Timer(0.3, lambda: fcntl.flock(file, fcntl.LOCK_UN)).start()
-        with locked(tmp_path):
+        with lock_folder(tmp_path):
             pass
         fcntl.flock(file, fcntl.LOCK_SH)
         monkeypatch.setattr("saltflat.studies.lock.PATIENCE", 0.1)  # it was stopped while it looked
-        with pytest.raises(StudyError, match="is working in"), locked(tmp_path):
+        with pytest.raises(StudyError, match="is working in"), lock_folder(tmp_path):
             pass
 
 

@@ -15,7 +15,7 @@ from study_cases import own, study
 
 from saltflat.errors import SaltflatError, StudyError
 from saltflat.studies import Study
-from saltflat.studies.grid import names_in, places_of, varied
+from saltflat.studies.grid import collect_axis_values, iter_grid_points, split_axis_names
 from saltflat.studies.recipe import SETTINGS, Recipe
 from saltflat.studies.settings import ALLOWED
 
@@ -118,12 +118,12 @@ def test_settings_with_commas_between_them_go_hand_in_hand() -> None:
     pairs = [(50, 0.1), (25, 0.2)]
     wanted = [(*pair, width, seed) for pair, width, seed in product(pairs, [3, 4], [0, 1])]
     assert [tuple(each[name] for name in ("batch", "lr", "width", "seed")) for each in made.runs().values()] == wanted
-    assert [tuple(place.values()) for place in places_of(made)] == wanted
-    assert all(list(place) == ["batch", "lr", "width", "seed"] for place in places_of(made))
-    assert varied(made) == {"batch": (50, 25), "lr": (0.1, 0.2), "width": (3, 4)}
+    assert [tuple(place.values()) for place in iter_grid_points(made)] == wanted
+    assert all(list(place) == ["batch", "lr", "width", "seed"] for place in iter_grid_points(made))
+    assert collect_axis_values(made) == {"batch": (50, 25), "lr": (0.1, 0.2), "width": (3, 4)}
     assert made.axis_names == ["batch", "width"]
-    assert names_in(" batch ,lr") == ["batch", "lr"]
-    assert names_in("lr") == ["lr"]
+    assert split_axis_names(" batch ,lr") == ["batch", "lr"]
+    assert split_axis_names("lr") == ["lr"]
     assert Study.from_dict(made.to_dict()) == made
 
 

@@ -17,7 +17,7 @@ from waiting_cases import FOLDER, STEPS
 
 from saltflat.errors import StudyError
 from saltflat.studies import Results, Study
-from saltflat.studies.executors import Executor, executor_named
+from saltflat.studies.executors import Executor, make_executor
 from saltflat.studies.row_file import row_to_dict
 
 
@@ -82,7 +82,7 @@ def assert_as_in_one_process(found: Results, own: bool, folder: Path, monkeypatc
 def test_processes_of_which_one_is_killed_in_the_users_training_give_the_rows_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = run_and_killed(True, executor_named("processes", workers=2), tmp_path, monkeypatch)
+    found = run_and_killed(True, make_executor("processes", workers=2), tmp_path, monkeypatch)
     assert_as_in_one_process(found, True, tmp_path, monkeypatch)
 
 
@@ -91,7 +91,7 @@ def test_a_ray_cluster_of_which_a_worker_is_killed_in_our_training_gives_the_row
 ) -> None:
     ray = pytest.importorskip("ray", reason="needs Ray: pip install ray")
     before = descendants(os.getpid())
-    found = run_and_killed(False, executor_named("ray", workers=2), tmp_path, monkeypatch)
+    found = run_and_killed(False, make_executor("ray", workers=2), tmp_path, monkeypatch)
     assert not ray.is_initialized()
     assert_as_in_one_process(found, False, tmp_path, monkeypatch)
     wait_until(lambda: not any(map(alive, descendants(os.getpid()) - before)), "Ray's processes were gone")
@@ -115,12 +115,12 @@ def test_a_raylet_killed_twice_fails_no_run_and_the_same_command_ends_with_the_s
         with pytest.raises(
             StudyError, match=r"a local Ray cluster .*lost it: .*finished is kept: give the same command"
         ):
-            chosen(False).run(tmp_path / "runs", executor_named("ray", workers=1), progress=False, every=0.0)
+            chosen(False).run(tmp_path / "runs", make_executor("ray", workers=1), progress=False, every=0.0)
         killer.join()
         assert not any(map(alive, descendants(os.getpid()) - before)), "the training that waited among them"
         assert Results.load(tmp_path / "runs").counts["failed"] == 0
     monkeypatch.delenv(FOLDER)
-    found = chosen(False).run(tmp_path / "runs", executor_named("ray", workers=1), progress=False)
+    found = chosen(False).run(tmp_path / "runs", make_executor("ray", workers=1), progress=False)
     assert_as_in_one_process(found, False, tmp_path, monkeypatch)
 
 

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 
 from saltflat.errors import DeviceError, StudyError
 from saltflat.studies import Results
-from saltflat.studies.building import built
-from saltflat.studies.executors import Here, Session, Task
-from saltflat.studies.grid import recipe_of
-from saltflat.studies.remaking import remade
+from saltflat.studies.building import build_network
+from saltflat.studies.executors import LocalExecutor, Session, Task
+from saltflat.studies.grid import make_recipe
+from saltflat.studies.remaking import load_trained_network
 
 PAIRS = [[50, 0.1], [25, 0.2], [20, 0.4]]
 
@@ -51,7 +51,7 @@ def test_scores_know_an_axis_by_the_first_of_its_names(finished: Results) -> Non
 def test_a_network_made_again_has_its_weights_and_what_it_was_trained_on(finished: Results) -> None:
     examples = finished.study.data.examples()
     for key, row in finished.rows.items():
-        again = remade(finished, key, examples)
+        again = load_trained_network(finished, key, examples)
         held = load_file(finished.folder / "weights" / f"{key}.safetensors")
         assert_close(again.model.state_dict(), {name: value.double() for name, value in held.items()}, rtol=0, atol=0)
         assert not again.model.training
@@ -62,7 +62,7 @@ def test_a_network_made_again_has_its_weights_and_what_it_was_trained_on(finishe
         loss = float(torch.nn.functional.cross_entropy(logits, again.labels))
         assert loss == pytest.approx(row.outcome.train_loss, rel=1e-5)
         assert not torch.equal(again.labels, examples.train_labels[:100])
-        before = built(recipe_of(row.config), examples.shape, examples.classes).state_dict()
+        before = build_network(make_recipe(row.config), examples.shape, examples.classes).state_dict()
         assert again.initial is not None
         assert_close(dict(again.initial), dict(before), rtol=0, atol=0)
 
@@ -71,7 +71,7 @@ def test_a_network_of_a_users_training_is_made_again_too(tmp_path: Path) -> None
     results = own().run(tmp_path / "runs", progress=False)
     examples = results.study.data.examples()
     for key, row in results.rows.items():
-        again = remade(results, key, examples, allow_code=True)
+        again = load_trained_network(results, key, examples, allow_code=True)
         assert again.initial is not None
         moved = [(value - again.initial[name].double()).norm() for name, value in again.model.state_dict().items()]
         assert row.outcome is not None
@@ -80,13 +80,13 @@ def test_a_network_of_a_users_training_is_made_again_too(tmp_path: Path) -> None
 
 def test_what_cannot_be_made_again_is_told(finished: Results, tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="Got the run 'nothing', of which there are no weights"):
-        remade(finished, "nothing", finished.study.data.examples())
+        load_trained_network(finished, "nothing", finished.study.data.examples())
     bare = own(train="study_cases:bare", network=None).run(tmp_path / "runs", progress=False)
     with pytest.raises(StudyError, match="without network"):
-        remade(bare, next(iter(bare.rows)), bare.study.data.examples())
+        load_trained_network(bare, next(iter(bare.rows)), bare.study.data.examples())
 
 
-class Watched(Here):
+class Watched(LocalExecutor):
     """In this process under the name of a cluster; keeps what the tasks ask for."""
 
     name = "ray"
@@ -94,8 +94,8 @@ class Watched(Here):
     def __init__(self) -> None:
         self.asked: list[Mapping[str, float]] = []
 
-    def open(self) -> Session:
-        session = super().open()
+    def open_session(self) -> Session:
+        session = super().open_session()
         submit: Callable[..., None] = session.submit
 
         def watched(task: Task, work: Callable[[Any], Any], **options: Any) -> None:

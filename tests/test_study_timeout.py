@@ -17,11 +17,11 @@ from waiting_cases import FOLDER
 
 from saltflat.cli import app
 from saltflat.errors import OptionError
-from saltflat.studies.executors import Here, Session, executor_named
+from saltflat.studies.executors import LocalExecutor, Session, make_executor
 from saltflat.studies.executors.executor import Task
 
 
-class Noting(Here):
+class Noting(LocalExecutor):
     """In this process under another name; keeps the time limits of the tasks instead of keeping to them."""
 
     name = "processes"
@@ -29,8 +29,8 @@ class Noting(Here):
     def __init__(self) -> None:
         self.limits: list[tuple[str, int, float | None]] = []
 
-    def open(self) -> Session:
-        session = super().open()
+    def open_session(self) -> Session:
+        session = super().open_session()
         submit: Callable[..., None] = session.submit
 
         def noting(task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None) -> None:
@@ -52,7 +52,7 @@ def test_a_group_that_hangs_fails_alone_and_goes_on_from_its_checkpoint_when_it_
     (tmp_path / "marks").mkdir()
     monkeypatch.setenv(FOLDER, str(tmp_path / "marks"))
     runs = tmp_path / "runs"
-    found = chosen.run(runs, executor_named("processes", workers=1), progress=False, every=0.0, timeout=5.0)
+    found = chosen.run(runs, make_executor("processes", workers=1), progress=False, every=0.0, timeout=5.0)
     assert found.counts == {"done": 2, "missed": 0, "diverged": 0, "failed": 2, "missing": 0}
     failures = {row.failure["error"] for row in found.rows.values() if row.failure is not None}
     (failure,) = failures

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from saltflat.cli import app
 from saltflat.errors import StudyError
 from saltflat.studies import Results, Study, verify
-from saltflat.studies.lock import locked
+from saltflat.studies.lock import lock_folder
 
 ROOT = Path(__file__).parent.parent
 PAPERS = sorted(path.parent for path in (ROOT / "papers").rglob("study.json"))
@@ -161,7 +161,7 @@ def test_a_place_without_a_study_is_refused(make: Callable[[Path], object], tmp_
 
 
 def test_a_study_that_runs_is_neither_disturbed_nor_called_wrong(folder: Path) -> None:
-    with locked(folder):
+    with lock_folder(folder):
         result = run(folder)
     assert result.exit_code == 0
     assert f"Process {os.getpid()} on" in result.stdout

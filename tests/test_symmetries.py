@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from saltflat.symmetry.elimination import Elimination, Form, combined, vanish_all
-from saltflat.symmetry.graph import Symmetries, symmetries
-from saltflat.symmetry.rescale import rescaled
-from saltflat.symmetry.scales import ANY, GROUND, Scales
+from saltflat.symmetry.elimination import Elimination, Form, add_scaled_form, equate_factors
+from saltflat.symmetry.graph import Symmetries, find_symmetries
+from saltflat.symmetry.rescale import apply_rescaling
+from saltflat.symmetry.scales import ANY, GROUND, ScaleSystem
 
 DRAWS = 50
 REACH = 4.0  # logarithms of units' sizes go from -4 to 4
@@ -35,13 +35,13 @@ def case_of(name: str) -> Case:
 @cache
 def group_of(name: str, kind: str = "unit") -> Symmetries:
     case = case_of(name)
-    group = symmetries(case.model, inputs_of(case.batches[0]))
-    return group.by_layer() if kind == "layer" else group
+    group = find_symmetries(case.model, inputs_of(case.batches[0]))
+    return group.restrict_to_layers() if kind == "layer" else group
 
 
 def columns_of(group: Symmetries, freed: Freedom) -> Tensor:
     """``(columns, scales)``: the direction of every single scale, in the terms of the numerical search."""
-    each = [freed.column(group.logs(logs)) for logs in np.eye(group.scales)]
+    each = [freed.column(group.compute_factor_logs(logs)) for logs in np.eye(group.scales)]
     return torch.stack(each, 1) if each else torch.zeros(len(freed.ineffective), 0, dtype=torch.float64)
 
 
@@ -73,7 +73,7 @@ def test_scales_are_independent_and_each_is_a_rescaling(name: str) -> None:
 def test_every_entry_that_can_move_does_and_no_other(name: str) -> None:
     group, freed = group_of(name), freedom_of(name)
     can = freed.basis.abs().amax(1) > 1e-9 if freed.dimension else torch.zeros(len(freed.ineffective)).bool()
-    moving = group.moving()
+    moving = group.find_movable_entries()
     assert set(moving) == set(freed.blocks)
     for member, moves in moving.items():
         block = freed.blocks[member]
@@ -100,7 +100,7 @@ def test_the_rescalings_by_layer_are_those_that_are_constant_on_every_parameter(
 def test_by_layer_every_parameter_has_one_factor(name: str) -> None:
     group = group_of(name, "layer")
     for logs in np.random.default_rng(0).uniform(-REACH, REACH, (3, group.scales)):
-        factors = group.logs(logs)
+        factors = group.compute_factor_logs(logs)
         for member in group.members.values():
             if member.kind == "parameter":
                 assert np.ptp(factors[member.name]) < 1e-12, member.name
@@ -109,7 +109,7 @@ def test_by_layer_every_parameter_has_one_factor(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_running_statistics_of_one_norm_move_together(name: str) -> None:
     group = group_of(name)
-    factors = group.logs(group.sample(seed=5))
+    factors = group.compute_factor_logs(group.sample(seed=5))
     for member in group.members.values():
         if member.kind == "variance":
             mean = member.name.replace("running_var", "running_mean")
@@ -150,12 +150,12 @@ def test_units_all_of_which_are_as_large_or_small_as_can_be_keep_the_function(na
 
 
 def keeps_the_function(name: str, group: Symmetries, draws: list[NDArray[np.float64]], moves: bool = True) -> None:
-    case, moving = case_of(name), group.moving()
+    case, moving = case_of(name), group.find_movable_entries()
     generator = torch.Generator().manual_seed(7)
     inputs = tree_map(lambda x: fresh(x, generator), inputs_of(case.batches[1]))
     before, values = run(case.model, inputs), members_of(case.model)
     for logs in draws:
-        other = rescaled(case.model, group, logs)
+        other = apply_rescaling(case.model, group, logs)
         after = run(other, inputs)
         assert float((after - before).abs().max()) <= 1e-9 * float(before.abs().max())
         changed = members_of(other)
@@ -190,10 +190,10 @@ def test_other_weights_another_example_and_another_mode_make_no_difference(name:
         for parameter in case.model.parameters():
             parameter.zero_()
     one = tree_map(lambda x: torch.zeros_like(x[:1]), inputs_of(case.batches[0]))
-    other = symmetries(case.model.train(), one)
+    other = find_symmetries(case.model.train(), one)
     assert other.scales == group.scales
-    moving = group.moving()
-    for member, moves in other.moving().items():
+    moving = group.find_movable_entries()
+    for member, moves in other.find_movable_entries().items():
         np.testing.assert_array_equal(moves, moving[member])
 
 
@@ -201,15 +201,15 @@ def test_other_weights_another_example_and_another_mode_make_no_difference(name:
 def test_single_precision_makes_no_difference(name: str) -> None:
     case = NETWORKS[name]()
     inputs = tree_map(lambda x: x.float() if x.is_floating_point() else x, inputs_of(case.batches[0]))
-    assert symmetries(case.model.float(), inputs).scales == group_of(name).scales
+    assert find_symmetries(case.model.float(), inputs).scales == group_of(name).scales
 
 
 def test_a_network_without_freedom_has_an_answer() -> None:
     group = group_of("gelu_only")
     assert group.scales == 0
     assert group.sample().shape == (0,)
-    assert not any(moves.any() for moves in group.moving().values())
-    assert group.by_layer().scales == 0
+    assert not any(moves.any() for moves in group.find_movable_entries().values())
+    assert group.restrict_to_layers().scales == 0
 
 
 def test_what_stands_in_the_way_is_named_with_its_place() -> None:
@@ -242,7 +242,7 @@ def test_random_sizes_are_normal_and_cut_at_twice_the_spread() -> None:
 def system_of(rows: NDArray[np.int64]) -> Elimination:
     system = Elimination()
     for row in rows:
-        system.vanish({v: int(c) for v, c in enumerate(row) if c})
+        system.set_to_zero({v: int(c) for v, c in enumerate(row) if c})
     return system
 
 
@@ -259,10 +259,10 @@ def test_elimination_leaves_the_null_space_free(seed: int) -> None:
     count, size = int(generator.integers(0, 12)), int(generator.integers(1, 9))
     rows = generator.integers(-2, 3, (count, size)) * (generator.random((count, size)) < 0.5)
     system = system_of(rows)
-    free = system.free(range(size))
+    free = system.find_free_variables(range(size))
     assert len(free) == size - (np.linalg.matrix_rank(rows) if rows.size else 0)
     # Column by column: the variables when one of the free ones is 1.
-    basis = np.array([values(system.resolved({v: 1}), size)[free] for v in range(size)])
+    basis = np.array([values(system.substitute({v: 1}), size)[free] for v in range(size)])
     assert np.linalg.matrix_rank(basis) == len(free) if free else basis.size == 0
     np.testing.assert_allclose(rows @ basis, 0, atol=1e-12)
 
@@ -270,30 +270,30 @@ def test_elimination_leaves_the_null_space_free(seed: int) -> None:
 def test_elimination_is_exact() -> None:
     system = Elimination()
     for number in range(40):  # x_0 = 3 x_1 = 9 x_2 = ...: floating point would lose the last of them
-        system.vanish({number: 1, number + 1: -3})
-    assert system.resolved({40: 3**40}) == {0: 1}
-    assert system.resolved({40: 1}) == {0: Fraction(1, 3**40)}
-    assert system.resolved({7: 3**7, 0: -1}) == {}
+        system.set_to_zero({number: 1, number + 1: -3})
+    assert system.substitute({40: 3**40}) == {0: 1}
+    assert system.substitute({40: 1}) == {0: Fraction(1, 3**40)}
+    assert system.substitute({7: 3**7, 0: -1}) == {}
 
 
 def test_a_chain_of_equalities_longer_than_the_stack_is_walked() -> None:
     system = Elimination()
     for number in reversed(range(100_000)):
-        system.vanish({number: 1, number + 1: -1})
-    assert system.resolved({100_000: 2}) == {0: 2}
-    assert system.free(range(100_001)) == [0]
+        system.set_to_zero({number: 1, number + 1: -1})
+    assert system.substitute({100_000: 2}) == {0: 2}
+    assert system.find_free_variables(range(100_001)) == [0]
 
 
 def test_what_is_solved_is_told_by_earlier_variables() -> None:
     system = system_of(np.array([[0, 1, 0, -2], [1, 0, 1, 0]]))
-    assert system.resolved({3: 2}) == {1: 1}
-    assert system.resolved({2: 1}) == {0: -1}
+    assert system.substitute({3: 2}) == {1: 1}
+    assert system.substitute({2: 1}) == {0: -1}
 
 
 def test_a_contradiction_leaves_nothing_free() -> None:
     system = system_of(np.array([[1, -1], [1, 1]]))
-    assert system.free(range(2)) == []
-    assert system.resolved({0: 5, 1: 7}) == {}
+    assert system.find_free_variables(range(2)) == []
+    assert system.substitute({0: 5, 1: 7}) == {}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -305,67 +305,69 @@ def test_equations_of_a_whole_weight_are_the_same_as_one_by_one(seed: int) -> No
     }
     quads = generator.integers(0, 10, (generator.integers(1, 7), 4))
     together, apart = Elimination(), Elimination()
-    vanish_all(together, forms, quads)
+    equate_factors(together, forms, quads)
     for h, t, H, T in quads.tolist():
-        apart.vanish(combined(combined(forms[h], forms[t], -1), combined(forms[H], forms[T], -1), -1))
-    assert len(together.free(range(size))) == len(apart.free(range(size)))
+        apart.set_to_zero(
+            add_scaled_form(add_scaled_form(forms[h], forms[t], -1), add_scaled_form(forms[H], forms[T], -1), -1)
+        )
+    assert len(together.find_free_variables(range(size))) == len(apart.find_free_variables(range(size)))
     for variable in range(size):
-        assert together.resolved({variable: 1}) == apart.resolved({variable: 1})
+        assert together.substitute({variable: 1}) == apart.substitute({variable: 1})
 
 
 # Arrays of scales.
 
 
-def form_of(scales: Scales, number: float) -> Form:
-    return scales.system.resolved(scales.forms[int(number)])
+def form_of(scales: ScaleSystem, number: float) -> Form:
+    return scales.system.substitute(scales.forms[int(number)])
 
 
 def test_products_quotients_and_powers_of_numbers_have_sums_of_their_scales() -> None:
-    scales = Scales()
-    a, b = scales.fresh(2)
-    assert form_of(scales, float(scales.plus(a, b))) == {0: 1, 1: 1}
-    assert form_of(scales, float(scales.plus(a, a, -1))) == {}
-    assert form_of(scales, float(scales.times(a, Fraction(1, 2)))) == {0: Fraction(1, 2)}
+    scales = ScaleSystem()
+    a, b = scales.add_variables(2)
+    assert form_of(scales, float(scales.add(a, b))) == {0: 1, 1: 1}
+    assert form_of(scales, float(scales.add(a, a, -1))) == {}
+    assert form_of(scales, float(scales.multiply(a, Fraction(1, 2)))) == {0: Fraction(1, 2)}
     # Equal combinations have equal numbers, however they came about.
-    assert scales.plus(a, b) == scales.plus(b, a)
-    assert scales.times(scales.plus(a, a), Fraction(1, 2)) == a
+    assert scales.add(a, b) == scales.add(b, a)
+    assert scales.multiply(scales.add(a, a), Fraction(1, 2)) == a
 
 
 def test_zeros_fit_any_scale() -> None:
-    scales = Scales()
-    ids = scales.fresh(3)
+    scales = ScaleSystem()
+    ids = scales.add_variables(3)
     holes = torch.tensor([ANY, ids[1], ANY], dtype=torch.float64)
-    assert torch.equal(scales.join(ids, holes), ids)
-    assert len(scales.system.free(range(3))) == 3
-    assert torch.equal(scales.plus(ids, holes), torch.tensor([ANY, float(scales.plus(ids[1], ids[1])), ANY]).double())
-    assert scales.join_along(holes, [0]) == ids[1]
+    assert torch.equal(scales.equate(ids, holes), ids)
+    assert len(scales.system.find_free_variables(range(3))) == 3
+    assert torch.equal(scales.add(ids, holes), torch.tensor([ANY, float(scales.add(ids[1], ids[1])), ANY]).double())
+    assert scales.equate_along(holes, [0]) == ids[1]
 
 
 def test_sums_have_one_scale_along_what_is_summed() -> None:
-    scales = Scales()
-    ids = scales.fresh(6).reshape(2, 3)
-    rows = scales.join_along(ids, [1])
+    scales = ScaleSystem()
+    ids = scales.add_variables(6).reshape(2, 3)
+    rows = scales.equate_along(ids, [1])
     assert rows.shape == (2,)
-    assert len(scales.system.free(range(6))) == 2
-    assert scales.join_along(ids, [0, 1], keepdim=True).shape == (1, 1)
-    assert len(scales.system.free(range(6))) == 1
+    assert len(scales.system.find_free_variables(range(6))) == 2
+    assert scales.equate_along(ids, [0, 1], keepdim=True).shape == (1, 1)
+    assert len(scales.system.find_free_variables(range(6))) == 1
     assert scales.pin(ids) == 1
     assert scales.pin(ids) == 0
-    assert scales.system.free(range(6)) == []
+    assert scales.system.find_free_variables(range(6)) == []
 
 
-@pytest.mark.parametrize("operation", [Scales.join, Scales.plus])
+@pytest.mark.parametrize("operation", [ScaleSystem.equate, ScaleSystem.add])
 def test_arrays_are_broadcast_as_tensors_are(operation: Callable[..., Tensor]) -> None:
-    scales = Scales()
-    column, row = scales.fresh(3)[:, None], scales.fresh(4)
+    scales = ScaleSystem()
+    column, row = scales.add_variables(3)[:, None], scales.add_variables(4)
     found = operation(scales, column, row)
     assert found.shape == (3, 4)
     assert found.is_contiguous()
-    assert len(scales.system.free(range(7))) == (1 if operation is Scales.join else 7)
+    assert len(scales.system.find_free_variables(range(7))) == (1 if operation is ScaleSystem.equate else 7)
 
 
 def test_what_is_added_to_a_constant_is_fixed() -> None:
-    scales = Scales()
-    ids = scales.fresh(2)
-    scales.join(ids, torch.tensor([GROUND, ANY]).double())
+    scales = ScaleSystem()
+    ids = scales.add_variables(2)
+    scales.equate(ids, torch.tensor([GROUND, ANY]).double())
     assert [form_of(scales, number) for number in ids.tolist()] == [{}, {1: 1}]

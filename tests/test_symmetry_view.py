@@ -15,26 +15,26 @@ from rich.console import Console
 from scipy.sparse import csr_array
 from torch import Tensor, nn
 
-from saltflat.report.table import rendered
-from saltflat.symmetry.blocks import FIXED, Summary
-from saltflat.symmetry.graph import Obstacle, Symmetries, symmetries
-from saltflat.symmetry.layout import bars_of, rows_of
-from saltflat.symmetry.summary import summary
-from saltflat.symmetry.table import rows_of as table_rows
+from saltflat.report.table import render_text
+from saltflat.symmetry.blocks import FIXED, SymmetrySummary
+from saltflat.symmetry.graph import Obstacle, Symmetries, find_symmetries
+from saltflat.symmetry.layout import make_picture_rows, place_bars
+from saltflat.symmetry.summary import summarize_symmetries
+from saltflat.symmetry.table import make_table_rows as table_rows
 
 
 def group_of(name: str) -> Symmetries:
     case = NETWORKS[name]()
     batch: Any = case.batches[0]
-    return symmetries(case.model, batch[0])
+    return find_symmetries(case.model, batch[0])
 
 
 def chain(*widths: int) -> Symmetries:
     layers = [each for a, b in pairwise(widths) for each in (nn.Linear(a, b), nn.ReLU())]
-    return symmetries(nn.Sequential(*layers[:-1]), torch.randn(1, widths[0]))
+    return find_symmetries(nn.Sequential(*layers[:-1]), torch.randn(1, widths[0]))
 
 
-def kinds(found: Summary) -> dict[str, tuple[int, str]]:
+def kinds(found: SymmetrySummary) -> dict[str, tuple[int, str]]:
     return {block.name: (block.scales, block.kind) for block in found.blocks}
 
 
@@ -47,7 +47,7 @@ def words(text: str) -> str:
 
 
 def test_a_residual_stream_is_told_apart_from_the_branches_beside_it() -> None:
-    found = summary(group_of("resnet20_with_padded_shortcuts"))
+    found = summarize_symmetries(group_of("resnet20_with_padded_shortcuts"))
     assert kinds(found) == {
         "conv1": (2, "absorbed"),
         "bn1": (2, "tied"),  # the stream of all stages
@@ -72,17 +72,17 @@ def test_a_residual_stream_is_told_apart_from_the_branches_beside_it() -> None:
 
 
 def test_queries_and_keys_are_opposite() -> None:
-    found = summary(group_of("gpt_like_decoder"))
+    found = summarize_symmetries(group_of("gpt_like_decoder"))
     opposite, value = found.blocks[1:3]
     assert (opposite.name, opposite.kind, opposite.scales) == ("block.attn.c_attn", "opposite", 6)
     assert not opposite.outgoing
     assert (value.name, value.kind) == ("block.attn.c_attn (2)", "free")
     assert value.outgoing == ("block.attn.c_proj.weight",)
-    assert "opposite within block.attn.c_attn" in rendered(group_of("gpt_like_decoder"), 200)
+    assert "opposite within block.attn.c_attn" in render_text(group_of("gpt_like_decoder"), 200)
 
 
 def test_layers_lie_between_the_blocks_they_connect() -> None:
-    found = summary(group_of("unet_like"))
+    found = summarize_symmetries(group_of("unet_like"))
     names = [block.name for block in found.blocks]
     inc, down1, down2, conv1, conv2 = (names.index(each) for each in ("inc", "down1.1", "down2.1", "conv1", "conv2"))
     assert {layer.name: (set(layer.tails), set(layer.heads)) for layer in found.layers} == {
@@ -98,13 +98,13 @@ def test_layers_lie_between_the_blocks_they_connect() -> None:
 @pytest.mark.parametrize("kind", ["unit", "layer"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_block_names_exactly_the_parameters_that_its_scales_move(name: str, kind: str) -> None:
-    group = group_of(name) if kind == "unit" else group_of(name).by_layer()
+    group = group_of(name) if kind == "unit" else group_of(name).restrict_to_layers()
     wanted: Counter[frozenset[str]] = Counter()
     for one in np.eye(group.scales):
-        moved = group.logs(one)
+        moved = group.compute_factor_logs(one)
         wanted[frozenset(each for each in moved if moved[each].any() and group.members[each].kind == "parameter")] += 1
     found: Counter[frozenset[str]] = Counter()
-    for block in summary(group).blocks:
+    for block in summarize_symmetries(group).blocks:
         found[frozenset((*block.incoming, *block.outgoing, *block.opposite))] += block.scales
     assert found == wanted
 
@@ -112,9 +112,11 @@ def test_a_block_names_exactly_the_parameters_that_its_scales_move(name: str, ki
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_counts_are_those_of_the_group(name: str) -> None:
     group = group_of(name)
-    found = summary(group)
-    moving = {each: mask for each, mask in group.moving().items() if group.members[each].kind == "parameter"}
-    assert (found.scales, found.layer_scales) == (group.scales, group.by_layer().scales)
+    found = summarize_symmetries(group)
+    moving = {
+        each: mask for each, mask in group.find_movable_entries().items() if group.members[each].kind == "parameter"
+    }
+    assert (found.scales, found.layer_scales) == (group.scales, group.restrict_to_layers().scales)
     assert (found.moving, found.entries) == (
         sum(m.sum() for m in moving.values()),
         sum(m.size for m in moving.values()),
@@ -126,7 +128,7 @@ def test_the_counts_are_those_of_the_group(name: str) -> None:
 
 
 def test_a_chain_prints_as_a_row_for_each_hidden_layer() -> None:
-    assert rendered(chain(3, 5, 4, 2), 120).splitlines() == [
+    assert render_text(chain(3, 5, 4, 2), 120).splitlines() == [
         "9 independent scales; 52 of 54 parameter entries can move; 2 scales if every parameter has one factor.",
         "",
         "units of   scales   incoming         outgoing",
@@ -142,33 +144,33 @@ def test_str_rich_and_html_say_the_same() -> None:
     group = group_of("vgg_with_batch_norm")
     console = Console(file=io.StringIO(), width=100)
     console.print(group)
-    assert words(console.file.getvalue()) == words(rendered(group, 100)) == words(str(group))  # type: ignore[attr-defined]
+    assert words(console.file.getvalue()) == words(render_text(group, 100)) == words(str(group))  # type: ignore[attr-defined]
     page = group._repr_html_()
     assert all(each in page for each in ("28 independent scales", "features.0", "absorbed by features.1"))
     assert repr(group).startswith("<Symmetries: 28 independent scales")
 
 
 def test_what_batch_norm_absorbs_is_said_with_what_to_do() -> None:
-    told = words(rendered(group_of("vgg_with_batch_norm"), 120))
+    told = words(render_text(group_of("vgg_with_batch_norm"), 120))
     assert "10 scales absorbed by BatchNorm" in told
     assert "saltflat.fold(model)" in told
-    assert "saltflat.fold" not in rendered(group_of("lenet5"), 120)
+    assert "saltflat.fold" not in render_text(group_of("lenet5"), 120)
 
 
 def test_a_network_without_symmetry_gets_an_answer_that_says_why() -> None:
-    told = words(rendered(group_of("gelu_only"), 120))
+    told = words(render_text(group_of("gelu_only"), 120))
     assert told.startswith("No rescaling leaves this network's function alone")
     assert "gelu in 1 and 3: 14 scales" in told
-    told = words(rendered(group_of("no_symmetry"), 120))
+    told = words(render_text(group_of("no_symmetry"), 120))
     assert "all its parameters lie between inputs and outputs" in told
-    told = rendered(Symmetries({}, csr_array((2, 0)), ()), 120)
+    told = render_text(Symmetries({}, csr_array((2, 0)), ()), 120)
     assert told.strip() == "This model has no parameters: there is nothing to rescale."
 
 
 def test_an_operation_without_a_rule_is_marked_and_comes_first() -> None:
     known = Obstacle("aten.gelu", "act", "", True, 3)
     unknown = Obstacle("aten.strange", "block", "model.py:7: strange(x)", False, 0)
-    told = rendered(replace(chain(2, 3, 1), obstacles=(known, unknown)), 200).splitlines()
+    told = render_text(replace(chain(2, 3, 1), obstacles=(known, unknown)), 200).splitlines()
     assert told[-2:] == [
         "  UNKNOWN aten.strange in block: has no rule, so all it touches was taken as fixed (model.py:7: strange(x))",
         "  gelu in act: 3 scales",
@@ -176,19 +178,19 @@ def test_an_operation_without_a_rule_is_marked_and_comes_first() -> None:
 
 
 def test_one_factor_per_parameter_is_said_where_it_is_so() -> None:
-    told = rendered(chain(3, 5, 2).by_layer(), 120).splitlines()[0]
+    told = render_text(chain(3, 5, 2).restrict_to_layers(), 120).splitlines()[0]
     assert told == "1 independent scale; 30 of 32 parameter entries can move; every parameter has one factor."
 
 
 def test_many_similar_layers_share_a_row() -> None:
-    rows, left_out = table_rows(summary(chain(*[4] * 41)).blocks)
+    rows, left_out = table_rows(summarize_symmetries(chain(*[4] * 41)).blocks)
     assert rows == [("*", "39 x 4", ".weight, .bias", "*", "")]
     assert not left_out
 
 
 def test_of_many_different_layers_the_largest_are_shown_in_the_order_of_the_network() -> None:
     widths = [*range(2, 21), *range(40, 20, -1)]
-    rows, left_out = table_rows(summary(chain(1, *widths, 1)).blocks)
+    rows, left_out = table_rows(summarize_symmetries(chain(1, *widths, 1)).blocks)
     assert [int(row[1]) for row in rows] == [width for width in widths if width > 10]
     assert left_out.startswith("... and 9 more rows")
 
@@ -196,7 +198,7 @@ def test_of_many_different_layers_the_largest_are_shown_in_the_order_of_the_netw
 @pytest.mark.parametrize("width", [24, 60, 80, 140])
 @pytest.mark.parametrize("name", ["resnet20_with_padded_shortcuts", "gpt_like_decoder", "mobilenet_like", "gelu_only"])
 def test_the_table_fits_into_any_width(name: str, width: int) -> None:
-    assert max(map(len, rendered(group_of(name), width).splitlines())) <= width
+    assert max(map(len, render_text(group_of(name), width).splitlines())) <= width
 
 
 class Hostile(nn.Module):
@@ -214,7 +216,7 @@ class Hostile(nn.Module):
 
 
 def test_names_are_shown_as_they_are() -> None:
-    group = symmetries(Hostile(), torch.randn(1, 2))
+    group = find_symmetries(Hostile(), torch.randn(1, 2))
     assert "\x1b" not in str(group)
     assert "<b>" in str(group)
     assert "<b>" not in group._repr_html_()
@@ -242,8 +244,8 @@ def test_no_text_of_the_picture_covers_another_or_leaves_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_block_has_a_bar_and_no_bar_covers_another(name: str) -> None:
-    found = summary(group_of(name))
-    bars = bars_of(found.blocks, rows_of(found))
+    found = summarize_symmetries(group_of(name))
+    bars = place_bars(found.blocks, make_picture_rows(found))
     assert sorted(bars) == list(range(len(found.blocks)))
     placed = list(bars.values())
     for number, one in enumerate(placed):
@@ -252,19 +254,19 @@ def test_every_block_has_a_bar_and_no_bar_covers_another(name: str) -> None:
 
 
 def test_branches_stand_to_the_right_of_the_stream() -> None:
-    found = summary(group_of("resnet20_with_padded_shortcuts"))
-    bars = {bar.block.name: bar for bar in bars_of(found.blocks, rows_of(found)).values()}
+    found = summarize_symmetries(group_of("resnet20_with_padded_shortcuts"))
+    bars = {bar.block.name: bar for bar in place_bars(found.blocks, make_picture_rows(found)).values()}
     stream = bars["bn1"]
     assert stream.column == 1
     assert all(bar.column > stream.column for name, bar in bars.items() if name != "bn1")
-    names = [row.label for row in rows_of(found)]
+    names = [row.label for row in make_picture_rows(found)]
     assert (names[stream.first], names[stream.last]) == ("bn1", "linear")
 
 
 def test_an_operation_that_holds_scales_stands_where_it_is_in_the_model() -> None:
-    rows = rows_of(summary(group_of("gelu_only")))
+    rows = make_picture_rows(summarize_symmetries(group_of("gelu_only")))
     assert [row.label for row in rows] == ["0", "gelu in 1", "2", "gelu in 3", "4"]
-    rows = rows_of(summary(group_of("gpt_like_decoder")))
+    rows = make_picture_rows(summarize_symmetries(group_of("gpt_like_decoder")))
     labels = [row.label for row in rows]
     assert labels[:3] == ["wte and wpe", "layer_norm in block.ln_1", "block.ln_1"]
     assert [row.obstacle for row in rows[:3]] == [False, True, False]
@@ -272,7 +274,7 @@ def test_an_operation_that_holds_scales_stands_where_it_is_in_the_model() -> Non
 
 def test_a_deep_network_is_drawn_up_to_a_point_that_is_named() -> None:
     group = chain(*[2] * 201)
-    rows = rows_of(summary(group))
+    rows = make_picture_rows(summarize_symmetries(group))
     assert rows[-1].label == "... and 50 rows more"
     assert len(group.plot().axes[0].patches) > 150
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 import saltflat
 from saltflat.cli import app
-from saltflat.cli.screen import show_on_screen
+from saltflat.cli.screen import print_result
 from saltflat.errors import SaltflatError
 from saltflat.report import Report
 from saltflat.studies import Results
@@ -132,7 +132,7 @@ def test_status_escapes_failures_folders_notes_and_holders(hostile: Path, monkey
 def test_score_and_report_escape_axes_and_folders(hostile: Path, tmp_path: Path) -> None:
     change_rows(hostile, lambda row: replace(row, config={**row.config, EVIL: row.config["lr"]}))
     store = Store(hostile)
-    definition = store.definition()
+    definition = store.read_definition()
     assert definition is not None
     definition.pop("schema")
     axes = {EVIL if name == "lr" else name: values for name, values in definition["study"]["axes"].items()}
@@ -169,10 +169,10 @@ def test_show_escapes_what_files_say(words: list[Any], tmp_path: Path) -> None:
 
 
 def test_what_a_run_tells_is_escaped(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from saltflat.studies.progress import shown
+    from saltflat.studies.progress import show_progress
 
     for progress in (None, True):
-        with shown(progress) as display:
+        with show_progress(progress) as display:
             display.tell(f"{EVIL} is damaged")
         told = capsys.readouterr().err
         assert SHOWN in told
@@ -193,8 +193,8 @@ def test_a_terminal_gets_colors_of_ours_alone(hostile: Path, monkeypatch: pytest
     for name, value in {"TERM": "xterm", "COLUMNS": "1000"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    show_on_screen(Results.load(hostile))
-    show_on_screen(Loud())
+    print_result(Results.load(hostile))
+    print_result(Loud())
     printed = terminal.getvalue()
     assert "\x1b[1m" in printed
     assert SHOWN in printed

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import saltflat
 from saltflat import errors
 from saltflat.integrations import Monitor
-from saltflat.symmetry import canonical, same_up_to_rescaling
-from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty, penalty, shifted
+from saltflat.symmetry import canonicalize, equal_up_to_rescaling
+from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty, penalty, shift_weights
 
 torch.manual_seed(1)
 DATA = torch.randn(12, 4), torch.arange(12) % 3
@@ -71,27 +71,29 @@ def calls_on(model: nn.Sequential) -> dict[str, Callable[[], Any]]:
         "measure a copy": measure(twin, "hessian_trace"),
         "audit": lambda: {
             name: line.values
-            for name, line in saltflat.audit(model, DATA, measures="hessian_trace", draws=1, progress=False).items()
+            for name, line in saltflat.audit_invariance(
+                model, DATA, measures="hessian_trace", draws=1, progress=False
+            ).items()
         },
         "spectrum": lambda: [
             block.largest[0].value
-            for block in saltflat.spectrum(model, DATA, k=1, density=False, progress=False).values()
+            for block in saltflat.compute_spectrum(model, DATA, k=1, density=False, progress=False).values()
         ],
-        "landscape": lambda: saltflat.landscape(model, DATA, points=3, progress=False).losses.tolist(),
-        "symmetries": lambda: saltflat.symmetries(model, EXAMPLE).scales,
+        "landscape": lambda: saltflat.compute_landscape(model, DATA, points=3, progress=False).losses.tolist(),
+        "symmetries": lambda: saltflat.find_symmetries(model, EXAMPLE).scales,
         "rescale": lambda: saltflat.rescale(model, EXAMPLE),
-        "canonical": lambda: canonical(model, EXAMPLE),
-        "same_up_to_rescaling": lambda: same_up_to_rescaling(model, twin, EXAMPLE),
+        "canonicalize": lambda: canonicalize(model, EXAMPLE),
+        "equal_up_to_rescaling": lambda: equal_up_to_rescaling(model, twin, EXAMPLE),
         "fold": lambda: saltflat.fold(model, EXAMPLE),
         "fold without an example": lambda: saltflat.fold(model),
         "rebalance": lambda: saltflat.rebalance(plain, DATA, progress=False),
         "certify": lambda: {name: (a.hessian, a.gauss_newton) for name, a in saltflat.certify(model, DATA).items()},
-        "eigenvalues_of": lambda: {
-            name: top.value for name, top in saltflat.eigenvalues_of(model, DATA, progress=False).items()
+        "compute_eigenvalues": lambda: {
+            name: top.value for name, top in saltflat.compute_eigenvalues(model, DATA, progress=False).items()
         },
-        "statistics_of": lambda: {
+        "compute_statistics": lambda: {
             name: value.tolist()
-            for name, value in saltflat.statistics_of(model, DATA, "curvature_trace")["curvature_trace"].items()
+            for name, value in saltflat.compute_statistics(model, DATA, "curvature_trace")["curvature_trace"].items()
         },
         "penalty": lambda: penalty("fisher_trace")(model, DATA).item(),
         "monitor": monitored,
@@ -265,7 +267,7 @@ def test_weights_that_another_thread_has_shifted_are_refused() -> None:
     optimizer.second_step()
     calls["measure"]()
     weights = list(model.parameters())
-    with shifted(model, weights, [0.1 * each.detach() for each in weights]):
+    with shift_weights(model, weights, [0.1 * each.detach() for each in weights]):
         refused()
         runner = Runner(trainings_of(model)["SAM"])
         runner.start()
@@ -323,7 +325,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> 
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["measure", "certify", "eigenvalues_of", "statistics_of", "spectrum"])
+@pytest.mark.parametrize("name", ["measure", "certify", "compute_eigenvalues", "compute_statistics", "spectrum"])
 def test_a_call_from_a_pass_that_another_call_runs_is_refused(name: str, where: str) -> None:
     model = net()
     calls = calls_on(model)

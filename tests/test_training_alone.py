@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from training_cases import examples, noisy
 
 from saltflat.studies.alone import train_alone
-from saltflat.studies.augmentation import Changes, changed
-from saltflat.studies.building import built
-from saltflat.studies.dropout import Dropout, Masks
-from saltflat.studies.evaluating import evaluated
-from saltflat.studies.order import order
-from saltflat.studies.outcome import outcome_of
+from saltflat.studies.augmentation import Augmentation, augment_images
+from saltflat.studies.building import build_network
+from saltflat.studies.dropout import Dropout, DropoutMasks
+from saltflat.studies.evaluating import evaluate_model
+from saltflat.studies.order import draw_order
+from saltflat.studies.outcome import evaluate_outcome
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.schedules import rate
+from saltflat.studies.schedules import compute_learning_rate
 
 DATA = examples()
 BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype="float64")
@@ -29,11 +29,11 @@ BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype=
 
 def loop(recipe: Recipe, make: Callable[[Any], torch.optim.Optimizer], decoupled: float = 0.0) -> nn.Module:
     """The textbook loop; decoupled decay by hand, before the step."""
-    model = built(recipe, DATA.shape, DATA.classes).train()
+    model = build_network(recipe, DATA.shape, DATA.classes).train()
     optimizer = make(model.parameters())
     inputs = DATA.train_inputs.double()
     for epoch in range(recipe.epochs):
-        for some in order(recipe.seed, epoch, len(inputs)).split(recipe.batch):
+        for some in draw_order(recipe.seed, epoch, len(inputs)).split(recipe.batch):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs[some]), DATA.train_labels[some]).backward()
             with torch.no_grad():
@@ -92,7 +92,7 @@ def test_a_step_is_that_of_torchs_optimizer(name: str) -> None:
 
 def test_l2_and_decoupled_decay_both_look_at_the_weights_before_the_step() -> None:
     recipe = replace(BASE, epochs=1, batch=29, l2=0.5, weight_decay=0.3)
-    model = built(recipe, DATA.shape, DATA.classes)
+    model = build_network(recipe, DATA.shape, DATA.classes)
     F.cross_entropy(model(DATA.train_inputs.double()), DATA.train_labels).backward()
     found = train_alone(recipe, DATA).weights
     for name, value in model.named_parameters():
@@ -120,9 +120,11 @@ def test_schedules_are_torchs() -> None:
         "steps": _torchs_rates(lambda o: schedulers.MultiStepLR(o, [3, 7], 0.2), 10),
     }
     for name, rates in wanted.items():
-        found = [rate(replace(base, schedule=name), epoch, 99 * epoch) for epoch in range(10)]
+        found = [compute_learning_rate(replace(base, schedule=name), epoch, 99 * epoch) for epoch in range(10)]
         assert found == pytest.approx(rates, rel=1e-12), name
-    inverse = [rate(replace(base, schedule="inverse", decay=1e-4), step // 5, step) for step in range(20)]
+    inverse = [
+        compute_learning_rate(replace(base, schedule="inverse", decay=1e-4), step // 5, step) for step in range(20)
+    ]
     assert inverse == pytest.approx(
         _torchs_rates(lambda o: schedulers.LambdaLR(o, lambda t: 1 / (1 + 1e-4 * t)), 20), rel=1e-12
     )
@@ -131,13 +133,13 @@ def test_schedules_are_torchs() -> None:
 def test_the_outcome_is_what_the_definitions_say() -> None:
     recipe = replace(BASE, label_noise=0.4, train_size=20, confusion=6)
     found = train_alone(recipe, DATA)
-    model = built(recipe, DATA.shape, DATA.classes)
+    model = build_network(recipe, DATA.shape, DATA.classes)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     model.load_state_dict(found.weights)
     outcome = found.outcome
-    from saltflat.studies.labels import training_set
+    from saltflat.studies.labels import make_training_set
 
-    data = training_set(recipe, DATA)
+    data = make_training_set(recipe, DATA)
     sides = [("train", data.inputs[:20], data.labels[:20]), ("test", DATA.test_inputs, DATA.test_labels)]
     for side, inputs, labels in sides:
         chances = model(inputs.double()).softmax(-1).detach()
@@ -155,19 +157,19 @@ def test_the_outcome_is_what_the_definitions_say() -> None:
     assert outcome.status == "done"
     assert len(outcome.curve) == outcome.epochs == 3
     # The same, for a model that anyone trained.
-    again = outcome_of(model, recipe, DATA.to("cpu", torch.float64), before, 3, outcome.curve, notes=("mine",))
+    again = evaluate_outcome(model, recipe, DATA.to("cpu", torch.float64), before, 3, outcome.curve, notes=("mine",))
     assert again == replace(outcome, notes=("mine",))
-    plain = outcome_of(model, None, DATA.to("cpu", torch.float64))
+    plain = evaluate_outcome(model, None, DATA.to("cpu", torch.float64))
     assert (plain.train_examples, plain.distance, plain.status) == (29, None, "done")
 
 
 def test_the_curve_is_the_mean_over_steps_as_training_saw_them() -> None:
     recipe = replace(BASE, epochs=1, lr=0.0)
-    model = built(recipe, DATA.shape, DATA.classes)
+    model = build_network(recipe, DATA.shape, DATA.classes)
     with torch.no_grad():
         losses = [
             float(F.cross_entropy(model(DATA.train_inputs[some].double()), DATA.train_labels[some]))
-            for some in order(0, 0, 29).split(8)
+            for some in draw_order(0, 0, 29).split(8)
         ]
     assert train_alone(recipe, DATA).outcome.curve == pytest.approx([sum(losses) / 4], rel=1e-12)
 
@@ -195,7 +197,7 @@ def test_a_training_that_blows_up_says_so() -> None:
 
 def test_no_epochs_leave_the_network_as_it_was() -> None:
     found = train_alone(replace(BASE, epochs=0, target_loss=0.0), DATA)
-    for name, value in built(BASE, DATA.shape, DATA.classes).state_dict().items():
+    for name, value in build_network(BASE, DATA.shape, DATA.classes).state_dict().items():
         assert torch.equal(found.weights[name], value)
     assert (found.outcome.epochs, found.outcome.distance, found.outcome.status) == (0, 0.0, "missed")
 
@@ -205,8 +207,8 @@ def test_evaluation_is_the_same_in_batches_and_gives_back_every_mode() -> None:
     model = nn.Sequential(nn.Linear(6, 4), norm, dropped, nn.Linear(4, 3)).double()
     modes = [module.training for module in model.modules()]
     inputs = DATA.train_inputs.double()
-    whole = evaluated(model, inputs, DATA.train_labels)
-    assert evaluated(model, inputs, DATA.train_labels, batch=4) == pytest.approx(whole, rel=1e-12)
+    whole = evaluate_model(model, inputs, DATA.train_labels)
+    assert evaluate_model(model, inputs, DATA.train_labels, batch=4) == pytest.approx(whole, rel=1e-12)
     assert [module.training for module in model.modules()] == modes
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
@@ -215,9 +217,9 @@ def test_evaluation_is_the_same_in_batches_and_gives_back_every_mode() -> None:
 def test_images_are_cut_and_mirrored_as_their_changes_say() -> None:
     draws = torch.Generator().manual_seed(0)
     images = torch.randn(40, 2, 5, 7, generator=draws)
-    changes = Changes.of(Recipe(augment="flip_crop", crop=3), 2, 40)
+    changes = Augmentation.draw(Recipe(augment="flip_crop", crop=3), 2, 40)
     assert changes is not None
-    found = changed(images, changes)
+    found = augment_images(images, changes)
     for number in range(40):
         down, across = changes.moved[number].tolist()
         wanted = torch.zeros(2, 5, 7)
@@ -233,7 +235,7 @@ def test_images_are_cut_and_mirrored_as_their_changes_say() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "flip", "crop", "flip_crop"])
 def test_the_kinds_of_augmentation_do_what_they_are_called(kind: str) -> None:
-    changes = Changes.of(Recipe(augment=kind, crop=2, seed=1), 0, 4000)
+    changes = Augmentation.draw(Recipe(augment=kind, crop=2, seed=1), 0, 4000)
     if kind == "none":
         assert changes is None
         return
@@ -242,14 +244,14 @@ def test_the_kinds_of_augmentation_do_what_they_are_called(kind: str) -> None:
     wanted = [4000 / 5] * 5 if "crop" in kind else [4000]
     for direction in changes.moved.unbind(1):
         assert direction.bincount().tolist() == pytest.approx(wanted, rel=0.15)
-    later = Changes.of(Recipe(augment=kind, crop=2, seed=1), 1, 4000)
+    later = Augmentation.draw(Recipe(augment=kind, crop=2, seed=1), 1, 4000)
     assert later is not None
     assert not torch.equal(later.moved, changes.moved) or not torch.equal(later.mirrored, changes.mirrored)
 
 
 def test_dropout_keeps_a_share_of_units_and_their_mean() -> None:
     recipes = [Recipe(dropout=share, seed=seed) for share, seed in ((0.2, 0), (0.2, 1), (0.0, 2), (0.7, 3))]
-    masks = Masks.of({"a": (50,), "b": (10, 4)}, recipes, 0, torch.device("cpu"))
+    masks = DropoutMasks.from_recipes({"a": (50,), "b": (10, 4)}, recipes, 0, torch.device("cpu"))
     assert masks is not None
     drawn = masks.draw(200)
     assert {name: tuple(each.shape) for name, each in drawn.items()} == {"a": (4, 200, 50), "b": (4, 200, 10, 4)}
@@ -261,17 +263,19 @@ def test_dropout_keeps_a_share_of_units_and_their_mean() -> None:
     assert not torch.equal(masks.draw(200)["a"], drawn["a"])
     for epoch in (0, 1):
         # Of an equal recipe, alone: the seed and the epoch say what is dropped.
-        again = Masks.of({"a": (50,), "b": (10, 4)}, [Recipe(dropout=0.2, seed=1)], epoch, torch.device("cpu"))
+        again = DropoutMasks.from_recipes(
+            {"a": (50,), "b": (10, 4)}, [Recipe(dropout=0.2, seed=1)], epoch, torch.device("cpu")
+        )
         assert again is not None
         assert torch.equal(again.draw(200)["b"][0], drawn["b"][1]) == (epoch == 0)
-    assert Masks.of({"a": (50,)}, [Recipe()], 0, torch.device("cpu")) is None
+    assert DropoutMasks.from_recipes({"a": (50,)}, [Recipe()], 0, torch.device("cpu")) is None
 
 
 def test_dropout_changes_training_and_not_what_comes_of_it_in_eval_mode() -> None:
     recipe = replace(BASE, dropout=0.5)
     found = train_alone(recipe, DATA)
     assert not torch.equal(found.weights["1.weight"], train_alone(BASE, DATA).weights["1.weight"])
-    model = built(recipe, DATA.shape, DATA.classes)
+    model = build_network(recipe, DATA.shape, DATA.classes)
     model.load_state_dict(found.weights)
     assert sum(isinstance(module, Dropout) for module in model.modules()) == 2
     inputs = DATA.test_inputs.double()

@@ -14,7 +14,7 @@ from training_cases import SHRUNK, examples
 from saltflat.errors import ReportError
 from saltflat.studies import alone, together
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.trained import Trained
+from saltflat.studies.trained import TrainedNetwork
 
 DATA = examples()
 IMAGES = examples((2, 16, 16))
@@ -46,7 +46,7 @@ def killed_after(epochs: int) -> Callable[[int, int], None]:
     return tell
 
 
-def assert_equal(found: Trained, wanted: Trained) -> None:
+def assert_equal(found: TrainedNetwork, wanted: TrainedNetwork) -> None:
     assert list(found.weights) == list(wanted.weights)
     for name, value in wanted.weights.items():
         assert torch.equal(found.weights[name], value) or not value.isfinite().all()
@@ -121,8 +121,8 @@ def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatc
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(together, "StackTraining", never)
-    monkeypatch.setattr(alone, "_epoch", never)
+    monkeypatch.setattr(together, "StackTrainer", never)
+    monkeypatch.setattr(alone, "_train_epoch", never)
     for one, other in zip(together.train_together(RECIPES, DATA, checkpoint=path), wanted, strict=True):
         assert_equal(one, other)
         assert one.seconds == other.seconds

@@ -14,9 +14,9 @@ from saltflat.errors import UnknownNameError
 from saltflat.studies import stack_training, together
 from saltflat.studies.alone import train_alone
 from saltflat.studies.examples import Examples
-from saltflat.studies.grouping import group_key, groups
+from saltflat.studies.grouping import compute_group_key, group_runs
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.stacked import Stacked
+from saltflat.studies.stacked import StackedModel
 from saltflat.studies.together import train_together
 
 DATA = examples()
@@ -72,7 +72,7 @@ VARIED: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("what", VARIED)
 def test_settings_may_differ_within_a_stack(what: str) -> None:
     recipes = [replace(BASE, **settings) for settings in VARIED[what]]
-    assert len({group_key(recipe, (6,), 3) for recipe in recipes}) == 1
+    assert len({compute_group_key(recipe, (6,), 3) for recipe in recipes}) == 1
     assert_same(train_together(recipes, DATA), [train_alone(recipe, DATA) for recipe in recipes])
 
 
@@ -158,19 +158,19 @@ def test_recipes_that_cannot_be_stacked_come_back_in_their_order() -> None:
 
 def test_groups_hold_at_most_so_many_and_every_key_once() -> None:
     recipes = {f"k{number}": replace(BASE, seed=number, batch=8 if number % 3 else 4) for number in range(25)}
-    found = groups(recipes, (6,), 3, most=5)
+    found = group_runs(recipes, (6,), 3, most=5)
     assert sorted(key for group in found for key in group) == sorted(recipes)
     assert {len(group) for group in found} <= {4, 5}
     for group in found:
         assert len({recipes[key].batch for key in group}) == 1
-    assert groups({}, (6,), 3, most=5) == []
+    assert group_runs({}, (6,), 3, most=5) == []
 
 
 def test_too_little_memory_halves_the_stack_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed, momentum=0.9) for seed in range(5)]
-    plain, steps = Stacked.logits, 0
+    plain, steps = StackedModel.compute_logits, 0
 
-    def cramped(self: Stacked, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cramped(self: StackedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal steps
         steps += kwargs["training"]
         # Memory runs out in the middle of the second epoch: what was half done is done again.
@@ -178,7 +178,7 @@ def test_too_little_memory_halves_the_stack_and_nothing_changes(monkeypatch: pyt
             raise torch.OutOfMemoryError("no more")
         return plain(self, rows, *args, **kwargs)
 
-    monkeypatch.setattr(Stacked, "logits", cramped)
+    monkeypatch.setattr(StackedModel, "compute_logits", cramped)
     found = train_together(recipes, DATA)
     assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
     for each in found:
@@ -200,9 +200,9 @@ def test_memory_that_runs_out_late_changes_nothing(
     ]  # fmt: skip
     wanted = train_together(recipes, IMAGES)
     monkeypatch.setattr(together, "REMEMBER_EVERY", seconds)
-    plain, epochs, sizes = Stacked.logits, 0, []
+    plain, epochs, sizes = StackedModel.compute_logits, 0, []
 
-    def cramped(self: Stacked, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cramped(self: StackedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Four are left since the second epoch. In the fifth, or when its end is judged, memory holds no more than two.
         sizes.append(len(rows))
         if (
@@ -217,7 +217,7 @@ def test_memory_that_runs_out_late_changes_nothing(
         nonlocal epochs
         epochs += 1
 
-    monkeypatch.setattr(Stacked, "logits", cramped)
+    monkeypatch.setattr(StackedModel, "compute_logits", cramped)
     found = train_together(recipes, IMAGES, tell=tell)
     assert sizes[-1] == 2
     assert epochs > 6, "no epoch was done by halves"
@@ -246,24 +246,24 @@ def test_networks_trained_alone_are_not_repeated_when_memory_runs_out(monkeypatc
 
 def test_too_little_memory_for_the_weights_halves_the_stack_too(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed) for seed in range(4)]
-    plain = Stacked.packed
+    plain = StackedModel.pack_models
 
-    def cramped(self: Stacked, models: Any) -> Any:
+    def cramped(self: StackedModel, models: Any) -> Any:
         if len(models) > 1:
             raise torch.OutOfMemoryError("no more")
         return plain(self, models)
 
-    monkeypatch.setattr(Stacked, "packed", cramped)
+    monkeypatch.setattr(StackedModel, "pack_models", cramped)
     found = train_together(recipes, DATA)
     assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
     assert [len(each.outcome.notes) for each in found] == [2, 2, 2, 2]
 
 
 def test_a_single_network_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Stacked, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def full(self: StackedModel, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(Stacked, "logits", full)
+    monkeypatch.setattr(StackedModel, "compute_logits", full)
     with pytest.raises(torch.OutOfMemoryError):
         train_together([BASE], DATA)
 
@@ -273,13 +273,13 @@ def test_a_stack_that_is_too_large_for_a_cpu_is_split_beforehand(monkeypatch: py
     wanted = train_together(recipes, DATA)
     monkeypatch.setattr(stack_training, "ROOM", 600)
     sizes = set()
-    plain = Stacked.logits
+    plain = StackedModel.compute_logits
 
-    def watched(self: Stacked, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched(self: StackedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         sizes.add(len(rows))
         return plain(self, rows, *args, **kwargs)
 
-    monkeypatch.setattr(Stacked, "logits", watched)
+    monkeypatch.setattr(StackedModel, "compute_logits", watched)
     found = train_together(recipes, DATA)
     assert max(sizes) == 2
     assert_same(found, wanted)
@@ -367,7 +367,7 @@ def test_the_precision_of_products_is_given_back(dtype: str) -> None:
 
 def test_three_digits_are_of_products_on_a_gpu_alone() -> None:
     recipes = [replace(BASE, dtype=dtype) for dtype in ("float32", "tf32")]
-    assert group_key(recipes[0], (6,), 3) != group_key(recipes[1], (6,), 3)
+    assert compute_group_key(recipes[0], (6,), 3) != compute_group_key(recipes[1], (6,), 3)
     full, short = train_together(recipes, DATA)
     assert all(value.dtype is torch.float32 for value in short.weights.values())
     assert_same([short], [full], tolerance=1e-3)
@@ -375,7 +375,7 @@ def test_three_digits_are_of_products_on_a_gpu_alone() -> None:
 
 
 def test_a_recipe_travels_between_processes() -> None:
-    for recipe in (Recipe(), BASE, Recipe.of({"width": 3, "lr": 0.2})):
+    for recipe in (Recipe(), BASE, Recipe.from_config({"width": 3, "lr": 0.2})):
         assert pickle.loads(pickle.dumps(recipe)) == recipe
 
 

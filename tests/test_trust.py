@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 from saltflat.cli import app
 from saltflat.errors import CodeNotAllowedError, StudyError
 from saltflat.studies import Results
-from saltflat.studies.auditing import audited
-from saltflat.studies.remaking import remade
+from saltflat.studies.auditing import audit_runs
+from saltflat.studies.remaking import load_trained_network
 from saltflat.studies.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +60,7 @@ def foreign(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def name_in_definition(folder: Path, **changes: Any) -> None:
     store = Store(folder)
-    definition = store.definition()
+    definition = store.read_definition()
     assert definition is not None
     definition.pop("schema")
     store.write_definition({**definition, "study": {**definition["study"], **changes}})
@@ -137,9 +137,9 @@ def test_python_asks_for_permission_too(foreign: Path, tmp_path: Path) -> None:
     examples = results.study.data.examples()
     key = next(iter(results.rows))
     with pytest.raises(CodeNotAllowedError, match=r"foreign_code:make.*allow_code=True"):
-        remade(results, key, examples)
+        load_trained_network(results, key, examples)
     with pytest.raises(CodeNotAllowedError, match="foreign_code:make"):
-        audited(results, 1)
+        audit_runs(results, 1)
     results.write_html(tmp_path / "page.html", audits=1)
     name_data(foreign)
     with pytest.raises(CodeNotAllowedError, match="foreign_code:data"):
@@ -154,14 +154,14 @@ def test_a_study_of_ones_own_code_is_audited_when_allowed(tmp_path: Path) -> Non
         data="study_cases:pairs", train=None, network="study_cases:generous", axes={"lr": [0.1]}, settings={"batch": 20}
     ).run(tmp_path / "runs", progress=False)
     said: list[str] = []
-    found = audited(results, 1, progress=False, allow_code=True, tell=said.append)
+    found = audit_runs(results, 1, progress=False, allow_code=True, tell=said.append)
     assert list(found) == list(results.rows)
     assert said == [f"Importing and calling study_cases:pairs and study_cases:generous, named by {results.folder}."]
 
 
 def test_weights_that_do_not_fit_leave_a_page_without_audits(foreign: Path, tmp_path: Path) -> None:
     for row in Results.load(foreign).rows.values():
-        found = Store(foreign).trained(row.key)
+        found = Store(foreign).read_trained(row.key)
         assert found is not None
         others = {"other": next(iter(found[0].weights.values()))}
         Store(foreign).write_trained(row.key, row.config, replace(found[0], weights=others), found[1])

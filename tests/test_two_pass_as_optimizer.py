@@ -229,7 +229,7 @@ def test_a_base_keeps_its_options_of_the_same_name(kind: Kind, base: Callable[..
     model, plain = made(), made()
     alone = base(plain.parameters(), rho=0.8)
     wrapped = kind(model, base(model.parameters(), rho=0.8), rho=0.0)
-    key = wrapped.key("rho")
+    key = wrapped.get_key("rho")
     assert key == "sam_rho"
     for values in (wrapped.param_groups[0], wrapped.defaults):
         assert (values["rho"], values[key]) == (0.8, 0.0)
@@ -314,7 +314,7 @@ def test_a_state_keeps_both_options_and_one_from_before_they_were_apart_is_put_r
     again.load_state_dict(kept)
     assert (again.param_groups[0]["rho"], again.param_groups[0]["sam_rho"]) == (0.6, 0.3)
     twin = pickle.loads(pickle.dumps(again))
-    assert (twin.key("rho"), twin.param_groups[0]["rho"], twin.param_groups[0]["sam_rho"]) == ("sam_rho", 0.6, 0.3)
+    assert (twin.get_key("rho"), twin.param_groups[0]["rho"], twin.param_groups[0]["sam_rho"]) == ("sam_rho", 0.6, 0.3)
 
     old = deepcopy(kept)
     for group in old["param_groups"]:
@@ -340,7 +340,7 @@ def test_a_later_wrapper_of_another_kind_uses_the_same_keys() -> None:
     base = torch.optim.Adadelta(model.parameters(), rho=0.7)
     SAM(model, base, rho=0.2)
     later = ASAM(model, base, rho=0.4)
-    assert (later.key("rho"), later.key("eta")) == ("sam_rho", "eta")
+    assert (later.get_key("rho"), later.get_key("eta")) == ("sam_rho", "eta")
     assert [later.param_groups[0][key] for key in ("rho", "sam_rho", "eta")] == [0.7, 0.4, 0.01]
     assert not {key for key in later.param_groups[0] if key.startswith("sam_sam")}
 

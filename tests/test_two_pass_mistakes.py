@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saltflat.errors import OptionError, TrainingError
-from saltflat.training import ASAM, SAM, GradientNormPenalty, TwoPass, penalty, shifted
+from saltflat.training import ASAM, SAM, GradientNormPenalty, TwoPass, penalty, shift_weights
 
 INPUTS, LABELS = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
 WRAPPERS = pytest.mark.parametrize("wrapper", [SAM, ASAM, GradientNormPenalty])
@@ -328,7 +328,7 @@ def test_steps_that_do_not_fit_the_parameters_are_refused(wrong: str) -> None:
     before = values(layer)
     with (
         pytest.raises(OptionError, match=r"Got 2 parameters and \d steps that do not fit"),
-        shifted(layer, parameters, steps),
+        shift_weights(layer, parameters, steps),
     ):
         pass
     assert all(map(torch.equal, before, values(layer)))
@@ -337,6 +337,6 @@ def test_steps_that_do_not_fit_the_parameters_are_refused(wrong: str) -> None:
 def test_generators_of_parameters_and_steps_are_taken() -> None:
     layer = nn.Linear(2, 2)
     before = values(layer)
-    with shifted(layer, layer.parameters(), (torch.ones_like(p) for p in layer.parameters())):
+    with shift_weights(layer, layer.parameters(), (torch.ones_like(p) for p in layer.parameters())):
         assert not any(map(torch.equal, before, layer.parameters()))
     assert all(map(torch.equal, before, values(layer)))

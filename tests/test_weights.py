@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from saltflat.weights import WeightsError, fitted, load_weights, plain_names, put_weights
+from saltflat.weights import WeightsError, load_weights, match_weights, put_weights, strip_wrapper_prefixes
 
 
 def refused(call: Callable[[], Any], *words: str) -> None:
@@ -79,11 +79,14 @@ def test_prefixes_of_wrappers_are_taken_away_and_said(prefix: str, tmp_path: Pat
 
 def test_a_layer_called_module_keeps_its_name() -> None:
     names = ["module.weight", "head.weight"]
-    assert plain_names(names) == {name: name for name in names}
-    assert plain_names(["my_orig_mod.a", "b._orig_mod.a"]) == {"my_orig_mod.a": "my_orig_mod.a", "b._orig_mod.a": "b.a"}
+    assert strip_wrapper_prefixes(names) == {name: name for name in names}
+    assert strip_wrapper_prefixes(["my_orig_mod.a", "b._orig_mod.a"]) == {
+        "my_orig_mod.a": "my_orig_mod.a",
+        "b._orig_mod.a": "b.a",
+    }
     # Without the prefix the two would be one.
     clash = ["module.a", "module._orig_mod.a"]
-    assert plain_names(clash) == {name: name for name in clash}
+    assert strip_wrapper_prefixes(clash) == {name: name for name in clash}
 
 
 @pytest.mark.parametrize("wrapped", ["model", "file", "both"])
@@ -262,7 +265,7 @@ def test_a_pipe_is_no_file_of_weights(tmp_path: Path) -> None:
 
 def test_long_lists_are_cut() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
-    refused(lambda: fitted(model, {}), "20 missing", "'0.weight'", "and 15 more")
+    refused(lambda: match_weights(model, {}), "20 missing", "'0.weight'", "and 15 more")
 
 
 class Hostile:

@@ -20,22 +20,28 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.columns import plan_from
+from saltflat.columns import parse_column_plan
 from saltflat.errors import EmptyDataError, OptionError, UnknownNameError
-from saltflat.loan import loan
-from saltflat.logits import normalized
-from saltflat.losses import loss_from
-from saltflat.noise import normals
+from saltflat.loan import open_session
+from saltflat.logits import normalize_logits
+from saltflat.losses import parse_loss
+from saltflat.noise import draw_normals
 from saltflat.problem import Problem
 from saltflat.setting import NotDefinedError, Setting
 from saltflat.statistics.adaptive_rise import adaptive_rise
 from saltflat.statistics.average_rise import average_rise
-from saltflat.statistics.finite_difference import finite_difference, one_draw
-from saltflat.statistics.hessian_top import hessian_top, top_eigenvalue
+from saltflat.statistics.finite_difference import estimate_diagonal_once, finite_difference
+from saltflat.statistics.hessian_top import find_top_eigenvalue, hessian_top
 from saltflat.statistics.input_jacobian import input_jacobian
 from saltflat.statistics.noise_tolerance import noise_tolerance
 from saltflat.statistics.worst_rise import worst_rise
-from saltflat.whole import accuracy_at, gradient_at, hessian_product, loss_at, moved
+from saltflat.whole import (
+    compute_accuracy_at,
+    compute_gradient_at,
+    compute_hessian_product,
+    compute_loss_at,
+    compute_moved_weights,
+)
 
 # Torch says so of any even kernel, and the kernel is even on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -57,8 +63,8 @@ def setting_of(
     case: Case, batches: Sequence[Batch] | None = None, seed: int = 0, limit: int = 1 << 30, dtype: Any = None
 ) -> Iterator[Setting]:
     data = batches or case.batches
-    with loan(case.model, "eval", data):
-        yield Setting(Problem.of(case.model, data, case.loss, dtype=dtype), plan_from("exact"), seed, limit)
+    with open_session(case.model, "eval", data):
+        yield Setting(Problem.build(case.model, data, case.loss, dtype=dtype), parse_column_plan("exact"), seed, limit)
 
 
 @cache
@@ -109,10 +115,10 @@ def test_the_loss_and_its_derivatives_are_the_dense_ones(name: str) -> None:
     case = CASES[name]()
     value, slope, hessian = dense(name)
     with setting_of(case) as setting:
-        loss, gradient = gradient_at(setting)
-        vector = normals(setting, 0)
-        bent = hessian_product(setting, vector)
-        assert loss_at(setting) == pytest.approx(value, rel=1e-10, abs=0)
+        loss, gradient = compute_gradient_at(setting)
+        vector = draw_normals(setting, 0)
+        bent = compute_hessian_product(setting, vector)
+        assert compute_loss_at(setting) == pytest.approx(value, rel=1e-10, abs=0)
     assert loss == pytest.approx(value, rel=1e-10, abs=0)
     assert list(gradient) == list(oracle.trainable(case.model))
     assert_close(in_a_row(gradient), slope, rtol=0, atol=1e-10 * float(slope.abs().max()))
@@ -181,16 +187,21 @@ def test_an_autograd_function_that_hides_its_second_derivative_is_refused(
     function: type[torch.autograd.Function], reason: str, dtype: torch.dtype
 ) -> None:
     with setting_of(cubed(function), dtype=dtype) as setting, pytest.raises(NotDefinedError, match=reason) as caught:
-        hessian_product(setting, normals(setting, 0))
+        compute_hessian_product(setting, draw_normals(setting, 0))
     assert function.__name__ in str(caught.value)
 
 
 def test_an_autograd_function_with_a_second_derivative_is_not_refused() -> None:
     with setting_of(cubed(Cube)) as setting:
-        vector = normals(setting, 0)
-        found = in_a_row(hessian_product(setting, vector))
+        vector = draw_normals(setting, 0)
+        found = in_a_row(compute_hessian_product(setting, vector))
         step = 1e-5
-        ends = [gradient_at(setting, moved(setting, {n: s * step * v for n, v in vector.items()}))[1] for s in (1, -1)]
+        ends = [
+            compute_gradient_at(setting, compute_moved_weights(setting, {n: s * step * v for n, v in vector.items()}))[
+                1
+            ]
+            for s in (1, -1)
+        ]
     differences = (in_a_row(ends[0]) - in_a_row(ends[1])) / (2 * step)
     assert_close(found, differences, rtol=1e-6, atol=1e-8)
 
@@ -243,14 +254,14 @@ def test_the_largest_eigenvalue_is_the_dense_one(name: str, scaled: str) -> None
 
 def test_the_largest_eigenvalue_is_not_the_largest_in_size() -> None:
     values = np.concatenate([[-100.0], np.linspace(-1, 2, 99)])
-    top = top_eigenvalue(aslinearoperator(np.diag(values)), np.ones(100))
+    top = find_top_eigenvalue(aslinearoperator(np.diag(values)), np.ones(100))
     assert top.value == pytest.approx(2, rel=1e-8)
     assert abs(float(top.vector[-1])) == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 40])
 def test_an_operator_of_zeros_has_the_eigenvalue_zero(size: int) -> None:
-    top = top_eigenvalue(np.zeros((size, size)), np.ones(size))
+    top = find_top_eigenvalue(np.zeros((size, size)), np.ones(size))
     assert (top.value, top.residual) == (0, 0)
 
 
@@ -381,10 +392,10 @@ def test_the_quotient_eigenvalue_does_not_change_with_the_scale_of_layers() -> N
 def test_the_noise_of_a_parameter_does_not_depend_on_the_others() -> None:
     case = CASES["biased_mlp"]()
     with setting_of(case) as setting:
-        every, other = normals(setting, 3), normals(setting, 4)
-    with loan(case.model, "eval"):
-        chosen = Problem.of(case.model, case.batches, case.loss, layers=["2"])
-        some = normals(Setting(chosen, plan_from("exact"), 0, 1 << 30), 3)
+        every, other = draw_normals(setting, 3), draw_normals(setting, 4)
+    with open_session(case.model, "eval"):
+        chosen = Problem.build(case.model, case.batches, case.loss, layers=["2"])
+        some = draw_normals(Setting(chosen, parse_column_plan("exact"), 0, 1 << 30), 3)
     assert list(some) == ["2.weight", "2.bias"]
     for name, each in some.items():
         assert torch.equal(each, every[name])
@@ -400,7 +411,7 @@ def accuracy(case: Case, model: nn.Module) -> float:
 def test_the_accuracy_is_the_fraction_of_right_classes(name: str) -> None:
     case = CASES[name]()
     with setting_of(case) as setting:
-        assert accuracy_at(setting) == pytest.approx(accuracy(case, case.model), rel=1e-12)
+        assert compute_accuracy_at(setting) == pytest.approx(accuracy(case, case.model), rel=1e-12)
 
 
 def test_ignored_positions_count_neither_as_right_nor_as_wrong() -> None:
@@ -409,7 +420,7 @@ def test_ignored_positions_count_neither_as_right_nor_as_wrong() -> None:
     kept = targets != -100
     wanted = (case.model(inputs).argmax(-1) == targets)[kept].double().mean()
     with setting_of(case) as setting:
-        assert accuracy_at(setting) == pytest.approx(float(wanted), rel=1e-12)
+        assert compute_accuracy_at(setting) == pytest.approx(float(wanted), rel=1e-12)
 
 
 def test_probabilities_count_by_their_largest_and_binary_targets_one_by_one() -> None:
@@ -417,11 +428,11 @@ def test_probabilities_count_by_their_largest_and_binary_targets_one_by_one() ->
     inputs, targets = joined(case.batches)
     with setting_of(case) as setting:
         wanted = (case.model(inputs).argmax(1) == targets.argmax(1)).double().mean()
-        assert accuracy_at(setting) == pytest.approx(float(wanted), rel=1e-12)
+        assert compute_accuracy_at(setting) == pytest.approx(float(wanted), rel=1e-12)
     case = CASES["binary_cross_entropy"]()
     inputs, targets = joined(case.batches)
     with setting_of(case) as setting:
-        assert accuracy_at(setting) == pytest.approx(
+        assert compute_accuracy_at(setting) == pytest.approx(
             float(((case.model(inputs) > 0) == (targets > 0.5)).double().mean()), rel=1e-12
         )
 
@@ -444,7 +455,7 @@ def test_noise_is_borne_up_to_sigma_and_not_beyond(aware: bool) -> None:
     case = certain()
     with setting_of(case) as setting:
         found = noise_tolerance(setting, magnitude_aware=aware).value
-        noise = [normals(setting, draw) for draw in range(10)]
+        noise = [draw_normals(setting, draw) for draw in range(10)]
 
     def mean_drop(sigma: float) -> float:
         drops = []
@@ -530,7 +541,9 @@ def test_over_all_signs_the_finite_differences_average_to_what_they_should(kind:
     wanted = diagonal * sizes / (sizes + epsilon) if kind == "printed" else diagonal
     with setting_of(case) as setting:
         each = [
-            one_draw(setting, {"weight": torch.tensor([s], dtype=torch.float64)}, kind, 1e-2, epsilon)["weight"]
+            estimate_diagonal_once(setting, {"weight": torch.tensor([s], dtype=torch.float64)}, kind, 1e-2, epsilon)[
+                "weight"
+            ]
             for s in product([-1.0, 1.0], repeat=4)
         ]
     assert_close(torch.stack(each).mean(0)[0], wanted, rtol=1e-9, atol=0)
@@ -618,7 +631,7 @@ def test_data_that_is_all_ignored_has_no_loss() -> None:
     case = CASES["sequence_with_ignored_positions"]()
     inputs, targets = joined(case.batches)
     with setting_of(case, [(inputs, torch.full_like(targets, -100))]) as setting, pytest.raises(EmptyDataError):
-        loss_at(setting)
+        compute_loss_at(setting)
 
 
 def test_single_precision_gives_the_same_to_its_rounding() -> None:
@@ -636,11 +649,11 @@ def test_moved_weights_are_the_parameters_plus_the_step() -> None:
     case = CASES["biased_mlp"]()
     names = oracle.trainable(case.model)
     with setting_of(case) as setting:
-        there = moved(setting, {name: torch.ones_like(each) for name, each in names.items()})
+        there = compute_moved_weights(setting, {name: torch.ones_like(each) for name, each in names.items()})
         with torch.no_grad():
             for each in names.values():
                 each.add_(1)
-        assert loss_at(setting, there) == pytest.approx(float(oracle.loss_at(case, _outputs(case))), rel=1e-10)
+        assert compute_loss_at(setting, there) == pytest.approx(float(oracle.loss_at(case, _outputs(case))), rel=1e-10)
 
 
 def _outputs(case: Case) -> Tensor:
@@ -678,7 +691,7 @@ def test_the_distance_from_the_start_is_the_length_of_the_difference() -> None:
 
 def test_normalised_logits_leave_the_accuracy_alone() -> None:
     case = CASES["biased_mlp"]()
-    with loan(case.model, "eval", case.batches):
-        scaled = Problem.of(case.model, case.batches, normalized(loss_from("cross_entropy"), "std"))
-        found = accuracy_at(Setting(scaled, plan_from("exact"), 0, 1 << 30))
+    with open_session(case.model, "eval", case.batches):
+        scaled = Problem.build(case.model, case.batches, normalize_logits(parse_loss("cross_entropy"), "std"))
+        found = compute_accuracy_at(Setting(scaled, parse_column_plan("exact"), 0, 1 << 30))
     assert found == pytest.approx(accuracy(case, case.model), rel=1e-12)

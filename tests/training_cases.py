@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.studies.examples import Examples
-from saltflat.studies.trained import Trained
+from saltflat.studies.trained import TrainedNetwork
 
 SHRUNK: dict[str, dict[str, Any]] = {
     "mlp": {"widths": (7, 5)},
@@ -37,7 +37,7 @@ def examples(
     return Examples(inputs[:train], labels[:train], inputs[train:], labels[train:])
 
 
-def assert_same(found: Sequence[Trained], wanted: Sequence[Trained], tolerance: float = 1e-9) -> None:
+def assert_same(found: Sequence[TrainedNetwork], wanted: Sequence[TrainedNetwork], tolerance: float = 1e-9) -> None:
     """The same weights and the same end, up to the rounding of float64."""
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):

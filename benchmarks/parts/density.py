@@ -39,7 +39,7 @@ def run(options: Options) -> Outcome:
     data = source.inputs, source.labels
 
     def ours(k: int) -> Spectrum:
-        return saltflat.spectrum(model, data, k=k, smallest=1, draws=draws, steps=steps)
+        return saltflat.compute_spectrum(model, data, k=k, smallest=1, draws=draws, steps=steps)
 
     calls: dict[str, Callable[[], object]] = {"saltflat, k=1": lambda: ours(1), "saltflat, k=10": lambda: ours(10)}
     notes: tuple[str, ...] = ()

@@ -18,8 +18,8 @@ import saltflat
 from parts import Options, Outcome, Target
 from parts.clock import in_turns, seconds_of
 from saltflat import problem
-from saltflat.columns import plan_from
-from saltflat.gram import gram
+from saltflat.columns import parse_column_plan
+from saltflat.gram import compute_gram_matrix
 from saltflat.setting import Setting
 
 Call = Callable[[], Tensor]
@@ -39,9 +39,9 @@ def products(chunks: Sequence[Sequence[Tensor]]) -> Tensor:
 def ours(task: Problem, chunk: int) -> Call:
     def call() -> Tensor:
         # Everything anew each time, as a user's call would have it.
-        looked_at = problem.Problem.of(task.model, (task.inputs, task.targets))
-        setting = Setting(looked_at, plan_from("exact"), seed=0, limit=2**30)
-        return gram(setting, torch.arange(len(task.inputs)))
+        looked_at = problem.Problem.build(task.model, (task.inputs, task.targets))
+        setting = Setting(looked_at, parse_column_plan("exact"), seed=0, limit=2**30)
+        return compute_gram_matrix(setting, torch.arange(len(task.inputs)))
 
     return call
 

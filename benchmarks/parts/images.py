@@ -23,7 +23,7 @@ def images(name: str, count: int, normalize: str) -> Images:
     folder = Path(os.environ.get("SALTFLAT_DATA", "data"))
     inside, shape = FOLDERS[name]
     if (folder / inside).is_dir():
-        inputs, labels = readers.read(name, folder, "train", limit=count, normalize=normalize)
+        inputs, labels = readers.read_data(name, folder, "train", limit=count, normalize=normalize)
         return Images(inputs, labels, f"{count} training images of {name}")
     noise = torch.Generator().manual_seed(0)
     return Images(

@@ -17,7 +17,7 @@ from parts import Options, Outcome, Target
 from parts.clock import in_turns, seconds_of
 from parts.images import images
 from saltflat.symmetry.group import Symmetries
-from saltflat.symmetry.smallest import by_entry
+from saltflat.symmetry.smallest import minimize_trace_by_unit
 
 LIMIT = 2.0  # seconds beyond the sweep
 
@@ -45,15 +45,17 @@ def run(options: Options) -> Outcome:
     model = saltflat.fold(resnet20().eval())
     data = source.inputs, source.labels
     options.tell("minimum: sweeping")
-    diagonal = dict(saltflat.statistics_of(model, data, "curvature_diagonal", progress=False)["curvature_diagonal"])
-    group = saltflat.symmetries(model, source.inputs[:2])
-    best = by_entry(group, diagonal)
+    diagonal = dict(
+        saltflat.compute_statistics(model, data, "curvature_diagonal", progress=False)["curvature_diagonal"]
+    )
+    group = saltflat.find_symmetries(model, source.inputs[:2])
+    best = minimize_trace_by_unit(group, diagonal)
     steps = 20 if options.quick else 2000
     theirs: list[float] = []
     calls = {
-        "the sweep": lambda: saltflat.statistics_of(model, data, "curvature_diagonal", progress=False),
-        "finding the rescalings": lambda: saltflat.symmetries(model, source.inputs[:2]),
-        "balancing": lambda: by_entry(group, diagonal),
+        "the sweep": lambda: saltflat.compute_statistics(model, data, "curvature_diagonal", progress=False),
+        "finding the rescalings": lambda: saltflat.find_symmetries(model, source.inputs[:2]),
+        "balancing": lambda: minimize_trace_by_unit(group, diagonal),
     }
     seconds = in_turns(calls, options.repeats)
     options.tell("minimum: L-BFGS")

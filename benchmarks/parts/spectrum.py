@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from parts import Options, Outcome, Target
 from parts.images import images
 from saltflat import problem
-from saltflat.columns import plan_from
-from saltflat.geometry import geometries
-from saltflat.lanczos import Top, Vectors, block_products, start_vectors, top_eigenvalues
+from saltflat.columns import parse_column_plan
+from saltflat.geometry import find_geometries
+from saltflat.lanczos import TopEigenvalue, Vectors, draw_start_vectors, find_top_eigenvalues, make_block_product
 from saltflat.setting import Setting
 
 
@@ -27,7 +27,7 @@ from saltflat.setting import Setting
 class Search:
     """Eigenvalues by layer, how many products with all blocks at once it took, and how long."""
 
-    tops: dict[str, Top]
+    tops: dict[str, TopEigenvalue]
     sweeps: int
     seconds: float
 
@@ -35,16 +35,18 @@ class Search:
 def search(task: Problem, layers: Collection[str] | None = None, starts: Vectors | None = None) -> Search:
     started = time.perf_counter()
     chosen = None if layers is None else list(layers)
-    looked_at = problem.Problem.of(task.model, (task.inputs, task.targets), layers=chosen)
-    setting = Setting(looked_at, plan_from("exact"), seed=0, limit=2**30)
-    product, sweeps = block_products(setting), 0
+    looked_at = problem.Problem.build(task.model, (task.inputs, task.targets), layers=chosen)
+    setting = Setting(looked_at, parse_column_plan("exact"), seed=0, limit=2**30)
+    product, sweeps = make_block_product(setting), 0
 
     def counted(vectors: Vectors) -> Vectors:
         nonlocal sweeps
         sweeps += 1
         return product(vectors)
 
-    tops = top_eigenvalues(counted, starts or start_vectors(setting, list(geometries(looked_at.network))))
+    tops = find_top_eigenvalues(
+        counted, starts or draw_start_vectors(setting, list(find_geometries(looked_at.network)))
+    )
     return Search(tops, sweeps, time.perf_counter() - started)
 
 

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from scipy.stats import kendalltau, pearsonr
 
 import saltflat
-from saltflat.report.file import write
+from saltflat.report.file import write_json
 from saltflat.studies import Results, Study
-from saltflat.studies.remaking import remade
+from saltflat.studies.remaking import load_trained_network
 
 HERE = Path(__file__).parent
 CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]
@@ -98,7 +98,7 @@ def precision(folder: Path, data: Path, device: str) -> dict[str, dict[str, floa
     for row in results.rows.values():
         if row.config["seed"] != 0 or row.config["label_noise"] not in (0.0, 0.5, 1.0) or not row.readings:
             continue
-        made = remade(results, row.key, examples)
+        made = load_trained_network(results, row.key, examples)
         inputs, labels = made.inputs.to(device, torch.float64), made.labels.to(device)
         report = saltflat.measure(
             made.model.to(device, torch.float64),
@@ -227,7 +227,7 @@ def main(words: list[str] | None = None) -> None:
             asked = study(claim["network"], given.scale)
             asked.run(folder, device=given.device, data_folder=given.data)
             if asked.measure_options["dtype"] == "float32" and not rounding.exists():
-                write(precision(folder, given.data, given.device), rounding)
+                write_json(precision(folder, given.data, given.device), rounding)
         if not folder.exists():
             continue
         found = Found(folder)

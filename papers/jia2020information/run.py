@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.readers import read
+from saltflat.readers import read_data
 from saltflat.training import SAM, FisherPenalty
 
 HERE = Path(__file__).parent
@@ -126,12 +126,12 @@ def stepper(run: Run, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable
 
 def loaded(run: Run, folder: Path, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Images and labels to train on, and to test on."""
-    images, labels = (each.to(device) for each in read("cifar10", folder, "train", normalize="standard"))
+    images, labels = (each.to(device) for each in read_data("cifar10", folder, "train", normalize="standard"))
     images, labels = images[: run.images], labels[: run.images]
     if run.held_out:
         kept = len(images) - run.held_out
         return images[:kept], labels[:kept], images[kept:], labels[kept:]
-    tests = (each.to(device) for each in read("cifar10", folder, "test", normalize="standard"))
+    tests = (each.to(device) for each in read_data("cifar10", folder, "test", normalize="standard"))
     test_images, test_labels = (each[: run.images] for each in tests)
     return images, labels, test_images, test_labels
 

@@ -25,9 +25,9 @@ from scipy.stats import pearsonr
 from torch import nn
 
 import saltflat
-from saltflat.report.file import write
+from saltflat.report.file import write_json
 from saltflat.studies import Results, Study
-from saltflat.studies.remaking import remade
+from saltflat.studies.remaking import load_trained_network
 
 HERE = Path(__file__).parent
 CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]
@@ -76,7 +76,7 @@ def measure_rescaled(results: Results, path: Path, device: str, data: Path) -> N
     for number, key in enumerate(key for key, row in results.rows.items() if row.outcome is not None):
         if key in done:
             continue
-        network = remade(results, key, examples)
+        network = load_trained_network(results, key, examples)
         inputs, labels = network.inputs[:most].double().to(device), network.labels[:most].to(device)
         model = network.model.to(device)
         assert isinstance(model, nn.Sequential)
@@ -86,7 +86,7 @@ def measure_rescaled(results: Results, path: Path, device: str, data: Path) -> N
         off = float((after - before).abs().max() / before.abs().max())
         report = saltflat.measure(model, (inputs, labels), measures=MEASURES, progress=False)
         done[key] = {"outputs_differ_by": off, "values": {name: reading.value for name, reading in report.items()}}
-        write(done, path)
+        write_json(done, path)
         print(f"rescaled {len(done)} networks; the outputs of the last differ by {off:.0e}", flush=True)
 
 

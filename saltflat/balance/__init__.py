@@ -17,9 +17,16 @@ Everything is in float64. Matrices stay on the device they are on; graphs and fo
 says how far from balance it stopped.
 """
 
-from saltflat.balance.balanced import Balanced
-from saltflat.balance.forms import BalancedForms, balance_forms
+from saltflat.balance.balanced import BalanceResult
+from saltflat.balance.forms import FormBalanceResult, balance_forms
 from saltflat.balance.graph import balance_graph
 from saltflat.balance.matrix import balance_bipartite, balance_factored
 
-__all__ = ["Balanced", "BalancedForms", "balance_bipartite", "balance_factored", "balance_forms", "balance_graph"]
+__all__ = [
+    "BalanceResult",
+    "FormBalanceResult",
+    "balance_bipartite",
+    "balance_factored",
+    "balance_forms",
+    "balance_graph",
+]

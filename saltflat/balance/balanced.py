@@ -11,7 +11,7 @@ from saltflat.errors import OptionError
 
 
 @dataclass(frozen=True)
-class Balanced:
+class BalanceResult:
     """The smallest total that rescaling can reach, and the scales that reach it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Balanced:
     notes: tuple[str, ...]
 
 
-def checked(values: Tensor, what: str) -> Tensor:
+def check_nonnegative(values: Tensor, what: str) -> Tensor:
     """In float64, if all are finite and at least 0."""
     if values.is_complex() or not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
         raise OptionError(
@@ -51,14 +51,14 @@ def checked(values: Tensor, what: str) -> Tensor:
     return values.detach().to(torch.float64)
 
 
-def checked_effort(tolerance: float, limit: int) -> None:
+def check_solver_options(tolerance: float, limit: int) -> None:
     if not tolerance > 0 or limit < 1:
         raise OptionError(
             f"Got tolerance={tolerance} and limit={limit}. Want both above 0. Do: leave them out; 1e-10 is usual."
         )
 
 
-def unfinished(residual: float, tolerance: float, sweeps: int) -> tuple[str, ...]:
+def format_convergence_notes(residual: float, tolerance: float, sweeps: int) -> tuple[str, ...]:
     if residual <= tolerance:
         return ()
     return (

@@ -13,13 +13,13 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 
-def components(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
+def find_components(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
     """``(nodes,)``: the number of the strongly connected component of every node.
 
     Example:
         A cycle of two, and an edge that leaves it.
 
-        >>> parts = components(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2]), 3)
+        >>> parts = find_components(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2]), 3)
         >>> bool(parts[0] == parts[1]), bool(parts[1] == parts[2])
         (True, False)
     """
@@ -29,7 +29,7 @@ def components(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
     return torch.from_numpy(np.asarray(labels, dtype=np.int64)).to(tails.device)
 
 
-def on_cycles(F: Tensor, U: Tensor) -> Tensor | None:
+def find_cyclic_entries(F: Tensor, U: Tensor) -> Tensor | None:
     """Which entries of two matrices ``(groups, rows, columns)`` lie on cycles; None for all that are not 0.
 
     ``F[i, j] > 0`` is an edge from row i to column j, ``U[i, j] > 0`` one from column j to row i. The common cases
@@ -49,5 +49,5 @@ def on_cycles(F: Tensor, U: Tensor) -> Tensor | None:
     column_nodes = column_nodes + groups * rows
     tails = torch.cat([row_nodes[there], column_nodes[back]])
     heads = torch.cat([column_nodes[there], row_nodes[back]])
-    parts = components(tails, heads, groups * (rows + columns))
+    parts = find_components(tails, heads, groups * (rows + columns))
     return parts[row_nodes] == parts[column_nodes]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from saltflat.balance.components import components
+from saltflat.balance.components import find_components
 from saltflat.errors import SaltflatError
 
 Array = NDArray[np.float64]
@@ -22,28 +22,28 @@ Integers = NDArray[np.int64]
 SLOW = 1e-3
 
 
-def drift(A: csr_array) -> tuple[NDArray[np.bool_], Array]:
+def find_drift(A: csr_array) -> tuple[NDArray[np.bool_], Array]:
     """The terms (rows, none of them empty) that are lost, and a direction along which each falls by 1 or more.
 
     Example:
         exp(x) + exp(-x) + exp(x - y) + exp(-y): y can grow without end.
 
-        >>> lost, way = drift(csr_array([[1.0, 0.0], [-1.0, 0.0], [1.0, -1.0], [0.0, -1.0]]))
+        >>> lost, way = find_drift(csr_array([[1.0, 0.0], [-1.0, 0.0], [1.0, -1.0], [0.0, -1.0]]))
         >>> lost.tolist(), way.tolist()
         ([False, False, True, True], [0.0, 1.0])
     """
-    paired, tails, heads = _doubled(A)
+    paired, tails, heads = _build_signed_graph(A)
     nodes = 2 * A.shape[1] + 1
-    parts = components(torch.from_numpy(tails), torch.from_numpy(heads), nodes).numpy()
+    parts = find_components(torch.from_numpy(tails), torch.from_numpy(heads), nodes).numpy()
     if paired.all():
-        way = _levels(parts, tails, heads)
+        way = _compute_component_levels(parts, tails, heads)
         lost = A @ way < 0
     else:
-        lost, way = _programmed(A, parts)
+        lost, way = _find_drift_by_lp(A, parts)
     return lost, way / np.min(-(A @ way)[lost], initial=np.inf)
 
 
-def _doubled(A: csr_array) -> tuple[NDArray[np.bool_], Integers, Integers]:
+def _build_signed_graph(A: csr_array) -> tuple[NDArray[np.bool_], Integers, Integers]:
     """Which rows have at most two entries, of one size, and the graph that these are.
 
     A sum x + y is no edge from x to y. But if every scale is two nodes, 2j for x and 2j + 1 for -x, it is an edge from
@@ -60,7 +60,7 @@ def _doubled(A: csr_array) -> tuple[NDArray[np.bool_], Integers, Integers]:
     return paired, np.append(tails, mirrored), np.append(heads, tails ^ 1)
 
 
-def _levels(parts: Integers, tails: Integers, heads: Integers) -> Array:
+def _compute_component_levels(parts: Integers, tails: Integers, heads: Integers) -> Array:
     """Every part of the graph as high as the longest way to it; scales are halfway between their two nodes."""
     tails, heads = parts[tails], parts[heads]
     # Parts have no cycles between them. Most edges are inside a part, and many join the same two.
@@ -71,7 +71,7 @@ def _levels(parts: Integers, tails: Integers, heads: Integers) -> Array:
     return np.asarray(level[parts[:-1:2]] - level[parts[1::2]]) / 2
 
 
-def _programmed(A: csr_array, parts: Integers) -> tuple[NDArray[np.bool_], Array]:
+def _find_drift_by_lp(A: csr_array, parts: Integers) -> tuple[NDArray[np.bool_], Array]:
     """By linear programming, on what the graph leaves open."""
     # No drift moves scales of one part against each other: they become one variable, x + y = 0 included.
     up, down = parts[:-1:2], parts[1::2]
@@ -86,7 +86,7 @@ def _programmed(A: csr_array, parts: Integers) -> tuple[NDArray[np.bool_], Array
     open_rows = np.flatnonzero(np.diff(C.indptr))
     C, way, lost = C[open_rows], np.zeros(len(groups)), np.zeros(len(open_rows), dtype=bool)
     while not lost.all():
-        step = _one_direction(C[~lost])
+        step = _solve_linear_program(C[~lost])
         falls = -(C @ step)
         if not (falls[~lost] > SLOW).any():
             break
@@ -99,7 +99,7 @@ def _programmed(A: csr_array, parts: Integers) -> tuple[NDArray[np.bool_], Array
     return all_lost, np.asarray(joined @ way)
 
 
-def _one_direction(C: csr_array) -> Array:
+def _solve_linear_program(C: csr_array) -> Array:
     """The direction of largest total fall, with none above 1: 0 if nothing can fall."""
     # No variable is whole here, so this is linear programming; it takes sparse constraints with two sides.
     found = milp(C.sum(0), constraints=LinearConstraint(C, -1, 0), bounds=Bounds(-np.inf, np.inf))

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from saltflat.balance.balanced import checked, checked_effort, unfinished
-from saltflat.balance.drift import drift
-from saltflat.balance.settle import settle
-from saltflat.balance.terms import Array, Terms
+from saltflat.balance.balanced import check_nonnegative, check_solver_options, format_convergence_notes
+from saltflat.balance.drift import find_drift
+from saltflat.balance.settle import balance_flow
+from saltflat.balance.terms import Array, TermFlow
 from saltflat.errors import OptionError
 
 
 @dataclass(frozen=True)
-class BalancedForms:
+class FormBalanceResult:
     """The smallest total that scales can reach, and the scales that reach it.
 
     Attributes:
@@ -51,7 +51,7 @@ class BalancedForms:
 
 def balance_forms(
     forms: csr_array, weights: Array | Tensor, tolerance: float = 1e-10, limit: int = 10_000
-) -> BalancedForms:
+) -> FormBalanceResult:
     r"""The smallest sum of terms when scales multiply each of them by a monomial.
 
     .. math::
@@ -79,15 +79,15 @@ def balance_forms(
         >>> round(found.value, 9), found.lost.tolist(), found.drift.tolist()
         (8.0, [False, False, True], [0.0, 1.0])
     """
-    checked_effort(tolerance, limit)
-    A, b = _checked_terms(forms, weights)
+    check_solver_options(tolerance, limit)
+    A, b = _check_terms(forms, weights)
     there = np.flatnonzero(b > 0)
     A = A[there]
     A.sum_duplicates()
     A.eliminate_zeros()
     moving = np.diff(A.indptr) > 0
     A, there = A[moving], there[moving]
-    vanishing, way = drift(A)
+    vanishing, way = find_drift(A)
     lost = np.zeros(len(b), dtype=bool)
     lost[there[vanishing]] = True
     A, there = A[~vanishing], there[~vanishing]
@@ -97,9 +97,9 @@ def balance_forms(
     if len(live):
         # Factors of all entries are only another unit of the scales: sweeps want rows of at most 2 in all.
         unit = 2 / float(abs(A).sum(1).max())
-        flow = Terms(csr_array(A[:, live] * unit), np.log(b[there]))
-        z, residual, sweeps = settle(flow, torch.zeros(1, len(live), dtype=torch.float64), tolerance, limit)
-        terms[there] = np.exp(flow.log_terms(z))
+        flow = TermFlow(csr_array(A[:, live] * unit), np.log(b[there]))
+        z, residual, sweeps = balance_flow(flow, torch.zeros(1, len(live), dtype=torch.float64), tolerance, limit)
+        terms[there] = np.exp(flow.compute_log_terms(z))
         potentials[live] = unit * z[0].numpy()
     notes: tuple[str, ...] = ()
     if lost.any():
@@ -107,7 +107,7 @@ def balance_forms(
             f"{lost.sum()} of {(b > 0).sum()} terms can be scaled towards 0 without end and add nothing; no finite "
             "scales reach the value.",
         )
-    return BalancedForms(
+    return FormBalanceResult(
         value=float(terms.sum()),
         terms=terms,
         potentials=potentials,
@@ -117,12 +117,15 @@ def balance_forms(
         converged=residual <= tolerance,
         attained=not lost.any(),
         sweeps=sweeps,
-        notes=(*notes, *unfinished(residual, tolerance, sweeps)),
+        notes=(*notes, *format_convergence_notes(residual, tolerance, sweeps)),
     )
 
 
-def _checked_terms(forms: csr_array, weights: Array | Tensor) -> tuple[csr_array, Array]:
-    A, b = csr_array(forms).astype(np.float64, copy=False), checked(torch.as_tensor(weights), "weights").cpu().numpy()
+def _check_terms(forms: csr_array, weights: Array | Tensor) -> tuple[csr_array, Array]:
+    A, b = (
+        csr_array(forms).astype(np.float64, copy=False),
+        check_nonnegative(torch.as_tensor(weights), "weights").cpu().numpy(),
+    )
     if A.ndim != 2 or b.shape != A.shape[:1] or not np.isfinite(A.data).all():
         raise OptionError(
             f"Got forms of shape {A.shape} and weights of shape {b.shape}. Want (terms, scales) and (terms,), with "

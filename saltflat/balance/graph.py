@@ -7,15 +7,15 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from saltflat.balance.balanced import Balanced, unfinished
-from saltflat.balance.components import components
+from saltflat.balance.balanced import BalanceResult, format_convergence_notes
+from saltflat.balance.components import find_components
 from saltflat.balance.forms import balance_forms
 from saltflat.errors import OptionError
 
 
 def balance_graph(
     tails: Tensor, heads: Tensor, weights: Tensor, nodes: int, tolerance: float = 1e-10, limit: int = 10_000
-) -> Balanced:
+) -> BalanceResult:
     r"""The smallest total weight of a graph when nodes scale their outgoing edges and divide their incoming ones.
 
     .. math::
@@ -39,7 +39,7 @@ def balance_graph(
         >>> round(found.value, 9), (found.potentials / torch.tensor(2.0).log()).round().tolist()
         (8.0, [0.0, -2.0])
     """
-    _check_ends(tails, heads, weights, nodes)
+    _check_edges(tails, heads, weights, nodes)
     numbers = np.arange(len(tails)).repeat(2)
     ends = torch.stack([tails, heads], 1).cpu().numpy().reshape(-1)
     forms = csr_array((np.tile([1.0, -1.0], len(tails)), (numbers, ends)), shape=(len(tails), nodes))
@@ -47,15 +47,18 @@ def balance_graph(
     tails, heads, there = tails.long(), heads.long(), (weights > 0) & (tails != heads)
     kept = there & ~torch.from_numpy(found.lost).to(there.device)
     z = torch.from_numpy(found.potentials).to(weights.device)
-    z = _from_first(z, components(tails[kept], heads[kept], nodes))
-    had, live = _touched(tails[there], heads[there], nodes), _touched(tails[kept], heads[kept], nodes)
+    z = _shift_to_first_node(z, find_components(tails[kept], heads[kept], nodes))
+    had, live = (
+        _find_touched_nodes(tails[there], heads[there], nodes),
+        _find_touched_nodes(tails[kept], heads[kept], nodes),
+    )
     notes: tuple[str, ...] = ()
     if not found.attained:
         notes = (
             f"{int(found.lost.sum())} of {int(there.sum())} edges lie on no cycle, can be scaled towards 0 without end "
             "and add nothing; no finite scales reach the value.",
         )
-    return Balanced(
+    return BalanceResult(
         value=found.value,
         values=z.new_tensor([found.value]),
         potentials=torch.where(live, z, torch.where(had, torch.nan, 0.0)),
@@ -65,11 +68,11 @@ def balance_graph(
         converged=found.converged,
         attained=found.attained,
         sweeps=found.sweeps,
-        notes=(*notes, *unfinished(found.residual, tolerance, found.sweeps)),
+        notes=(*notes, *format_convergence_notes(found.residual, tolerance, found.sweeps)),
     )
 
 
-def _check_ends(tails: Tensor, heads: Tensor, weights: Tensor, nodes: int) -> None:
+def _check_edges(tails: Tensor, heads: Tensor, weights: Tensor, nodes: int) -> None:
     ends = torch.cat([tails.reshape(-1), heads.reshape(-1)])
     whole = not ends.is_floating_point() and not ends.is_complex()
     inside = ends.numel() == 0 or (whole and int(ends.min()) >= 0 and int(ends.max()) < nodes)
@@ -81,14 +84,14 @@ def _check_ends(tails: Tensor, heads: Tensor, weights: Tensor, nodes: int) -> No
         )
 
 
-def _touched(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
+def _find_touched_nodes(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
     touched = torch.zeros(nodes, dtype=torch.bool, device=tails.device)
     touched[tails] = True
     touched[heads] = True
     return touched
 
 
-def _from_first(z: Tensor, parts: Tensor) -> Tensor:
+def _shift_to_first_node(z: Tensor, parts: Tensor) -> Tensor:
     """Potentials as seen from the first node of the same part."""
     numbers = torch.arange(len(parts), device=parts.device)
     first = torch.full_like(parts, len(parts)).scatter_reduce(0, parts, numbers, "amin")

@@ -17,9 +17,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from saltflat.balance.balanced import Balanced, checked, checked_effort, unfinished
-from saltflat.balance.components import on_cycles
-from saltflat.balance.settle import Flow, Point, laplacian, settle
+from saltflat.balance.balanced import BalanceResult, check_nonnegative, check_solver_options, format_convergence_notes
+from saltflat.balance.components import find_cyclic_entries
+from saltflat.balance.settle import Flow, FlowPoint, balance_flow, build_laplacian
 from saltflat.errors import OptionError
 
 # Logarithms of 0, kept finite so that differences of two are no nan; its exponential is 0.
@@ -28,7 +28,7 @@ ZERO = -1e5
 WIDE = 500.0
 
 
-def balance_bipartite(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int = 10_000) -> Balanced:
+def balance_bipartite(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int = 10_000) -> BalanceResult:
     r"""The smallest sum of two matrices when one is multiplied and the other divided by scales of rows and columns.
 
     .. math::
@@ -50,11 +50,11 @@ def balance_bipartite(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int
     """
     # The two sides are alike; Newton's method works on the rows, so these should be few.
     if F.shape == U.shape and F.dim() in (2, 3) and F.shape[-2] > F.shape[-1]:
-        return _balanced(F, U, 0.5, tolerance, limit, turned=True)
-    return _balanced(F, U, 0.5, tolerance, limit)
+        return _balance_matrices(F, U, 0.5, tolerance, limit, turned=True)
+    return _balance_matrices(F, U, 0.5, tolerance, limit)
 
 
-def balance_factored(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int = 10_000) -> Balanced:
+def balance_factored(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int = 10_000) -> BalanceResult:
     r"""The smallest sum of the entries of a product under scaling of its rows and inverse scaling of its columns.
 
     .. math::
@@ -76,23 +76,25 @@ def balance_factored(F: Tensor, U: Tensor, tolerance: float = 1e-10, limit: int 
         >>> round(found.value, 9), found.column_potentials is None
         (64.0, True)
     """
-    return _balanced(F, U, 1.0, tolerance, limit)
+    return _balance_matrices(F, U, 1.0, tolerance, limit)
 
 
-def _balanced(F: Tensor, U: Tensor, power: float, tolerance: float, limit: int, turned: bool = False) -> Balanced:
-    checked_effort(tolerance, limit)
+def _balance_matrices(
+    F: Tensor, U: Tensor, power: float, tolerance: float, limit: int, turned: bool = False
+) -> BalanceResult:
+    check_solver_options(tolerance, limit)
     if F.shape != U.shape or F.dim() not in (2, 3):
         raise OptionError(
             f"Got matrices of shapes {tuple(F.shape)} and {tuple(U.shape)}. Want (rows, columns) or "
             "(groups, rows, columns), the same for both. Do: sum a convolution over its kernel positions first."
         )
     single = F.dim() == 2
-    F, U = (checked(matrix, name) for matrix, name in ((F, "F"), (U, "U")))
+    F, U = (check_nonnegative(matrix, name) for matrix, name in ((F, "F"), (U, "U")))
     if turned:
         F, U = F.mT.contiguous(), U.mT.contiguous()
     if single:
         F, U = F[None], U[None]
-    kept = on_cycles(F, U)
+    kept = find_cyclic_entries(F, U)
     had = (F + U) > 0
     if kept is not None:
         F, U = torch.where(kept, F, 0.0), torch.where(kept, U, 0.0)
@@ -100,19 +102,19 @@ def _balanced(F: Tensor, U: Tensor, power: float, tolerance: float, limit: int, 
     x, y, values = F.new_zeros(F.shape[:2]), F.new_zeros(F.shape[::2]), F.new_zeros(len(F))
     residual, sweeps, slopes = 0.0, 0, torch.zeros_like(F)
     if bool(has.any()):
-        flow = Columns(F.log(), U.log(), power)
-        x, residual, sweeps = settle(flow, flow.start(), tolerance, limit)
-        point = flow.at(x)
+        flow = ColumnFlow(F.log(), U.log(), power)
+        x, residual, sweeps = balance_flow(flow, flow.compute_start(), tolerance, limit)
+        point = flow.make_point(x)
         y = (point.log_b - point.log_a) / 2
         values = point.log_w.exp().sum(1) / power
         # d/dF_ij of (a_j b_j)^p / p at fixed potentials, which is all there is at a minimum.
         through = power * (point.log_a + point.log_b) - point.log_a
         slopes = torch.where(has, (x[:, :, None] + through[:, None, :]).exp(), 0.0)
-    rows = _marked(x, had.any(2), has.any(2))
-    columns = _marked(y, had.any(1), has.any(1))
+    rows = _mask_potentials(x, had.any(2), has.any(2))
+    columns = _mask_potentials(y, had.any(1), has.any(1))
     if turned:
         rows, columns, slopes = columns, rows, slopes.mT
-    return Balanced(
+    return BalanceResult(
         value=float(values.sum()),
         values=values,
         potentials=rows[0] if single else rows,
@@ -122,16 +124,16 @@ def _balanced(F: Tensor, U: Tensor, power: float, tolerance: float, limit: int, 
         converged=residual <= tolerance,
         attained=kept is None,
         sweeps=sweeps,
-        notes=(*_dropped(rows, columns, kept), *unfinished(residual, tolerance, sweeps)),
+        notes=(*_format_dropped_notes(rows, columns, kept), *format_convergence_notes(residual, tolerance, sweeps)),
     )
 
 
-def _marked(potentials: Tensor, had: Tensor, has: Tensor) -> Tensor:
+def _mask_potentials(potentials: Tensor, had: Tensor, has: Tensor) -> Tensor:
     """nan for what lost all its edges, 0 for what never had any."""
     return torch.where(has, potentials, torch.where(had, torch.nan, 0.0))
 
 
-def _dropped(rows: Tensor, columns: Tensor, kept: Tensor | None) -> tuple[str, ...]:
+def _format_dropped_notes(rows: Tensor, columns: Tensor, kept: Tensor | None) -> tuple[str, ...]:
     if kept is None:
         return ()
     dead = [
@@ -143,79 +145,81 @@ def _dropped(rows: Tensor, columns: Tensor, kept: Tensor | None) -> tuple[str, .
     return (f"{what} can be scaled towards 0 without end and add nothing; no finite scales reach the value.",)
 
 
-class Columns(Flow):
+class ColumnFlow(Flow):
     """Rows as nodes; flow goes from row to row through columns."""
 
     def __init__(self, log_F: Tensor, log_U: Tensor, power: float) -> None:
         self.log_F, self.log_U, self.power = log_F, log_U, power
         self.pace = 0.5 if power == 0.5 else 0.25
 
-    def start(self) -> Tensor:
+    def compute_start(self) -> Tensor:
         """One sweep of rows and columns, from equal scales: right up to the shape of the matrices."""
         y = (self.log_U.logsumexp(1) - self.log_F.logsumexp(1)).nan_to_num()[:, None, :] / 2
         return ((self.log_U - y).logsumexp(2) - (self.log_F + y).logsumexp(2)).nan_to_num() / 2
 
-    def at(self, z: Tensor) -> ColumnsPoint:
-        return ColumnsPoint(self.log_F, self.log_U, self.power, z)
+    def make_point(self, z: Tensor) -> ColumnFlowPoint:
+        return ColumnFlowPoint(self.log_F, self.log_U, self.power, z)
 
 
-class ColumnsPoint(Point):
+class ColumnFlowPoint(FlowPoint):
     """Shares are in [0, 1]; the rows count in a unit they share, or each in its own where that is too coarse."""
 
     def __init__(self, log_F: Tensor, log_U: Tensor, power: float, z: Tensor) -> None:
         self.log_F, self.log_U, self.power, self.z = log_F, log_U, power, z
-        self.P, self.log_a = _shares(log_F + z[:, :, None], 1)
-        self.Q, self.log_b = _shares(log_U - z[:, :, None], 1)
+        self.P, self.log_a = _compute_shares(log_F + z[:, :, None], 1)
+        self.Q, self.log_b = _compute_shares(log_U - z[:, :, None], 1)
         self.log_w = power * (self.log_a + self.log_b)
         top = self.log_w.amax(1, keepdim=True)
         self.given, self.taken, self.w = self.P, self.Q, (self.log_w - top).exp()
-        self.log_out, self.log_in = (_times(part, self.w).log().clamp(min=ZERO) + top for part in (self.P, self.Q))
+        self.log_out, self.log_in = (
+            _multiply_batched(part, self.w).log().clamp(min=ZERO) + top for part in (self.P, self.Q)
+        )
         self.live = self.P.amax(2) > 0
         lowest = torch.where(self.live, torch.minimum(self.log_out, self.log_in), top).amin(1, keepdim=True)
         self.own_units = bool((lowest < top - WIDE).any())
         if self.own_units:
-            log_P, log_Q = self._log_shares()
-            self.given, self.log_out = _shares(log_P + self.log_w[:, None, :], 2)
-            self.taken, self.log_in = _shares(log_Q + self.log_w[:, None, :], 2)
+            log_P, log_Q = self._compute_log_shares()
+            self.given, self.log_out = _compute_shares(log_P + self.log_w[:, None, :], 2)
+            self.taken, self.log_in = _compute_shares(log_Q + self.log_w[:, None, :], 2)
             self.w = torch.ones_like(self.w)
 
-    def _log_shares(self) -> tuple[Tensor, Tensor]:
+    def _compute_log_shares(self) -> tuple[Tensor, Tensor]:
         z = self.z[:, :, None]
         return self.log_F + z - self.log_a[:, None, :], self.log_U - z - self.log_b[:, None, :]
 
-    def imbalance(self, shift: Tensor) -> Tensor:
+    def compute_imbalance(self, shift: Tensor) -> Tensor:
         up = shift.exp()
-        a, b = _times(self.P.mT, up), _times(self.Q.mT, 1 / up)
+        a, b = _multiply_batched(self.P.mT, up), _multiply_batched(self.Q.mT, 1 / up)
         a, b = torch.where(a > 0, a, 1.0), torch.where(b > 0, b, 1.0)
         w = self.w * (a * b) ** self.power
-        out, into = up * _times(self.given, w / a), _times(self.taken, w / b) / up
+        out, into = up * _multiply_batched(self.given, w / a), _multiply_batched(self.taken, w / b) / up
         r = out.log() - into.log()
         if self.own_units:
             r = r + self.log_out - self.log_in
         return torch.where(self.live, r, 0.0)
 
-    def log_flow(self) -> Tensor:
+    def compute_log_flow(self) -> Tensor:
         return torch.logaddexp(self.log_out, self.log_in).clamp(min=ZERO)
 
     @cached_property
     def _roots(self) -> tuple[Tensor, Tensor]:
         """P and Q times sqrt(w / d)."""
-        scale = (self.log_w[:, None, :] - self.log_flow()[:, :, None]) / 2
-        log_P, log_Q = self._log_shares()
+        scale = (self.log_w[:, None, :] - self.compute_log_flow()[:, :, None]) / 2
+        log_P, log_Q = self._compute_log_shares()
         return (log_P + scale).exp(), (log_Q + scale).exp()
 
-    def stiff(self, v: Tensor) -> Tensor:
+    def multiply_stiffness(self, v: Tensor) -> Tensor:
         P, Q = self._roots
-        p, up, down = self.power, _times(P.mT, v), _times(Q.mT, v)
-        return v - _times(P, (1 - p) * up + p * down) - _times(Q, p * up + (1 - p) * down)
+        p, up, down = self.power, _multiply_batched(P.mT, v), _multiply_batched(Q.mT, v)
+        return v - _multiply_batched(P, (1 - p) * up + p * down) - _multiply_batched(Q, p * up + (1 - p) * down)
 
-    def stiffness(self, root: Tensor) -> Tensor:
+    def compute_stiffness(self, root: Tensor) -> Tensor:
         P, Q = self._roots
         N = (P + Q) @ (P + Q).mT / 2 if self.power == 0.5 else P @ Q.mT + Q @ P.mT
-        return laplacian(N, root)
+        return build_laplacian(N, root)
 
 
-def _shares(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _compute_shares(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Shares in the sum over a dimension, and its logarithm. Uses up what it is given."""
     top = logs.amax(dim, keepdim=True).clamp(min=ZERO)
     shares = logs.sub_(top).exp_()
@@ -224,5 +228,5 @@ def _shares(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return shares, (total.log() + top).clamp(min=ZERO).squeeze(dim)
 
 
-def _times(matrix: Tensor, v: Tensor) -> Tensor:
+def _multiply_batched(matrix: Tensor, v: Tensor) -> Tensor:
     return (matrix @ v[:, :, None])[:, :, 0]

@@ -25,25 +25,25 @@ PATIENCE = 100
 DENSE = 2**22
 
 
-class Point(ABC):
+class FlowPoint(ABC):
     """The flow at some potentials ``z``, ``(groups, nodes)``."""
 
     z: Tensor
 
     @abstractmethod
-    def imbalance(self, shift: Tensor) -> Tensor:
+    def compute_imbalance(self, shift: Tensor) -> Tensor:
         """``(groups, nodes)``: ln(out / in) at ``z + shift``; 0 where nothing flows."""
 
     @abstractmethod
-    def log_flow(self) -> Tensor:
+    def compute_log_flow(self) -> Tensor:
         """``(groups, nodes)``: ln(out + in)."""
 
     @abstractmethod
-    def stiff(self, v: Tensor) -> Tensor:
+    def multiply_stiffness(self, v: Tensor) -> Tensor:
         """``(groups, nodes)``: S v with S the second derivative over ``sqrt(d[p] d[q])``."""
 
     @abstractmethod
-    def stiffness(self, root: Tensor) -> Tensor:
+    def compute_stiffness(self, root: Tensor) -> Tensor:
         """``(groups, nodes, nodes)``: S itself, given sqrt(d) in any unit."""
 
 
@@ -54,23 +54,23 @@ class Flow(ABC):
     pace: float
 
     @abstractmethod
-    def at(self, z: Tensor) -> Point: ...
+    def make_point(self, z: Tensor) -> FlowPoint: ...
 
 
-def settle(flow: Flow, z: Tensor, tolerance: float, limit: int) -> tuple[Tensor, float, int]:
+def balance_flow(flow: Flow, z: Tensor, tolerance: float, limit: int) -> tuple[Tensor, float, int]:
     """The best potentials found, the largest imbalance there, and the number of sweeps, Newton steps among them."""
-    point = flow.at(z)
-    residual = _worst(point.imbalance(torch.zeros_like(z)))
+    point = flow.make_point(z)
+    residual = _compute_residual(point.compute_imbalance(torch.zeros_like(z)))
     best = point.z, residual
     sweeps = 0
     while residual > tolerance and sweeps < limit:
         before = residual
-        point, residual, done = _swept(flow, point, tolerance, min(ROUND, limit - sweeps))
+        point, residual, done = _run_sweeps(flow, point, tolerance, min(ROUND, limit - sweeps))
         sweeps += done
         best = min(best, (point.z, residual), key=itemgetter(1))
         crawling = residual > tolerance and log(before / residual) / done * PATIENCE < log(residual / tolerance)
         while crawling and residual > tolerance and sweeps < limit:
-            moved = _newton(flow, point, residual, tolerance / 1000)
+            moved = _take_newton_step(flow, point, residual, tolerance / 1000)
             sweeps += 1
             if moved is None:
                 break
@@ -79,52 +79,56 @@ def settle(flow: Flow, z: Tensor, tolerance: float, limit: int) -> tuple[Tensor,
     return *best, sweeps
 
 
-def _worst(imbalance: Tensor) -> float:
+def _compute_residual(imbalance: Tensor) -> float:
     return float(imbalance.abs().max()) if imbalance.numel() else 0.0
 
 
-def _swept(flow: Flow, point: Point, tolerance: float, count: int) -> tuple[Point, float, int]:
+def _run_sweeps(flow: Flow, point: FlowPoint, tolerance: float, count: int) -> tuple[FlowPoint, float, int]:
     """After up to so many sweeps, with the imbalance that is left and the number of sweeps made."""
     shift = torch.zeros_like(point.z)
-    r = point.imbalance(shift)
+    r = point.compute_imbalance(shift)
     done = 0
-    while done < count and _worst(r) > tolerance:
+    while done < count and _compute_residual(r) > tolerance:
         shift = shift - flow.pace * r
-        if _worst(shift) > FAR:
-            point = flow.at(point.z + shift)
+        if _compute_residual(shift) > FAR:
+            point = flow.make_point(point.z + shift)
             shift = torch.zeros_like(shift)
-        r = point.imbalance(shift)
+        r = point.compute_imbalance(shift)
         done += 1
-    point = flow.at(point.z + shift)
-    return point, _worst(point.imbalance(torch.zeros_like(shift))), done
+    point = flow.make_point(point.z + shift)
+    return point, _compute_residual(point.compute_imbalance(torch.zeros_like(shift))), done
 
 
-def _newton(flow: Flow, point: Point, residual: float, noise: float) -> tuple[Point, float] | None:
+def _take_newton_step(flow: Flow, point: FlowPoint, residual: float, noise: float) -> tuple[FlowPoint, float] | None:
     """One step, shortened until it helps; None if it does not."""
-    step = _newton_step(point, noise)
+    step = _compute_newton_step(point, noise)
     for _ in range(6):
-        there, worst, _ = _swept(flow, flow.at(point.z + step.clamp(-FAR, FAR)), 0.0, 2)
+        there, worst, _ = _run_sweeps(flow, flow.make_point(point.z + step.clamp(-FAR, FAR)), 0.0, 2)
         if worst < max(residual, 0.1):
             return there, worst
         step = step / 4
     return None
 
 
-def _newton_step(point: Point, noise: float) -> Tensor:
-    r = point.imbalance(torch.zeros_like(point.z))
+def _compute_newton_step(point: FlowPoint, noise: float) -> Tensor:
+    r = point.compute_imbalance(torch.zeros_like(point.z))
     # What hangs together by the thinnest threads must not be pushed about by rounding errors.
     r = torch.where(r.abs() > noise, r, 0.0)
-    flow = point.log_flow()
+    flow = point.compute_log_flow()
     root = ((flow - flow.amax(1, keepdim=True)) / 2).exp()
     root = torch.where(root > 0, root, 1.0)
     # out - in = (out + in) tanh(r / 2)
     want = -root * (r / 2).tanh()
     groups, nodes = want.shape
-    step = _factorised(point, root, want) if groups * nodes * nodes <= DENSE else _conjugate_gradients(point, want)
+    step = (
+        _solve_by_cholesky(point, root, want)
+        if groups * nodes * nodes <= DENSE
+        else _solve_by_conjugate_gradients(point, want)
+    )
     return step / root
 
 
-def laplacian(N: Tensor, root: Tensor) -> Tensor:
+def build_laplacian(N: Tensor, root: Tensor) -> Tensor:
     """1 - N for a graph whose links over the roots of the flows at both ends are N."""
     N.diagonal(dim1=1, dim2=2).zero_()
     # The diagonal of a Laplacian is the sum of the rest of its row. Added up it is right to the last digit, however
@@ -132,8 +136,8 @@ def laplacian(N: Tensor, root: Tensor) -> Tensor:
     return torch.diag_embed((N @ root[:, :, None])[:, :, 0] / root) - N
 
 
-def _factorised(point: Point, root: Tensor, want: Tensor) -> Tensor:
-    S = point.stiffness(root)
+def _solve_by_cholesky(point: FlowPoint, root: Tensor, want: Tensor) -> Tensor:
+    S = point.compute_stiffness(root)
     one = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
     # A Laplacian is singular; and threads thinner than the first of these move no imbalance that counts.
     for ridge in (1e-13, 1e-12, 1e-11, 1e-10):
@@ -143,7 +147,7 @@ def _factorised(point: Point, root: Tensor, want: Tensor) -> Tensor:
     return torch.zeros_like(want)
 
 
-def _conjugate_gradients(point: Point, want: Tensor, iterations: int = 500) -> Tensor:
+def _solve_by_conjugate_gradients(point: FlowPoint, want: Tensor, iterations: int = 500) -> Tensor:
     x = torch.zeros_like(want)
     rest = direction = want
     power = (rest * rest).sum(1, keepdim=True)
@@ -151,7 +155,7 @@ def _conjugate_gradients(point: Point, want: Tensor, iterations: int = 500) -> T
     for _ in range(iterations):
         if bool((power <= enough).all()):
             break
-        image = point.stiff(direction)
+        image = point.multiply_stiffness(direction)
         stiffness = (direction * image).sum(1, keepdim=True)
         length = torch.where(stiffness > 0, power / stiffness, 0.0)
         x = x + length * direction

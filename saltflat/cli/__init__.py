@@ -1,19 +1,19 @@
 """The command line: every sub-command is one call of the library."""
 
-from saltflat._startup import INTERRUPTED, interrupts_raise
+from saltflat._startup import INTERRUPTED, raise_on_interrupt
 
 # These modules add their commands to the program.
 from saltflat.cli import landscape, measuring, reading, rewriting, spectrum, study, symmetry
-from saltflat.cli.names import names_from
+from saltflat.cli.names import parse_names
 from saltflat.cli.program import app
-from saltflat.cli.screen import drop_output, open_missing_streams, say
+from saltflat.cli.screen import discard_output, open_missing_streams, print_message
 
 __all__ = [
     "app",
     "landscape",
     "main",
     "measuring",
-    "names_from",
+    "parse_names",
     "reading",
     "rewriting",
     "spectrum",
@@ -28,13 +28,13 @@ def main() -> None:
     """Run the program. Exit codes beside those of the commands: 130 after Ctrl-C, 141 if the reader of a pipe left."""
     open_missing_streams()
     try:
-        with interrupts_raise():
+        with raise_on_interrupt():
             app(prog_name="saltflat")
     except KeyboardInterrupt as stop:
-        say("Interrupted.", "red")
+        print_message("Interrupted.", "red")
         raise SystemExit(INTERRUPTED) from stop
     except SystemExit as leaving:
         if not isinstance(leaving.__context__, BrokenPipeError):
             raise
-        drop_output()
+        discard_output()
         raise SystemExit(BROKEN_PIPE) from leaving

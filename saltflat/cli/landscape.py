@@ -10,11 +10,11 @@ import typer
 
 import saltflat
 from saltflat.cli import options
-from saltflat.cli.names import dtype_named, names_from
-from saltflat.cli.outputs import check_outputs, keep
-from saltflat.cli.program import app, users_session
-from saltflat.cli.screen import show_on_screen
-from saltflat.cli.source import Source
+from saltflat.cli.names import parse_dtype, parse_names
+from saltflat.cli.outputs import check_outputs, write_result
+from saltflat.cli.program import app, open_cli_session
+from saltflat.cli.screen import print_result
+from saltflat.cli.source import ModelDataSource
 
 
 @app.command()
@@ -58,7 +58,7 @@ def landscape(
 ) -> None:
     """Walk away from a network's weights along one or two directions, and see how the loss rises."""
     check_outputs(out, plot, quiet)
-    source = Source.of(
+    source = ModelDataSource.from_options(
         device,
         model=model,
         model_args=model_args,
@@ -70,12 +70,12 @@ def landscape(
         limit=limit,
         normalize=normalize,
     )
-    precision = dtype_named(dtype)
-    with users_session(show_traceback):
-        network, notes = source.network(seed)
-        examples = source.examples(network, precision)
-        with source.running():
-            found = saltflat.landscape(
+    precision = parse_dtype(dtype)
+    with open_cli_session(show_traceback):
+        network, notes = source.load_network(seed)
+        examples = source.load_examples(network, precision)
+        with source.wrap_errors():
+            found = saltflat.compute_landscape(
                 network,
                 examples,
                 loss,
@@ -86,13 +86,13 @@ def landscape(
                 normalize=normalize_directions,
                 biases=biases,
                 batch_norm=batch_norm,
-                layers=names_from(layers),
+                layers=parse_names(layers),
                 memory=memory,
                 dtype=precision,
                 seed=seed,
                 progress=False if quiet else None,
             )
-    found = dataclasses.replace(found, notes=(*notes, *found.notes, source.told()))
+    found = dataclasses.replace(found, notes=(*notes, *found.notes, source.format_data_note()))
     if not quiet:
-        show_on_screen(found)
-    keep(found, out, plot, quiet)
+        print_result(found)
+    write_result(found, out, plot, quiet)

@@ -10,12 +10,12 @@ import typer
 
 import saltflat
 from saltflat.cli import options
-from saltflat.cli.names import dtype_named, names_from
-from saltflat.cli.outputs import check_outputs, keep, keep_page
-from saltflat.cli.program import app, users_session
-from saltflat.cli.screen import show_on_screen
-from saltflat.cli.source import Source, weights_before
-from saltflat.cli.wording import report_worded
+from saltflat.cli.names import parse_dtype, parse_names
+from saltflat.cli.outputs import check_outputs, write_result, write_result_page
+from saltflat.cli.program import app, open_cli_session
+from saltflat.cli.screen import print_result
+from saltflat.cli.source import ModelDataSource, load_initial_weights
+from saltflat.cli.wording import reword_report
 
 
 @app.command()
@@ -49,7 +49,7 @@ def measure(
 ) -> None:
     """Measure a network on data: print a table, write a report."""
     check_outputs(out, plot, quiet, html)
-    source = Source.of(
+    source = ModelDataSource.from_options(
         device,
         model=model,
         model_args=model_args,
@@ -61,19 +61,19 @@ def measure(
         limit=limit,
         normalize=normalize,
     )
-    precision = dtype_named(dtype)
-    with users_session(show_traceback):
-        network, notes = source.network(seed)
-        examples = source.examples(network, precision)
-        before, more = weights_before(network, initial)
-        with source.running():
+    precision = parse_dtype(dtype)
+    with open_cli_session(show_traceback):
+        network, notes = source.load_network(seed)
+        examples = source.load_examples(network, precision)
+        before, more = load_initial_weights(network, initial)
+        with source.wrap_errors():
             report = saltflat.measure(
                 network,
                 examples,
                 loss,
-                names_from(measures),
+                parse_names(measures),
                 columns=columns,
-                layers=names_from(layers),
+                layers=parse_names(layers),
                 memory=memory,
                 dtype=precision,
                 seed=seed,
@@ -83,8 +83,8 @@ def measure(
                 initial=before,
                 certificate=certificate,
             )
-    report = dataclasses.replace(report_worded(report), notes=(*notes, *more, *report.notes, source.told()))
+    report = dataclasses.replace(reword_report(report), notes=(*notes, *more, *report.notes, source.format_data_note()))
     if not quiet:
-        show_on_screen(report)
-    keep(report, out, plot, quiet)
-    keep_page(report, html, quiet)
+        print_result(report)
+    write_result(report, out, plot, quiet)
+    write_result_page(report, html, quiet)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from saltflat.errors import DeviceError, OptionError, first_line, unknown
+from saltflat.errors import DeviceError, OptionError, format_error_line, make_unknown_name_error
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def names_from(given: list[str] | None) -> list[str] | None:
+def parse_names(given: list[str] | None) -> list[str] | None:
     """Names that came with commas, one by one, or both; commas inside of parentheses belong to the name.
 
     Example:
-        >>> names_from(["rho(axis='row', p=2),trace", "frobenius"])
+        >>> parse_names(["rho(axis='row', p=2),trace", "frobenius"])
         ["rho(axis='row', p=2)", 'trace', 'frobenius']
     """
     if not given:
@@ -34,20 +34,20 @@ def names_from(given: list[str] | None) -> list[str] | None:
     return names
 
 
-def dtype_named(name: str | None) -> torch.dtype | None:
+def parse_dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
-        raise unknown("dtype", name, DTYPES)
+        raise make_unknown_name_error("dtype", name, DTYPES)
     return None if name is None else DTYPES[name]
 
 
-def device_named(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
     """The device of this name, if it is there."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device).tolist()  # the meta device has no numbers to give
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
-            f"Got the device {name!r}, which cannot be used here ({first_line(error)}). "
+            f"Got the device {name!r}, which cannot be used here ({format_error_line(error)}). "
             "Want one that torch can reach. Do: --device cpu."
         ) from error
     return device

@@ -13,28 +13,28 @@ import typer
 from typer.core import TyperGroup
 
 import saltflat
-from saltflat.cli.screen import say
-from saltflat.cli.wording import as_options
+from saltflat.cli.screen import print_message
+from saltflat.cli.wording import reword_message
 from saltflat.errors import SaltflatError
-from saltflat.report.text import printable_lines
+from saltflat.report.text import make_lines_printable
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """Bad input is one line and exit code 2; what nobody foresaw keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except SaltflatError as error:
-            say(as_options(" ".join(str(error).split())), "red")
+            print_message(reword_message(" ".join(str(error).split())), "red")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as stop:
-            say("Interrupted.", "red")
+            print_message("Interrupted.", "red")
             raise typer.Exit(130) from stop
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     help="How flat is a trained network's minimum, measured so that rescaling its weights cannot fool you?",
     no_args_is_help=True,
     add_completion=False,
@@ -42,7 +42,7 @@ app = typer.Typer(
 )
 
 
-def version(wanted: bool) -> None:
+def print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"saltflat {saltflat.__version__}")
         raise typer.Exit
@@ -51,14 +51,14 @@ def version(wanted: bool) -> None:
 @app.callback()
 def start(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """How flat is a trained network's minimum, measured so that rescaling its weights cannot fool you?"""
 
 
 @contextmanager
-def users_session(show_traceback: bool, modules_here: bool = True) -> Iterator[None]:
+def open_cli_session(show_traceback: bool, modules_here: bool = True) -> Iterator[None]:
     """Modules in this folder can be imported, as with ``python -m``; errors are told in full first, where wanted.
 
     Args:
@@ -73,7 +73,7 @@ def users_session(show_traceback: bool, modules_here: bool = True) -> Iterator[N
         yield
     except SaltflatError:
         if show_traceback:
-            typer.echo(printable_lines(traceback.format_exc()), err=True, nl=False)
+            typer.echo(make_lines_printable(traceback.format_exc()), err=True, nl=False)
         raise
     finally:
         if modules_here:

@@ -10,14 +10,14 @@ import typer
 
 import saltflat
 from saltflat.cli import options
-from saltflat.cli.names import names_from
-from saltflat.cli.outputs import check_outputs, check_page, draw, keep_page
+from saltflat.cli.names import parse_names
+from saltflat.cli.outputs import check_outputs, check_page_path, write_figure, write_result_page
 from saltflat.cli.program import app
-from saltflat.cli.screen import show_on_screen, stdout_checked
+from saltflat.cli.screen import catch_stdout_errors, print_result
 from saltflat.errors import OptionError
 from saltflat.landscape import Landscape
 from saltflat.report import Audit, Report
-from saltflat.report.file import AUDIT, LANDSCAPE, REPORT, SPECTRUM, Form, form_of
+from saltflat.report.file import AUDIT, LANDSCAPE, REPORT, SPECTRUM, FileFormat, find_file_format
 from saltflat.spectrum import Spectrum
 
 FACTS = ("name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options", "cost")
@@ -36,11 +36,11 @@ def compare(
 ) -> None:
     """Print which network is flatter, the reports side by side, and which differences are real."""
     check_outputs(None, plot, quiet=False, html=html)
-    found = saltflat.compare(*reports, names=names_from(measures))
-    show_on_screen(found)
+    found = saltflat.compare(*reports, names=parse_names(measures))
+    print_result(found)
     if plot is not None:
-        draw(found.plot(), plot)
-    keep_page(found, html)
+        write_figure(found.plot(), plot)
+    write_result_page(found, html)
 
 
 @app.command(name="list")
@@ -48,12 +48,12 @@ def list_measures(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything.")] = False,
 ) -> None:
     """Print every measure: what it means, what leaves it unchanged, what it costs, where it comes from."""
-    entries = saltflat.catalogue()
+    entries = saltflat.list_measures()
     if as_json:
-        with stdout_checked():
+        with catch_stdout_errors():
             typer.echo(json.dumps([{fact: getattr(each, fact) for fact in FACTS} for each in entries], indent=2))
     else:
-        show_on_screen(entries)
+        print_result(entries)
 
 
 @app.command()
@@ -64,17 +64,17 @@ def show(
     html: options.Html = None,
 ) -> None:
     """Print a report, an audit, a landscape or a spectrum again."""
-    check_page(html)
-    kinds: dict[Form, type[Report | Audit | Landscape | Spectrum]] = {
+    check_page_path(html)
+    kinds: dict[FileFormat, type[Report | Audit | Landscape | Spectrum]] = {
         REPORT: Report,
         AUDIT: Audit,
         LANDSCAPE: Landscape,
         SPECTRUM: Spectrum,
     }
-    form = form_of(report, *kinds)
+    form = find_file_format(report, *kinds)
     found = kinds[form].load(report)
     if html is not None and isinstance(found, Landscape | Spectrum):
         raise OptionError(f"Got {form.what} with --html. Want a report or an audit. Do: draw it, with its plot().")
-    show_on_screen(found)
+    print_result(found)
     if not isinstance(found, Landscape | Spectrum):
-        keep_page(found, html)
+        write_result_page(found, html)

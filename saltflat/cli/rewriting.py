@@ -11,22 +11,22 @@ from rich.text import Text
 from torch import nn
 
 from saltflat.cli import options
-from saltflat.cli.names import dtype_named
-from saltflat.cli.program import app, users_session
-from saltflat.cli.screen import say, show_on_screen
-from saltflat.cli.source import Source
+from saltflat.cli.names import parse_dtype
+from saltflat.cli.program import app, open_cli_session
+from saltflat.cli.screen import print_message, print_result
+from saltflat.cli.source import ModelDataSource
 from saltflat.errors import ModelError, OptionError
 from saltflat.layers.affine import Affine
-from saltflat.report.file import checked
-from saltflat.report.text import number, printable
-from saltflat.sweep import statistics_of
-from saltflat.symmetry.example import example_of
+from saltflat.report.file import check_writable_path
+from saltflat.report.text import format_number, make_printable
+from saltflat.sweep import compute_statistics
+from saltflat.symmetry.example import take_example
 from saltflat.symmetry.fold import fold as folded_model
-from saltflat.symmetry.group import check_kind
+from saltflat.symmetry.group import check_rescaling_kind
 from saltflat.symmetry.rebalance import rebalance as rebalanced_model
-from saltflat.symmetry.running import inputs_of
-from saltflat.symmetry.same import COARSE, apart
-from saltflat.symmetry.uses import is_norm
+from saltflat.symmetry.running import parse_example
+from saltflat.symmetry.same import COARSE, compare_outputs
+from saltflat.symmetry.uses import is_batch_norm
 from saltflat.weights import save_weights
 
 COMPARED = 8  # examples
@@ -56,8 +56,8 @@ def fold(
     show_traceback: options.Traceback = False,
 ) -> None:
     """Fold BatchNorm into the layers before it and write the weights of the network without it."""
-    _check_out(out, weights, overwrite)
-    source = Source.of(
+    _check_weights_path(out, weights, overwrite)
+    source = ModelDataSource.from_options(
         device,
         model=model,
         model_args=model_args,
@@ -69,26 +69,26 @@ def fold(
         limit=None,
         normalize=normalize,
     )
-    with users_session(show_traceback):
-        network, notes = source.network(seed)
-        examples = source.examples(network)
-        with source.running():
-            new = folded_model(network, example_of(examples))
-            off = _difference(network, new, examples)
-    norms = {name: new.get_submodule(name) for name, each in network.named_modules() if is_norm(each)}
+    with open_cli_session(show_traceback):
+        network, notes = source.load_network(seed)
+        examples = source.load_examples(network)
+        with source.wrap_errors():
+            new = folded_model(network, take_example(examples))
+            off = _compare_outputs(network, new, examples)
+    norms = {name: new.get_submodule(name) for name, each in network.named_modules() if is_batch_norm(each)}
     if not norms:
         raise ModelError(
             f"Got a {type(network).__name__} without a BatchNorm that can be folded. Want one that has some. "
             "Do: go on with the weights as they are; nothing was written."
         )
     affine = sum(isinstance(each, Affine) for each in norms.values())
-    kept = sum(is_norm(each) for each in norms.values())
+    kept = sum(is_batch_norm(each) for each in norms.values())
     lines = [
         *(f"Note: {note}" for note in notes),
         f"{len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}: {len(norms) - affine - kept} folded into the layer "
         f"before, {affine} became a factor and a shift of their own, {kept} stayed.",
     ]
-    _write(new, out, off, lines, quiet, folded=True)
+    _write_new_weights(new, out, off, lines, quiet, folded=True)
 
 
 @app.command(
@@ -123,9 +123,9 @@ def rebalance(
     show_traceback: options.Traceback = False,
 ) -> None:
     """Rescale a network so that its Hessian has the smallest trace, and write the new weights."""
-    check_kind(kind)
-    _check_out(out, weights, overwrite)
-    source = Source.of(
+    check_rescaling_kind(kind)
+    _check_weights_path(out, weights, overwrite)
+    source = ModelDataSource.from_options(
         device,
         model=model,
         model_args=model_args,
@@ -137,30 +137,30 @@ def rebalance(
         limit=limit,
         normalize=normalize,
     )
-    precision = dtype_named(dtype)
+    precision = parse_dtype(dtype)
     shown: dict[str, Any] = {"columns": columns, "memory": memory, "dtype": precision, "seed": seed}
     shown["progress"] = False if quiet else None
-    with users_session(show_traceback):
-        network, notes = source.network(seed)
-        examples = source.examples(network, precision)
-        with source.running(), warnings.catch_warnings(record=True) as doubts:
+    with open_cli_session(show_traceback):
+        network, notes = source.load_network(seed)
+        examples = source.load_examples(network, precision)
+        with source.wrap_errors(), warnings.catch_warnings(record=True) as doubts:
             warnings.simplefilter("always")
             new = rebalanced_model(network, examples, loss, kind, **shown)
-            off = _difference(network, new, examples)
-            before, after = (_trace(each, examples, loss, shown) for each in (network, new))
-    lines = [f"Note: {note}" for note in [*notes, *(str(each.message) for each in doubts), source.told()]]
-    share = f" ({number(100 * after / before, 3)} %)" if before else ""
-    lines.append(f"Gauss-Newton trace: {number(before)} before, {number(after)} now{share}.")
-    _write(new, out, off, lines, quiet, folded=source.is_folded())
+            off = _compare_outputs(network, new, examples)
+            before, after = (_compute_trace(each, examples, loss, shown) for each in (network, new))
+    lines = [f"Note: {note}" for note in [*notes, *(str(each.message) for each in doubts), source.format_data_note()]]
+    share = f" ({format_number(100 * after / before, 3)} %)" if before else ""
+    lines.append(f"Gauss-Newton trace: {format_number(before)} before, {format_number(after)} now{share}.")
+    _write_new_weights(new, out, off, lines, quiet, folded=source.is_folded())
 
 
-def _check_out(out: Path, weights: Path | None, overwrite: bool) -> None:
+def _check_weights_path(out: Path, weights: Path | None, overwrite: bool) -> None:
     """Find out before the work whether its result can be kept, and that nothing is lost by it."""
     if out.suffix != ".safetensors":
         raise OptionError(
             f"Got --out {str(out)!r}. Want a name that ends in .safetensors. Do: for instance new.safetensors."
         )
-    place = checked(out, "--out")
+    place = check_writable_path(out, "--out")
     if weights is not None and place == weights.resolve():
         raise OptionError(
             f"Got {str(out)!r} for both --out and --weights. Want the old weights to stay. Do: choose another name."
@@ -171,9 +171,9 @@ def _check_out(out: Path, weights: Path | None, overwrite: bool) -> None:
         )
 
 
-def _difference(network: nn.Module, new: nn.Module, examples: Any) -> float:
+def _compare_outputs(network: nn.Module, new: nn.Module, examples: Any) -> float:
     """How far the outputs are apart, in the model's own precision, if that is no more than rounding."""
-    off = apart(network, new, inputs_of(example_of(examples, count=COMPARED)))
+    off = compare_outputs(network, new, parse_example(take_example(examples, count=COMPARED)))
     if not off <= COARSE:
         raise ModelError(
             f"Got outputs of the new network that differ by {off:.1e} of their largest. Want the same up to rounding. "
@@ -182,16 +182,16 @@ def _difference(network: nn.Module, new: nn.Module, examples: Any) -> float:
     return off
 
 
-def _trace(network: nn.Module, examples: Any, loss: str, shown: dict[str, Any]) -> float:
-    found = statistics_of(network, examples, "curvature_trace", loss, **shown)["curvature_trace"]
+def _compute_trace(network: nn.Module, examples: Any, loss: str, shown: dict[str, Any]) -> float:
+    found = compute_statistics(network, examples, "curvature_trace", loss, **shown)["curvature_trace"]
     return sum(float(each) for each in found.values())
 
 
-def _write(new: nn.Module, out: Path, off: float, lines: list[str], quiet: bool, folded: bool) -> None:
+def _write_new_weights(new: nn.Module, out: Path, off: float, lines: list[str], quiet: bool, folded: bool) -> None:
     done = "Replaced" if out.exists() else "Wrote"
     count = save_weights(new, out, folded)
     if quiet:
         return
     lines.append(f"Outputs differ by {off:.1e} of their largest, on the first examples (at most {COMPARED}).")
-    show_on_screen(Text("\n".join(map(printable, lines))))
-    say(f"{done} {out}: {count} tensors.")
+    print_result(Text("\n".join(map(make_printable, lines))))
+    print_message(f"{done} {out}: {count} tensors.")

@@ -15,24 +15,24 @@ from rich.segment import Segment
 from rich.text import Text
 
 from saltflat.errors import OptionError
-from saltflat.report.text import printable, printable_lines
+from saltflat.report.text import make_lines_printable, make_printable
 
 
-def say(text: str, style: str = "dim") -> None:
+def print_message(text: str, style: str = "dim") -> None:
     """A line to the person, beside the results."""
-    Console(stderr=True).print(Text(printable(text), style=style), soft_wrap=True)
+    Console(stderr=True).print(Text(make_printable(text), style=style), soft_wrap=True)
 
 
-def show_on_screen(thing: Any) -> None:
+def print_result(thing: Any) -> None:
     """A result as a table: in colours and of the screen's width, or as it prints itself into files and pipes."""
-    with stdout_checked():
+    with catch_stdout_errors():
         if sys.stdout.isatty():
-            Console().print(_Escaped(thing))
+            Console().print(_EscapedRenderable(thing))
         else:
-            typer.echo(printable_lines(str(thing)))
+            typer.echo(make_lines_printable(str(thing)))
 
 
-class _Escaped:
+class _EscapedRenderable:
     """A result whose own text cannot steer the terminal; colours and layout come from rich."""
 
     def __init__(self, thing: Any) -> None:
@@ -40,7 +40,7 @@ class _Escaped:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style, control in console.render(self.thing, options):
-            yield Segment(printable_lines(text), style, control)
+            yield Segment(make_lines_printable(text), style, control)
 
 
 def open_missing_streams() -> None:
@@ -49,13 +49,13 @@ def open_missing_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
-def drop_output() -> None:
+def discard_output() -> None:
     """Send what is still to be printed to nowhere, or Python tries again at its end, and complains."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager
-def stdout_checked() -> Iterator[None]:
+def catch_stdout_errors() -> Iterator[None]:
     """A full disk behind the standard output is an error like others."""
     try:
         yield

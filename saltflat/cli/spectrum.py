@@ -10,11 +10,11 @@ import typer
 
 import saltflat
 from saltflat.cli import options
-from saltflat.cli.names import dtype_named, names_from
-from saltflat.cli.outputs import check_outputs, keep
-from saltflat.cli.program import app, users_session
-from saltflat.cli.screen import show_on_screen
-from saltflat.cli.source import Source
+from saltflat.cli.names import parse_dtype, parse_names
+from saltflat.cli.outputs import check_outputs, write_result
+from saltflat.cli.program import app, open_cli_session
+from saltflat.cli.screen import print_result
+from saltflat.cli.source import ModelDataSource
 
 
 @app.command()
@@ -55,7 +55,7 @@ def spectrum(
 ) -> None:
     """Find the largest and smallest eigenvalues of the Hessian, and the density of all of them."""
     check_outputs(out, plot, quiet)
-    source = Source.of(
+    source = ModelDataSource.from_options(
         device,
         model=model,
         model_args=model_args,
@@ -67,12 +67,12 @@ def spectrum(
         limit=limit,
         normalize=normalize,
     )
-    precision = dtype_named(dtype)
-    with users_session(show_traceback):
-        network, notes = source.network(seed)
-        examples = source.examples(network, precision)
-        with source.running():
-            found = saltflat.spectrum(
+    precision = parse_dtype(dtype)
+    with open_cli_session(show_traceback):
+        network, notes = source.load_network(seed)
+        examples = source.load_examples(network, precision)
+        with source.wrap_errors():
+            found = saltflat.compute_spectrum(
                 network,
                 examples,
                 loss,
@@ -83,13 +83,13 @@ def spectrum(
                 density=density,
                 draws=draws,
                 steps=steps,
-                layers=names_from(layers),
+                layers=parse_names(layers),
                 memory=memory,
                 dtype=precision,
                 seed=seed,
                 progress=False if quiet else None,
             )
-    found = dataclasses.replace(found, notes=(*found.notes, *notes, source.told()))
+    found = dataclasses.replace(found, notes=(*found.notes, *notes, source.format_data_note()))
     if not quiet:
-        show_on_screen(found)
-    keep(found, out, plot, quiet)
+        print_result(found)
+    write_result(found, out, plot, quiet)

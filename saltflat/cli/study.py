@@ -10,14 +10,14 @@ import typer
 
 from saltflat.amounts import check_count
 from saltflat.cli import options
-from saltflat.cli.outputs import check_page
-from saltflat.cli.program import app, users_session
-from saltflat.cli.screen import say, show_on_screen, stdout_checked
-from saltflat.errors import SaltflatError, StudyError, unknown
+from saltflat.cli.outputs import check_page_path
+from saltflat.cli.program import app, open_cli_session
+from saltflat.cli.screen import catch_stdout_errors, print_message, print_result
+from saltflat.errors import SaltflatError, StudyError, make_unknown_name_error
 from saltflat.studies import Results, Study
 from saltflat.studies import verify as verify_folder
-from saltflat.studies.executors import EXECUTORS, executor_named
-from saltflat.studies.lock import holder, is_locked
+from saltflat.studies.executors import EXECUTORS, make_executor
+from saltflat.studies.lock import format_lock_holder, is_locked
 
 Folder: TypeAlias = Annotated[Path, typer.Argument(help="The folder that run was given as --out.")]
 KeepMissed: TypeAlias = Annotated[
@@ -73,11 +73,11 @@ def run(
     """Train and measure what is not yet done."""
     resources = {name: value for name, value in {"cpus": cpus, "gpus": gpus}.items() if value is not None}
     again = f"saltflat study run {definition} --out {out}"
-    with users_session(show_traceback):
+    with open_cli_session(show_traceback):
         if executor not in EXECUTORS:
-            raise unknown("executor", executor, EXECUTORS)
+            raise make_unknown_name_error("executor", executor, EXECUTORS)
         found = Study.from_file(definition)
-        chosen = executor_named(executor, workers=workers, address=address)
+        chosen = make_executor(executor, workers=workers, address=address)
         try:
             results = found.run(
                 out,
@@ -91,27 +91,27 @@ def run(
                 timeout=timeout,
             )
         except KeyboardInterrupt as stop:
-            say(f"Stopped. What is finished is kept. Go on with: {again}", "red")
+            print_message(f"Stopped. What is finished is kept. Go on with: {again}", "red")
             raise typer.Exit(130) from stop
     if quiet:
         return
-    show_on_screen(results)
+    print_result(results)
     if results.counts["failed"]:
-        say(f"Runs that failed have their traceback in {out}/rows; try them again with --retry-failed.")
-    say(f"Next: saltflat study score {out}, or saltflat study report {out} --out report.html.")
+        print_message(f"Runs that failed have their traceback in {out}/rows; try them again with --retry-failed.")
+    print_message(f"Next: saltflat study score {out}, or saltflat study report {out} --out report.html.")
 
 
 @study.command()
 def status(folder: Folder) -> None:
     """Print how many runs are done, missed, diverged, failed and missing; also while the study runs."""
     results = Results.load(folder)
-    show_on_screen(results)
+    print_result(results)
     running = is_locked(folder)
     if running:
-        who = holder(folder)
-        say(f"{who[0].upper()}{who[1:]} is working on it now.")
+        who = format_lock_holder(folder)
+        print_message(f"{who[0].upper()}{who[1:]} is working on it now.")
     elif results.counts["missing"]:
-        say(f"Nobody is working on it. Go on with: saltflat study run STUDY.yaml --out {folder}")
+        print_message(f"Nobody is working on it. Go on with: saltflat study run STUDY.yaml --out {folder}")
 
 
 @study.command(
@@ -121,7 +121,7 @@ def status(folder: Folder) -> None:
 def verify(folder: Folder) -> None:
     """Check every file, and say what the next run would make again."""
     found = verify_folder(folder)
-    show_on_screen(found)
+    print_result(found)
     if found.problems:
         raise typer.Exit(1)
 
@@ -135,17 +135,17 @@ def score(
 ) -> None:
     """Print how well each measure goes with the generalization gap, beside controls."""
     if gap not in GAPS:
-        raise unknown("gap", gap, GAPS)
+        raise make_unknown_name_error("gap", gap, GAPS)
     results = Results.load(folder)
     try:
         scores = results.scores(gap, missed="keep" if keep_missed else "leave out")
     except SaltflatError as error:
         raise StudyError(str(error).replace("missed='keep'", "--keep-missed")) from error
     if as_json:
-        with stdout_checked():
+        with catch_stdout_errors():
             typer.echo(json.dumps(scores.to_dict(), indent=2, allow_nan=False))
     else:
-        show_on_screen(scores)
+        print_result(scores)
 
 
 @study.command(
@@ -174,8 +174,8 @@ def report(
 ) -> None:
     """Write the study as one page for a browser, with everything in it."""
     check_count(0, audits=audits)
-    check_page(out, "--out")
-    with users_session(show_traceback, modules_here=allow_code):
+    check_page_path(out, "--out")
+    with open_cli_session(show_traceback, modules_here=allow_code):
         results = Results.load(folder)
         done = "Replaced" if out.exists() else "Wrote"
         results.write_html(
@@ -183,9 +183,9 @@ def report(
             audits=audits,
             data_folder=data_dir,
             progress=False if quiet else None,
-            tell=None if quiet else say,
+            tell=None if quiet else print_message,
             allow_code=allow_code,
             missed="keep" if keep_missed else "leave out",
         )
     if not quiet:
-        say(f"{done} {out}.")
+        print_message(f"{done} {out}.")

@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 
 from saltflat.cli import options
-from saltflat.cli.names import names_from
-from saltflat.cli.outputs import check_outputs, draw, keep, keep_page
-from saltflat.cli.program import app, users_session
-from saltflat.cli.screen import show_on_screen
-from saltflat.cli.source import Source, weights_before
-from saltflat.cli.wording import audit_worded
+from saltflat.cli.names import parse_names
+from saltflat.cli.outputs import check_outputs, write_figure, write_result, write_result_page
+from saltflat.cli.program import app, open_cli_session
+from saltflat.cli.screen import print_result
+from saltflat.cli.source import ModelDataSource, load_initial_weights
+from saltflat.cli.wording import reword_audit
 from saltflat.symmetry import audit as auditing
 from saltflat.symmetry import graph
-from saltflat.symmetry.example import example_of
-from saltflat.symmetry.group import check_kind
+from saltflat.symmetry.example import take_example
+from saltflat.symmetry.group import check_rescaling_kind
 
 
 # Given as texts: from docstrings, the lines of all paragraphs but the first would stay broken where they are here.
@@ -68,7 +68,7 @@ def audit(
 ) -> None:
     """Rescale a network at random and see which measures notice, though its function stays the same."""
     check_outputs(out, plot, quiet, html)
-    source = Source.of(
+    source = ModelDataSource.from_options(
         device,
         model=model,
         model_args=model_args,
@@ -80,33 +80,33 @@ def audit(
         limit=limit,
         normalize=normalize,
     )
-    with users_session(show_traceback):
-        network, notes = source.network(seed)
-        examples = source.examples(network)
-        before, more = weights_before(network, initial)
-        with source.running():
-            found = auditing.audit(
+    with open_cli_session(show_traceback):
+        network, notes = source.load_network(seed)
+        examples = source.load_examples(network)
+        before, more = load_initial_weights(network, initial)
+        with source.wrap_errors():
+            found = auditing.audit_invariance(
                 network,
                 examples,
                 loss,
-                names_from(measures),
+                parse_names(measures),
                 draws=draws,
                 spread=spread,
-                kinds=names_from(kinds) or tuple(auditing.KINDS),
+                kinds=parse_names(kinds) or tuple(auditing.KINDS),
                 seed=seed,
                 columns=columns,
-                layers=names_from(layers),
+                layers=parse_names(layers),
                 memory=memory,
                 progress=False if quiet else None,
                 logits=logits,
                 diagonal=diagonal,
                 initial=before,
             )
-    found = dataclasses.replace(audit_worded(found), notes=(*notes, *more, *found.notes, source.told()))
+    found = dataclasses.replace(reword_audit(found), notes=(*notes, *more, *found.notes, source.format_data_note()))
     if not quiet:
-        show_on_screen(found)
-    keep(found, out, plot, quiet)
-    keep_page(found, html, quiet)
+        print_result(found)
+    write_result(found, out, plot, quiet)
+    write_result_page(found, html, quiet)
     if not found.holds:
         raise typer.Exit(1)
 
@@ -135,9 +135,9 @@ def symmetries(
     show_traceback: options.Traceback = False,
 ) -> None:
     """Find which weights can grow, if others shrink, so that the function stays the same."""
-    check_kind(kind)
+    check_rescaling_kind(kind)
     check_outputs(None, plot, quiet=False)
-    source = Source.of(
+    source = ModelDataSource.from_options(
         device,
         model=model,
         model_args=model_args,
@@ -149,12 +149,12 @@ def symmetries(
         limit=None,
         normalize=normalize,
     )
-    with users_session(show_traceback):
-        network, _ = source.network(seed)
-        examples = source.examples(network)
-        with source.running():
-            group = graph.symmetries(network, example_of(examples))
-    group = group.by_layer() if kind == "layer" else group
-    show_on_screen(group)
+    with open_cli_session(show_traceback):
+        network, _ = source.load_network(seed)
+        examples = source.load_examples(network)
+        with source.wrap_errors():
+            group = graph.find_symmetries(network, take_example(examples))
+    group = group.restrict_to_layers() if kind == "layer" else group
+    print_result(group)
     if plot is not None:
-        draw(group.plot(), plot)
+        write_figure(group.plot(), plot)

@@ -11,21 +11,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from saltflat.errors import OptionError, TrainingError
-from saltflat.integrations.huggingface_callback import FlatnessCallback, host
-from saltflat.integrations.huggingface_options import fisher_from, flatness_from, penalties_from, two_pass_from
-from saltflat.integrations.own_loss import losses
-from saltflat.integrations.record import Complaints
-from saltflat.loan import own_forward
-from saltflat.logits import Normalized
-from saltflat.randomness import remembered
+from saltflat.integrations.huggingface_callback import FlatnessCallback, import_transformers
+from saltflat.integrations.huggingface_options import (
+    parse_fisher_option,
+    parse_flatness_option,
+    parse_penalties,
+    parse_sam_option,
+)
+from saltflat.integrations.own_loss import compare_losses
+from saltflat.integrations.record import OneTimeWarnings
+from saltflat.loan import remove_accelerate_autocast
+from saltflat.logits import NormalizedLogitsLoss
+from saltflat.randomness import snapshot_rng
 from saltflat.training.fisher_penalty import FisherPenalty
-from saltflat.training.frozen import frozen_buffers
+from saltflat.training.frozen import freeze_buffers
 from saltflat.training.sharded import check_not_sharded
 from saltflat.training.two_pass import TwoPass
 
 __all__ = ["FlatTraining", "FlatnessCallback"]
 
-_Trainer: Any = host().Trainer
+_Trainer: Any = import_transformers().Trainer
 
 
 class FlatTraining:
@@ -89,16 +94,16 @@ class FlatTraining:
                 f"Got fisher= and {'sam=' if sam else 'penalties='} together. Want one of them: each says where "
                 "gradients are taken, and of what. Do: leave one out."
             )
-        self._make_sam = two_pass_from(sam)
-        self._make_fisher = fisher_from(fisher)
-        self._penalties = penalties_from(penalties)
+        self._make_sam = parse_sam_option(sam)
+        self._make_fisher = parse_fisher_option(fisher)
+        self._penalties = parse_penalties(penalties)
         self._micro_batches: list[tuple[Any, Any, Callable[[], None]]] = []
         self.sam: TwoPass | None = None
         self.fisher: FisherPenalty | None = None
         self.perturbed_steps = 0
         self._counting: Any = None
-        self._complain, self._is_compared = Complaints(), False
-        self.flatness: Any = flatness_from(flatness)
+        self._complain, self._is_compared = OneTimeWarnings(), False
+        self.flatness: Any = parse_flatness_option(flatness)
         super().__init__(*args, **kwargs)
         if self.flatness is not None:
             self.flatness.log = self._log_flatness
@@ -117,11 +122,11 @@ class FlatTraining:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if self._make_fisher is not None:
-            return self._fisher_step(model, inputs, num_items_in_batch)
+            return self._run_fisher_step(model, inputs, num_items_in_batch)
         if self._make_sam is None:
-            return self._plain_step(model, inputs, num_items_in_batch)
+            return self._run_plain_step(model, inputs, num_items_in_batch)
         try:
-            return self._sam_step(model, inputs, num_items_in_batch)
+            return self._run_sam_step(model, inputs, num_items_in_batch)
         except BaseException:
             self._micro_batches.clear()
             if self.sam is not None:
@@ -135,22 +140,22 @@ class FlatTraining:
         batch, items = dict(inputs), kwargs.get("num_items_in_batch")  # the Trainer may take labels out of the inputs
         inner = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         if not self._is_compared:
-            self._compare(inner, batch)
+            self._check_penalty_losses(inner, batch)
             self._is_compared = True
-        share = self._ratio(trainers, inner, batch, items) if self._is_scaled(items) else 1.0
+        share = self._compute_loss_ratio(trainers, inner, batch, items) if self._is_loss_scaled(items) else 1.0
         found = trainers(model, inputs, return_outputs=return_outputs, **kwargs)
         loss, outputs = found if return_outputs else (found, None)
         for penalty, strength in self._penalties:
             loss = loss + strength * share * penalty(inner, batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _compare(self, model: nn.Module, batch: dict[str, Any]) -> None:
+    def _check_penalty_losses(self, model: nn.Module, batch: dict[str, Any]) -> None:
         """Refuse penalties on another loss than the one that is trained on."""
         trainer: Any = self
         smoothing = trainer.args.label_smoothing_factor
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         for penalty, _ in self._penalties:
-            if trainer.compute_loss_func is not None or isinstance(penalty.loss, Normalized):
+            if trainer.compute_loss_func is not None or isinstance(penalty.loss, NormalizedLogitsLoss):
                 continue
             if smoothing:
                 if getattr(penalty.loss, "label_smoothing", 0.0) != smoothing:
@@ -160,23 +165,23 @@ class FlatTraining:
                         f"Do: give it 'loss': torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
                     )
                 continue
-            found = losses(model, inputs, batch.get("labels"), penalty.loss)
-            if found is not None and not found.agree:
+            found = compare_losses(model, inputs, batch.get("labels"), penalty.loss)
+            if found is not None and not found.is_close:
                 raise TrainingError(
                     f"Got {found.ours:.6g} as the loss of the first batch for the penalty {penalty.name}, and "
                     f"{found.own:.6g} by the model itself. Want one loss: a penalty on another one pulls elsewhere. "
                     "Do: give the penalty the model's own 'loss'; models that shift labels inside cannot have one."
                 )
 
-    def _plain_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
+    def _run_plain_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, items)  # type: ignore[misc]
         return loss
 
-    def _sam_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
-        sam = self._two_pass(model)
-        self._micro_batches.append((inputs, items, remembered()))
+    def _run_sam_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
+        sam = self._prepare_sam(model)
+        self._micro_batches.append((inputs, items, snapshot_rng()))
         with sam.first_pass():
-            loss = self._plain_step(model, inputs, items)
+            loss = self._run_plain_step(model, inputs, items)
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         if not accelerator.sync_gradients:
             return loss
@@ -186,11 +191,11 @@ class FlatTraining:
             back()
             is_last = i == len(again) - 1
             with nullcontext() if is_last else accelerator.no_sync(model):
-                self._plain_step(model, one, count)
+                self._run_plain_step(model, one, count)
         sam.take_gradient()
         return loss
 
-    def _two_pass(self, model: nn.Module) -> TwoPass:
+    def _prepare_sam(self, model: nn.Module) -> TwoPass:
         optimizer: Any = self.optimizer  # type: ignore[attr-defined]
         base = getattr(optimizer, "optimizer", optimizer)
         if self.sam is None or self.sam.base is not base or self.sam.model is not model:
@@ -200,14 +205,14 @@ class FlatTraining:
             # Called for steps that are really taken: a GradScaler may skip one.
             if self._counting is not None:
                 self._counting.remove()
-            self._counting = base.register_step_post_hook(self._count)
+            self._counting = base.register_step_post_hook(self._count_perturbed_step)
         return self.sam
 
-    def _count(self, *_: Any) -> None:
+    def _count_perturbed_step(self, *_: Any) -> None:
         if self.sam is not None and self.sam.perturbation > 0:
             self.perturbed_steps += 1
 
-    def _fisher_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
+    def _run_fisher_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
         if self.fisher is None or self.fisher.model is not model:
             assert self._make_fisher is not None
             self._check_not_sharded(model)
@@ -221,31 +226,37 @@ class FlatTraining:
             self.fisher.whole = True  # a mean over labels, of which examples may have more or fewer
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         # Autocast around it all in place of one around forward: the penalty can then leave it, and must.
-        with own_forward(inner), trainer.accelerator.autocast():
-            scaled = items is not None and self._is_scaled(items)
-            weight = self._ratio(self.compute_loss, inner, batch, items) if scaled else 1 / self._micro_batches_per_step
+        with remove_accelerate_autocast(inner), trainer.accelerator.autocast():
+            scaled = items is not None and self._is_loss_scaled(items)
+            weight = (
+                self._compute_loss_ratio(self.compute_loss, inner, batch, items)
+                if scaled
+                else 1 / self._micro_batches_per_step
+            )
             if weight == 0 and inner is model:
                 return torch.zeros((), device=trainer.args.device)  # no labels that count, and so no mean of them
             loss = self.fisher.backward(batch, weight=weight, scaler=trainer.accelerator.scaler)
         return weight * loss
 
-    def _ratio(self, loss: Callable[..., Any], model: nn.Module, batch: dict[str, Any], items: Any) -> float:
+    def _compute_loss_ratio(
+        self, loss: Callable[..., Any], model: nn.Module, batch: dict[str, Any], items: Any
+    ) -> float:
         """What a micro-batch counts for in its step: its share of the step's loss over its own mean, as it comes.
 
         Models count labels in their own ways, or not at all: so both are asked for.
         """
         if items is None:
             return 1 / self._micro_batches_per_step
-        back = remembered()
+        back = snapshot_rng()
         found = []
-        with torch.no_grad(), frozen_buffers(model):
+        with torch.no_grad(), freeze_buffers(model):
             for count in (items, None):
                 found.append(float(loss(model, dict(batch), num_items_in_batch=count)))
                 back()
         share, mean = found
         return share / mean if share else 0.0
 
-    def _is_scaled(self, items: Any) -> bool:
+    def _is_loss_scaled(self, items: Any) -> bool:
         """Whether losses of micro-batches come as their shares of the step's, which the Trainer then just adds."""
         trainer: Any = self
         said = getattr(trainer, "loss_is_scaled_for_ga", None)

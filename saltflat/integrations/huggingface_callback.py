@@ -8,17 +8,17 @@ from typing import Any
 from torch import distributed as dist
 from torch import nn
 
-from saltflat.errors import first_line
-from saltflat.integrations.monitor import Monitor, check_options
-from saltflat.integrations.one_for_all import AsItStepped, OneForAll
-from saltflat.integrations.record import Complaints, Record
-from saltflat.integrations.schedule import DEFAULT_EVERY, Every
-from saltflat.losses import loss_from
+from saltflat.errors import format_error_line
+from saltflat.integrations.monitor import Monitor, check_monitor_options
+from saltflat.integrations.one_for_all import OptimizerSnapshot, RankZeroMonitor
+from saltflat.integrations.record import OneTimeWarnings, Record
+from saltflat.integrations.schedule import DEFAULT_EVERY, Interval
+from saltflat.losses import parse_loss
 from saltflat.report.optional import MissingPackageError
 from saltflat.training.sharded import check_not_sharded
 
 
-def host() -> Any:
+def import_transformers() -> Any:
     """The transformers package."""
     try:
         import transformers
@@ -30,7 +30,7 @@ def host() -> Any:
     return transformers
 
 
-_TrainerCallback: Any = host().TrainerCallback
+_TrainerCallback: Any = import_transformers().TrainerCallback
 
 
 class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
@@ -73,15 +73,15 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        Every.of(every)
-        check_options(options, without=("model",))
+        Interval.parse(every)
+        check_monitor_options(options, without=("model",))
         self.probe, self.measures, self.loss, self.every, self.options = probe, measures, loss, every, options
         self.log: Callable[[dict[str, float]], None] | None = None  # the Trainer's, where there is a way to it
         self.changed_by = ""  # what changes the gradient before the optimizer steps
-        self.watch: OneForAll | None = None
+        self.watch: RankZeroMonitor | None = None
         self._earlier: list[Record] = []
-        self._stepped: AsItStepped | None = None
-        self._complain = Complaints()
+        self._stepped: OptimizerSnapshot | None = None
+        self._complain = OneTimeWarnings()
 
     @property
     def history(self) -> list[Record]:
@@ -93,34 +93,34 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
         self.watch = self._stepped = None
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
-        def make() -> Monitor:
+        def make_monitor() -> Monitor:
             return Monitor(model, self.probe, self.measures, self.loss, every=self.every, **self.options)
 
-        self.watch = OneForAll(
-            *(make, self.every),
-            broadcast=_broadcast if several else None,
+        self.watch = RankZeroMonitor(
+            *(make_monitor, self.every),
+            broadcast=_broadcast_object if several else None,
             is_first=state.is_world_process_zero,
             step=state.global_step,
             epoch=int(state.epoch or 0),
         )
         if self.watch.monitor is not None:
             self.watch.monitor.changed_by = self.changed_by
-            self._compare(getattr(args, "label_smoothing_factor", 0.0))
+            self._check_label_smoothing(getattr(args, "label_smoothing_factor", 0.0))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
-        self._stepped = AsItStepped(optimizer)
+        self._stepped = OptimizerSnapshot(optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
         if self.watch is not None:
-            self._tell(self.watch.after_step(self._stepped or optimizer), state)
+            self._log_record(self.watch.after_step(self._stepped or optimizer), state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
         if self.watch is not None:
-            self._tell(self.watch.after_epoch(self._stepped or optimizer), state)
+            self._log_record(self.watch.after_epoch(self._stepped or optimizer), state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.watch is not None:
-            self._tell(self.watch.finish(self._stepped), state)
+            self._log_record(self.watch.finish(self._stepped), state)
             self.watch.close()
 
     def give_up(self) -> None:
@@ -128,18 +128,18 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
         if self.watch is not None:
             self.watch.close(quiet=True)
 
-    def _compare(self, smoothing: float) -> None:
+    def _check_label_smoothing(self, smoothing: float) -> None:
         """Say if labels are smoothed where the model is trained, and not where it is measured."""
         if self.options.get("logits", "none") != "none" or not smoothing:
             return
-        if getattr(loss_from(self.loss), "label_smoothing", 0.0) != smoothing:
+        if getattr(parse_loss(self.loss), "label_smoothing", 0.0) != smoothing:
             self._complain(
                 "smoothing",
                 f"The training smooths its labels by {smoothing}, and the loss of the probe does not. "
                 f"Do: pass loss=torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
             )
 
-    def _tell(self, record: Record | None, state: Any) -> None:
+    def _log_record(self, record: Record | None, state: Any) -> None:
         if record is None:
             return
         if self.log is None:
@@ -149,10 +149,10 @@ class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
                 self.log(dict(record.values))
             # A lost connection is no reason to end a training.
             except Exception as error:
-                self._complain("log", f"The Trainer's log did not take the values ({first_line(error)}).")
+                self._complain("log", f"The Trainer's log did not take the values ({format_error_line(error)}).")
 
 
-def _broadcast(found: Any) -> Any:
+def _broadcast_object(found: Any) -> Any:
     box = [found]
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -36,11 +36,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import OptionError, TrainingError, first_line, unknown
-from saltflat.integrations.monitor import Monitor, check_options
-from saltflat.integrations.one_for_all import AsItStepped, OneForAll
-from saltflat.integrations.record import PREFIX, Complaints, Record
-from saltflat.integrations.schedule import DEFAULT_EVERY, Every
+from saltflat.errors import OptionError, TrainingError, format_error_line, make_unknown_name_error
+from saltflat.integrations.monitor import Monitor, check_monitor_options
+from saltflat.integrations.one_for_all import OptimizerSnapshot, RankZeroMonitor
+from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record
+from saltflat.integrations.schedule import DEFAULT_EVERY, Interval
 from saltflat.report.optional import MissingPackageError
 from saltflat.training.sharded import check_not_sharded
 from saltflat.training.two_pass import TwoPass
@@ -51,7 +51,7 @@ HOSTS = ("lightning.pytorch", "pytorch_lightning")  # one library under two name
 SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
-def host() -> Any:
+def import_lightning() -> Any:
     """Lightning, under the name that the user has imported already, if any."""
     for name in sorted(HOSTS, key=lambda name: sys.modules.get(name) is None):
         try:
@@ -64,7 +64,7 @@ def host() -> Any:
     )
 
 
-_host = host()
+_host = import_lightning()
 _Callback: Any = _host.Callback
 _MixedPrecision: Any = _host.plugins.MixedPrecision
 
@@ -119,8 +119,8 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        Every.of(every)
-        check_options(options)
+        Interval.parse(every)
+        check_monitor_options(options)
         if model is not None and not isinstance(model, str) and not callable(model):
             raise OptionError(
                 f"Got model={model!r}. Want the name of an attribute of the LightningModule, or a function of it. "
@@ -128,12 +128,12 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             )
         self.probe, self.measures, self.loss, self.every, self.model = probe, measures, loss, every, model
         self.options = options
-        self.watch: OneForAll | None = None
+        self.watch: RankZeroMonitor | None = None
         self._step = 0
         self._earlier: list[Record] = []
-        self._stepped: AsItStepped | None = None
+        self._stepped: OptimizerSnapshot | None = None
         self._optimizer: Any = None
-        self._complain = Complaints()
+        self._complain = OneTimeWarnings()
 
     @property
     def history(self) -> list[Record]:
@@ -146,20 +146,20 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         if strategy is not None:
             check_not_sharded(pl_module, f"the strategy {strategy}, which spreads weights over the processes")
         if stage == "fit" and self.options.get("cap", 0.05) is not None:
-            self._check_fresh(trainer)
+            self._check_no_stale_metrics(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        module = self._measured(pl_module)
+        module = self._find_measured_module(pl_module)
         check_not_sharded(module)
         _check_two_pass(trainer)
         self._earlier = self.history
         self.watch = None
 
-        def make() -> Monitor:
+        def make_monitor() -> Monitor:
             return Monitor(module, self.probe, self.measures, self.loss, every=self.every, **self.options)
 
-        self.watch = OneForAll(
-            *(make, self.every),
+        self.watch = RankZeroMonitor(
+            *(make_monitor, self.every),
             broadcast=trainer.strategy.broadcast if trainer.world_size > 1 else None,
             is_first=trainer.is_global_zero,
             step=trainer.fit_loop.epoch_loop._batches_that_stepped,  # global_step counts every optimizer's
@@ -168,11 +168,11 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         self._step = trainer.global_step
         self._is_counting = False
         self._stepped = None
-        self._optimizer = _optimizer_of(module, trainer.optimizers)
+        self._optimizer = _find_optimizer(module, trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if optimizer is self._optimizer:
-            self._stepped = AsItStepped(optimizer)
+            self._stepped = OptimizerSnapshot(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.watch is None:
@@ -180,20 +180,20 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         steps = trainer.fit_loop.epoch_loop._batches_that_stepped  # without this batch
         if not self._is_counting:
             # After a checkpoint from within an epoch, Lightning has the right count from the first batch on only.
-            self.watch.count_from(steps)
+            self.watch.set_step(steps)
             self._is_counting = True
         # Batches that are accumulated leave the count of steps alone; several optimizers raise it by more than one.
         if trainer.global_step != self._step:
             self._step = trainer.global_step
-            self._log(trainer, self.watch.after_step(self._used), steps)
+            self._log_record(trainer, self.watch.after_step(self._current_optimizer), steps)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self.watch is not None:
-            self._log(trainer, self.watch.after_epoch(self._used), _last_step(trainer))
+            self._log_record(trainer, self.watch.after_epoch(self._current_optimizer), _get_last_step(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.watch is not None:
-            self._log(trainer, self.watch.finish(self._used), _last_step(trainer))
+            self._log_record(trainer, self.watch.finish(self._current_optimizer), _get_last_step(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.watch is not None:
@@ -203,7 +203,7 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         if self.watch is not None and stage == "fit":
             self.watch.close()
 
-    def _check_fresh(self, trainer: Any) -> None:
+    def _check_no_stale_metrics(self, trainer: Any) -> None:
         """Values that wait until they can be afforded are old when a checkpoint is chosen by them."""
         for each in trainer.callbacks:
             watched = getattr(each, "monitor", None)
@@ -215,10 +215,10 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
                 )
 
     @property
-    def _used(self) -> Any:
+    def _current_optimizer(self) -> Any:
         return self._stepped or self._optimizer
 
-    def _measured(self, pl_module: Any) -> nn.Module:
+    def _find_measured_module(self, pl_module: Any) -> nn.Module:
         model = self.model
         if model is None and type(pl_module).forward is _host.LightningModule.forward:
             raise OptionError(
@@ -231,7 +231,7 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             if not isinstance(model, str):
                 raise
             names = [name for name, _ in pl_module.named_modules() if name]
-            raise unknown(f"part of {type(pl_module).__name__}", model, names) from None
+            raise make_unknown_name_error(f"part of {type(pl_module).__name__}", model, names) from None
         if not isinstance(found, nn.Module):
             raise OptionError(
                 f"Got a {type(found).__name__} as the model to measure. Want a module. "
@@ -239,7 +239,7 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             )
         return found
 
-    def _log(self, trainer: Any, record: Record | None, step: int) -> None:
+    def _log_record(self, trainer: Any, record: Record | None, step: int) -> None:
         """Where Lightning logs what it knows of the step just taken, the first of which it calls 0."""
         if record is None:
             return
@@ -249,7 +249,7 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             # A full disk or a lost connection is no reason to end a training.
             except Exception as error:
                 name = type(logger).__name__
-                self._complain(name, f"{name} did not take the values ({first_line(error)}).")
+                self._complain(name, f"{name} did not take the values ({format_error_line(error)}).")
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in record.values.items()})
 
 
@@ -271,7 +271,7 @@ class TwoPassPrecision(_MixedPrecision):  # type: ignore[misc]
 
         is_second = False
 
-        def both(closure: Callable[[], Tensor | None]) -> Tensor | None:
+        def run_and_unscale(closure: Callable[[], Tensor | None]) -> Tensor | None:
             nonlocal is_second
             loss = closure()
             if optimizer.is_shifted:
@@ -280,18 +280,18 @@ class TwoPassPrecision(_MixedPrecision):  # type: ignore[misc]
                 self._after_closure(model, optimizer)
             return loss
 
-        loss = optimizer.step(partial(both, closure), scaler=self.scaler, **kwargs)
+        loss = optimizer.step(partial(run_and_unscale, closure), scaler=self.scaler, **kwargs)
         if is_second:  # a batch that was skipped has no second pass
             self.scaler.update()
         return loss
 
 
-def _last_step(trainer: Any) -> int:
+def _get_last_step(trainer: Any) -> int:
     """The step at which Lightning logs what it finds at the end of an epoch."""
     return max(0, int(trainer.fit_loop.epoch_loop._batches_that_stepped) - 1)
 
 
-def _optimizer_of(module: nn.Module, optimizers: list[Any]) -> Any:
+def _find_optimizer(module: nn.Module, optimizers: list[Any]) -> Any:
     """The optimizer that trains the module; None if several do."""
     own = {id(p) for p in module.parameters()}
     found = [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]

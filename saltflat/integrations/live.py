@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.table import Table as Grid
 from rich.text import Text
 
-from saltflat.integrations.record import EDGE_NAME, THRESHOLD_NAME, short
-from saltflat.report.text import number, printable
+from saltflat.integrations.record import EDGE_NAME, THRESHOLD_NAME, strip_prefix
+from saltflat.report.text import format_number, make_printable
 
 COLUMNS = 5  # records shown side by side
 STEADY = 0.01  # relative change that is no trend
@@ -45,11 +45,11 @@ class Table:
         before = self._moments[-1][1] if self._moments else {}
         self._moments.append((step, dict(values)))
         if self._live is None and self._may_live and self.console.is_terminal:
-            self._start()
+            self._start_live()
         if self._live is None:
-            self.console.print(self.line(values, before, step, epoch), soft_wrap=True)
+            self.console.print(self.render_line(values, before, step, epoch), soft_wrap=True)
         else:
-            self._live.update(self.grid(), refresh=True)
+            self._live.update(self.render_grid(), refresh=True)
 
     def close(self) -> None:
         """Leave the table where it is; what follows is printed below."""
@@ -58,17 +58,17 @@ class Table:
             atexit.unregister(self.close)
         self._live = None
 
-    def line(
+    def render_line(
         self, values: Mapping[str, float], before: Mapping[str, float], step: int, epoch: int | None = None
     ) -> Text:
         """One moment on one line, without what single layers contribute."""
         text = Text(f"step {step}" + ("" if epoch is None else f", epoch {epoch}"))
-        for name in _rows(values):
-            text.append(f"  {_label(name)} ", "dim").append(_cell(name, values))
-            text.append(self._arrow(before.get(name), values[name]))
+        for name in _select_rows(values):
+            text.append(f"  {_format_label(name)} ", "dim").append(_render_cell(name, values))
+            text.append(self._format_arrow(before.get(name), values[name]))
         return text
 
-    def grid(self) -> Grid:
+    def render_grid(self) -> Grid:
         """The table of the last few moments."""
         _, latest = self._moments[-1]
         _, before = self._moments[-2] if len(self._moments) > 1 else (0, {})
@@ -77,15 +77,15 @@ class Table:
             grid.add_column(str(step), justify="right", no_wrap=True)
         grid.add_column("", no_wrap=True)
         # What is taller than the screen cannot be drawn over.
-        rows, most = _rows(latest), max(1, self.console.height - 8)
+        rows, most = _select_rows(latest), max(1, self.console.height - 8)
         for name in rows[:most]:
-            cells = [_cell(name, values) if name in values else Text() for _, values in self._moments]
-            grid.add_row(_label(name), *cells, self._arrow(before.get(name), latest[name]))
+            cells = [_render_cell(name, values) if name in values else Text() for _, values in self._moments]
+            grid.add_row(_format_label(name), *cells, self._format_arrow(before.get(name), latest[name]))
         if len(rows) > most:
             grid.caption = f"and {len(rows) - most} more"
         return grid
 
-    def _start(self) -> None:
+    def _start_live(self) -> None:
         live = Live(console=self.console, auto_refresh=False)
         try:
             live.start()
@@ -94,31 +94,31 @@ class Table:
         self._live = live
         atexit.register(self.close)  # a hidden cursor would stay hidden
 
-    def _arrow(self, before: float | None, now: float) -> str:
-        return (ASCII if self.console.options.ascii_only else ARROWS)[_trend(before, now)]
+    def _format_arrow(self, before: float | None, now: float) -> str:
+        return (ASCII if self.console.options.ascii_only else ARROWS)[_compute_trend(before, now)]
 
 
-def _rows(values: Mapping[str, float]) -> list[str]:
+def _select_rows(values: Mapping[str, float]) -> list[str]:
     """The names that belong to the whole network."""
-    return [name for name in values if "/" not in short(name) and short(name) != THRESHOLD_NAME]
+    return [name for name in values if "/" not in strip_prefix(name) and strip_prefix(name) != THRESHOLD_NAME]
 
 
-def _label(name: str) -> str:
-    return "lr * lambda_max" if short(name) == EDGE_NAME else printable(short(name))
+def _format_label(name: str) -> str:
+    return "lr * lambda_max" if strip_prefix(name) == EDGE_NAME else make_printable(strip_prefix(name))
 
 
-def _cell(name: str, values: Mapping[str, float]) -> Text:
+def _render_cell(name: str, values: Mapping[str, float]) -> Text:
     value = values[name]
-    text = Text("nan" if isnan(value) else number(value))
-    threshold = values.get(name.replace(EDGE_NAME, THRESHOLD_NAME)) if short(name) == EDGE_NAME else None
+    text = Text("nan" if isnan(value) else format_number(value))
+    threshold = values.get(name.replace(EDGE_NAME, THRESHOLD_NAME)) if strip_prefix(name) == EDGE_NAME else None
     if threshold is not None and not isnan(value):
-        text.append(f" {'>' if value > threshold else '<'} {number(threshold)}")
+        text.append(f" {'>' if value > threshold else '<'} {format_number(threshold)}")
         if value > threshold:
             text.stylize("bold red")
     return text
 
 
-def _trend(before: float | None, now: float) -> str:
+def _compute_trend(before: float | None, now: float) -> str:
     if before is None or not isfinite(before) or not isfinite(now):
         return ""
     if abs(now - before) <= STEADY * max(abs(now), abs(before)):

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from saltflat.errors import OptionError
 from saltflat.integrations.live import Table
-from saltflat.report.file import path_from
-from saltflat.report.optional import package
+from saltflat.report.file import parse_path
+from saltflat.report.optional import import_optional
 
 __all__ = ["JsonLines", "Logger", "MLflow", "Table", "TensorBoard", "WandB"]
 
@@ -46,7 +46,7 @@ class JsonLines:
             raise OptionError(
                 f"Got a path of type {type(path).__name__}. Want the name of a file. Do: JsonLines('flatness.jsonl')."
             )
-        self.path = path_from(path, OptionError).absolute()  # whoever trains may change the working directory
+        self.path = parse_path(path, OptionError).absolute()  # whoever trains may change the working directory
         try:  # now, not after an hour
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("ab").close()
@@ -60,7 +60,7 @@ class JsonLines:
         known = {name: value if isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "epoch": epoch, "time": round(time.time(), 3), **known}, allow_nan=False)
         with FileIO(self.path, "a+") as file:
-            data = b"\n" * _is_torn(file) + line.encode() + b"\n"
+            data = b"\n" * _has_torn_line(file) + line.encode() + b"\n"
             while data:
                 data = data[file.write(data) :]
 
@@ -68,7 +68,7 @@ class JsonLines:
         pass
 
 
-def _is_torn(file: FileIO) -> bool:
+def _has_torn_line(file: FileIO) -> bool:
     """Whether the last line has no end."""
     if not file.seek(0, os.SEEK_END):
         return False
@@ -86,9 +86,9 @@ class TensorBoard:
     def __init__(self, where: Any) -> None:
         self._is_own = isinstance(where, str | os.PathLike)
         if self._is_own:
-            package("tensorboard", "a TensorBoard logger")
-            writer = package("torch.utils.tensorboard", "a TensorBoard logger").SummaryWriter
-            where = path_from(where, OptionError)
+            import_optional("tensorboard", "a TensorBoard logger")
+            writer = import_optional("torch.utils.tensorboard", "a TensorBoard logger").SummaryWriter
+            where = parse_path(where, OptionError)
             try:
                 where = writer(os.path.abspath(where))
             except OSError as error:
@@ -124,7 +124,7 @@ class WandB:
     """
 
     def __init__(self, run: Any = None) -> None:
-        self.run = package("wandb", "a WandB logger").run if run is None else run
+        self.run = import_optional("wandb", "a WandB logger").run if run is None else run
         if not hasattr(self.run, "log"):
             raise OptionError(
                 "Got no active run of Weights & Biases. Want one to log to. Do: call wandb.init() before, or pass it."
@@ -149,10 +149,10 @@ class MLflow:
     """
 
     def __init__(self, run_id: str | None = None) -> None:
-        self._mlflow, self.run_id = package("mlflow", "an MLflow logger"), run_id
+        self._mlflow, self.run_id = import_optional("mlflow", "an MLflow logger"), run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        known = {self.name(name): value for name, value in values.items() if isfinite(value)}
+        known = {self.format_metric_name(name): value for name, value in values.items() if isfinite(value)}
         if known:
             self._mlflow.log_metrics(known, step=step, run_id=self.run_id)
 
@@ -160,9 +160,9 @@ class MLflow:
         pass
 
     @staticmethod
-    def name(name: str) -> str:
+    def format_metric_name(name: str) -> str:
         """
-        >>> MLflow.name("flatness/rho(axis='row')/layers.0.weight")
+        >>> MLflow.format_metric_name("flatness/rho(axis='row')/layers.0.weight")
         'flatness/rho_axis_row_.layers.0.weight'
         """
         # MLflow takes names for paths, and a measure cannot be both a file and the folder of its layers.

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat.amounts import check_flag
-from saltflat.errors import ModelError, OptionError, TrainingError, unknown
-from saltflat.integrations.doubts import doubts
+from saltflat.errors import ModelError, OptionError, TrainingError, make_unknown_name_error
+from saltflat.integrations.doubts import find_gauss_newton_caveats
 from saltflat.integrations.live import Table
-from saltflat.integrations.plot import figure_of
-from saltflat.integrations.probe_set import ProbeSet, device_of
-from saltflat.integrations.readout import Readout
-from saltflat.integrations.record import PREFIX, Complaints, Record
-from saltflat.integrations.request import tried
+from saltflat.integrations.plot import plot_history
+from saltflat.integrations.probe_set import ProbeSet, get_device
+from saltflat.integrations.readout import ProbeMeasurer
+from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record
+from saltflat.integrations.request import check_measurement
 from saltflat.integrations.schedule import DEFAULT_EVERY, Schedule
 from saltflat.integrations.told import Loggers
-from saltflat.loan import loan
-from saltflat.measures.request import requests
+from saltflat.loan import open_session
+from saltflat.measures.request import parse_measures
 from saltflat.measuring import measure
-from saltflat.turns import in_turn
+from saltflat.turns import take_turns
 
 __all__ = ["Monitor"]
 
@@ -117,7 +117,7 @@ class Monitor:
         ['hessian_trace', 'lambda_max', 'loss', 'lr_lambda_max', 'lr_lambda_max_threshold', 'seconds']
     """
 
-    @in_turn
+    @take_turns
     def __init__(
         self,
         model: nn.Module,
@@ -141,8 +141,8 @@ class Monitor:
             raise ModelError(
                 f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module you train."
             )
-        self.model = _inside(model)
-        check_options(options)
+        self.model = _unwrap_model(model)
+        check_monitor_options(options)
         if not isinstance(prefix, str) or not prefix or "/" in prefix:
             raise OptionError(f"Got prefix={prefix!r}. Want a word without a slash. Do: leave it out for {PREFIX!r}.")
         check_flag(by_layer=by_layer, spectrum=spectrum)
@@ -150,42 +150,46 @@ class Monitor:
             raise OptionError(
                 "Expected clock to be a function that gives seconds, but got something else. Try time.perf_counter."
             )
-        asked = requests(measures)
+        asked = parse_measures(measures)
         names = tuple(request.key for request in asked)
-        self.optimizer, self.prefix = _checked(optimizer), prefix
+        self.optimizer, self.prefix = _check_optimizer(optimizer), prefix
         options = {"seed": seed, "progress": False, "certificate": False, "sampling": False, **options}
         if any("initial_weight" in each.measure.statistics for each in asked):
-            options["initial"] = _copied(self.model if options.get("initial") is None else options["initial"])
+            options["initial"] = _copy_initial_weights(
+                self.model if options.get("initial") is None else options["initial"]
+            )
         self.history: list[Record] = []
         self.step = self.epoch = self._calls = 0
         self.changed_by = ""
         self._latest_optimizer: Any = None
         self._is_finished = False
         self._schedule = Schedule(every, cap)
-        with loan(self.model, "keep", probe):
+        with open_session(self.model, "keep", probe):
             self._probe = ProbeSet(probe)
-        tried(self.model, self._probe, loss, names, options)
-        uncertain = doubts(self.model, [self.few(CERTIFIED)], loss, names, options)
-        self._complain = Complaints()
-        self._readout = Readout(self.model, names, loss, by_layer, spectrum, options, self._complain, prefix, uncertain)
+        check_measurement(self.model, self._probe, loss, names, options)
+        uncertain = find_gauss_newton_caveats(self.model, [self.get_examples(CERTIFIED)], loss, names, options)
+        self._complain = OneTimeWarnings()
+        self._readout = ProbeMeasurer(
+            self.model, names, loss, by_layer, spectrum, options, self._complain, prefix, uncertain
+        )
         self._loggers = Loggers(loggers, table, self._complain)
         self._clock = clock
 
-    @in_turn
+    @take_turns
     def after_step(self, optimizer: Optimizer | None = None) -> Record | None:
         """To be called after every training step: measures if that is due and there is time."""
-        used = self._called(optimizer)
+        used = self._prepare_call(optimizer)
         self.step += 1
-        return self._measured(used) if self._schedule.after_step(self.step, self._clock()) else None
+        return self._run_measurement(used) if self._schedule.after_step(self.step, self._clock()) else None
 
-    @in_turn
+    @take_turns
     def after_epoch(self, optimizer: Optimizer | None = None) -> Record | None:
         """To be called after every epoch: measures if that is due and there is time."""
-        used = self._called(optimizer)
+        used = self._prepare_call(optimizer)
         self.epoch += 1
-        return self._measured(used) if self._schedule.after_epoch(self.epoch, self._clock()) else None
+        return self._run_measurement(used) if self._schedule.after_epoch(self.epoch, self._clock()) else None
 
-    @in_turn
+    @take_turns
     def finish(self, optimizer: Optimizer | None = None) -> Record | None:
         """To be called after the last step; :meth:`close` and the end of a ``with`` block do it, too.
 
@@ -194,23 +198,27 @@ class Monitor:
         if self._is_finished or not self._calls:
             return None
         self._is_finished = True
-        used = self._used(self._latest_optimizer if optimizer is None else optimizer)
-        record = self._measured(used) if not self.history and self._schedule.at_end(self._clock()) else None
-        self._say_what_was_left_out()
+        used = self._resolve_optimizer(self._latest_optimizer if optimizer is None else optimizer)
+        record = (
+            self._run_measurement(used)
+            if not self.history and self._schedule.can_measure_at_end(self._clock())
+            else None
+        )
+        self._warn_of_skipped()
         return record
 
-    @in_turn
+    @take_turns
     def measure(self, optimizer: Optimizer | None = None) -> Record:
         """Measures now, whatever the schedule says. The time it takes is counted all the same."""
-        return self._measured(self._used(optimizer))
+        return self._run_measurement(self._resolve_optimizer(optimizer))
 
-    @in_turn
-    def few(self, count: int) -> tuple[Any, Tensor]:
+    @take_turns
+    def get_examples(self, count: int) -> tuple[Any, Tensor]:
         """Inputs and targets of the probe's first examples."""
-        return self._probe.few(device_of(self.model), count)[0]
+        return self._probe.get_first_batch(get_device(self.model), count)[0]
 
     @property
-    def skipped(self) -> int:
+    def num_skipped(self) -> int:
         """How often a measurement was due and there was no time for it then."""
         return self._schedule.skipped
 
@@ -221,7 +229,7 @@ class Monitor:
 
     def plot(self, path: Any = None) -> Any:
         """A matplotlib Figure of the history, a panel for every value; saved if there is a path."""
-        figure = figure_of(self.history)
+        figure = plot_history(self.history)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -246,17 +254,17 @@ class Monitor:
     ) -> None:
         self.close(quiet=error is not None)
 
-    def _called(self, optimizer: Optimizer | None) -> Any:
-        used = self._used(optimizer)
+    def _prepare_call(self, optimizer: Optimizer | None) -> Any:
+        used = self._resolve_optimizer(optimizer)
         if not self._calls and self._schedule.cap is not None and self._schedule.expected is None:
-            started = self._synchronized()
-            self._schedule.expected = self._estimated(used)
+            started = self._read_synchronized_clock()
+            self._schedule.expected = self._estimate_seconds(used)
             self._schedule.spent += self._clock() - started
         self._calls += 1
         self._latest_optimizer = used
         return used
 
-    def _estimated(self, optimizer: Any) -> float | None:
+    def _estimate_seconds(self, optimizer: Any) -> float | None:
         """Seconds that a measurement will take, as a line through those of two numbers of examples; None if unknown."""
         total = self._probe.examples
         many = min(total, max(TIMED, round(TIMED_SHARE * total)))
@@ -264,15 +272,15 @@ class Monitor:
         few = many if many == total else min(max(PROBED, many // 4), max(1, many // 2))
         times = {}
         for count in sorted({few, many}):
-            data = self._probe.first(device_of(self.model), count)
-            seconds = self._readout.time_on(data, optimizer, self._synchronized)
+            data = self._probe.get_first_examples(get_device(self.model), count)
+            seconds = self._readout.time_measurement(data, optimizer, self._read_synchronized_clock)
             if seconds is None:
                 return None
             times[count] = seconds
         slope = max(0.0, times[many] - times[few]) / max(1, many - few)
         return times[many] + slope * (total - many)
 
-    def _say_what_was_left_out(self) -> None:
+    def _warn_of_skipped(self) -> None:
         schedule = self._schedule
         if schedule.cap is None or schedule.expected is None or (self.history and schedule.made >= schedule.due):
             return
@@ -293,19 +301,21 @@ class Monitor:
             "to know.",
         )
 
-    def _measured(self, optimizer: Any) -> Record:
-        started = self._synchronized()  # kernels that are still queued belong to the training
-        values, notes = self._readout(self._probe.on(device_of(self.model)), optimizer, self.step, self.changed_by)
-        seconds = self._synchronized() - started
+    def _run_measurement(self, optimizer: Any) -> Record:
+        started = self._read_synchronized_clock()  # kernels that are still queued belong to the training
+        values, notes = self._readout(
+            self._probe.get_batches(get_device(self.model)), optimizer, self.step, self.changed_by
+        )
+        seconds = self._read_synchronized_clock() - started
         values[f"{self.prefix}/seconds"] = seconds
         record = Record(self.step, self.epoch, values, seconds, notes, tuple(self._schedule.waiting))
         self.history.append(record)
         self._loggers.log(record)
-        self._schedule.measured(started, self._clock())
+        self._schedule.record_measurement(started, self._clock())
         return record
 
-    def _used(self, optimizer: Optimizer | None) -> Any:
-        used = self.optimizer if optimizer is None else _checked(optimizer)
+    def _resolve_optimizer(self, optimizer: Optimizer | None) -> Any:
+        used = self.optimizer if optimizer is None else _check_optimizer(optimizer)
         inner = used
         while inner is not None and not hasattr(inner, "is_shifted"):
             inner = getattr(inner, "optimizer", None)  # Lightning's and Accelerate's wrappers
@@ -316,11 +326,11 @@ class Monitor:
             )
         return used
 
-    def _synchronized(self) -> float:
-        self._synchronize()
+    def _read_synchronized_clock(self) -> float:
+        self._synchronize_devices()
         return self._clock()
 
-    def _synchronize(self) -> None:
+    def _synchronize_devices(self) -> None:
         for device in {p.device for p in self.model.parameters()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -328,16 +338,16 @@ class Monitor:
                 getattr(torch, device.type).synchronize()
 
 
-def check_options(options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+def check_monitor_options(options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
     """Refuse names that neither a monitor nor a measurement knows; ``without`` names others that are no use here."""
     known = {*inspect.signature(Monitor).parameters, *inspect.signature(measure).parameters}
     known -= {"options", "data", "limit", *without}
     for name in options:
         if name not in known:
-            raise unknown("option", name, known)
+            raise make_unknown_name_error("option", name, known)
 
 
-def _copied(initial: Any) -> Any:
+def _copy_initial_weights(initial: Any) -> Any:
     """Weights as they are now; training goes on writing to its own."""
     values = initial.state_dict() if isinstance(initial, nn.Module) else initial
     if not isinstance(values, Mapping):
@@ -345,7 +355,7 @@ def _copied(initial: Any) -> Any:
     return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in values.items()}
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def _unwrap_model(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
@@ -355,7 +365,7 @@ def _inside(model: nn.Module) -> nn.Module:
             return model
 
 
-def _checked(optimizer: Any) -> Any:
+def _check_optimizer(optimizer: Any) -> Any:
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise OptionError(
             f"Got an optimizer of type {type(optimizer).__name__}. Want one with param_groups. "

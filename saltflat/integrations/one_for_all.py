@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from saltflat.errors import TrainingError, first_line
+from saltflat.errors import TrainingError, format_error_line
 from saltflat.integrations.monitor import Monitor
 from saltflat.integrations.record import Record
-from saltflat.integrations.schedule import DEFAULT_EVERY, Every
+from saltflat.integrations.schedule import DEFAULT_EVERY, Interval
 
 # (what the first process has) -> the same, on every process
 Broadcast = Callable[[Any], Any]
 
 
-class OneForAll:
+class RankZeroMonitor:
     """A :class:`~saltflat.integrations.Monitor` on the first process; the others wait for it while it measures.
 
     Whether there is time to measure depends on the first process's clock, so the decision is its own, too. All
@@ -43,13 +43,13 @@ class OneForAll:
         step: int = 0,
         epoch: int = 0,
     ) -> None:
-        self.every, self.broadcast, self.is_first = Every.of(every), broadcast, is_first
+        self.every, self.broadcast, self.is_first = Interval.parse(every), broadcast, is_first
         self.step, self.epoch, self._is_due = step, epoch, False
-        self.monitor: Monitor | None = self._agreed(make if is_first else None, keeps=True)
+        self.monitor: Monitor | None = self._run_on_rank_zero(make if is_first else None, keeps=True)
         if self.monitor is not None:
             self.monitor.step, self.monitor.epoch = step, epoch
 
-    def count_from(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Steps that were taken before, if they were not known at the start."""
         self.step = step
         if self.monitor is not None:
@@ -59,13 +59,13 @@ class OneForAll:
         """To be called by every process after each step; the same record everywhere."""
         self.step += 1
         self._is_due = self._is_due or (self.every.unit == "step" and self.step % self.every.count == 0)
-        return self._asked(None if self.monitor is None else self.monitor.after_step, optimizer)
+        return self._run_if_due(None if self.monitor is None else self.monitor.after_step, optimizer)
 
     def after_epoch(self, optimizer: Any = None) -> Record | None:
         """To be called by every process after each epoch; the same record everywhere."""
         self.epoch += 1
         self._is_due = self._is_due or (self.every.unit == "epoch" and self.epoch % self.every.count == 0)
-        return self._asked(None if self.monitor is None else self.monitor.after_epoch, optimizer)
+        return self._run_if_due(None if self.monitor is None else self.monitor.after_epoch, optimizer)
 
     @property
     def history(self) -> list[Record]:
@@ -75,22 +75,22 @@ class OneForAll:
     def finish(self, optimizer: Any = None) -> Record | None:
         """To be called by every process after the last step; the same record everywhere."""
         monitor = self.monitor
-        record: Record | None = self._agreed(None if monitor is None else lambda: monitor.finish(optimizer))
+        record: Record | None = self._run_on_rank_zero(None if monitor is None else lambda: monitor.finish(optimizer))
         return record
 
     def close(self, quiet: bool = False) -> None:
         if self.monitor is not None:
             self.monitor.close(quiet)
 
-    def _asked(self, ask: Callable[[Any], Record | None] | None, optimizer: Any) -> Record | None:
+    def _run_if_due(self, ask: Callable[[Any], Record | None] | None, optimizer: Any) -> Record | None:
         if not self._is_due:
             # The first process's clock goes on.
             return None if ask is None else ask(optimizer)
-        record: Record | None = self._agreed(None if ask is None else lambda: ask(optimizer))
+        record: Record | None = self._run_on_rank_zero(None if ask is None else lambda: ask(optimizer))
         self._is_due = record is None
         return record
 
-    def _agreed(self, work: Callable[[], Any] | None, keeps: bool = False) -> Any:
+    def _run_on_rank_zero(self, work: Callable[[], Any] | None, keeps: bool = False) -> Any:
         """What the first process's work gave, or its error, on all of them; ``keeps`` leaves the result where it is."""
         result, problem = None, None
         if work is not None:
@@ -102,7 +102,7 @@ class OneForAll:
                 problem = error
         if self.broadcast is None:
             return result
-        found, said = self.broadcast((None if keeps else result, problem and first_line(problem)))
+        found, said = self.broadcast((None if keeps else result, problem and format_error_line(problem)))
         if problem is not None:
             raise problem
         if said is not None:
@@ -112,7 +112,7 @@ class OneForAll:
         return result if keeps else found
 
 
-class AsItStepped:
+class OptimizerSnapshot:
     """An optimizer with the options of its latest step, which a schedule may have changed since."""
 
     def __init__(self, optimizer: Any) -> None:

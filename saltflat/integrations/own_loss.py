@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.errors import SaltflatError
-from saltflat.loan import loan
-from saltflat.model_loss import loss_of_model
-from saltflat.problem import Problem, real
+from saltflat.loan import open_session
+from saltflat.model_loss import compute_model_loss
+from saltflat.problem import Problem, cast_targets
 
 TOLERANCE = 1e-3  # relative; the model may take its own in a shorter precision
 
 
 @dataclass(frozen=True)
-class Losses:
+class LossComparison:
     """Of the same examples in eval mode.
 
     Attributes:
@@ -31,26 +31,26 @@ class Losses:
     own: float
 
     @property
-    def agree(self) -> bool:
+    def is_close(self) -> bool:
         return abs(self.ours - self.own) <= TOLERANCE * max(abs(self.ours), abs(self.own))
 
 
-def losses(model: nn.Module, inputs: Any, labels: Any, loss: Any) -> Losses | None:
+def compare_losses(model: nn.Module, inputs: Any, labels: Any, loss: Any) -> LossComparison | None:
     """Both losses of some examples; None where they cannot be compared, or the model has none."""
     if not isinstance(inputs, Mapping) or not isinstance(labels, Tensor):
         return None
     try:
-        with loan(model, "eval"), torch.no_grad():
-            own = loss_of_model(model, (), inputs, labels)
+        with open_session(model, "eval"), torch.no_grad():
+            own = compute_model_loss(model, (), inputs, labels)
             if own is None:
                 return None
-            problem = Problem.of(model, (inputs, labels), loss)
-            (batch,) = problem.batches()
-            outputs, targets = problem.network(batch), real(batch.targets)
+            problem = Problem.build(model, (inputs, labels), loss)
+            (batch,) = problem.read_batches()
+            outputs, targets = problem.network(batch), cast_targets(batch.targets)
             problem.loss.check(outputs, targets)
             ours = problem.loss.total(outputs, targets).sum() / problem.loss.share(outputs, targets).sum()
     # Whatever is wrong is said where it is measured, or by the training itself.
     except (SaltflatError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
-    found = Losses(float(ours), own)
+    found = LossComparison(float(ours), own)
     return found if isfinite(found.ours) and isfinite(found.own) else None

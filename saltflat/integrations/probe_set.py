@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from saltflat.data import Batch, batches, checked
+from saltflat.data import Batch, prepare_data, read_batches
 from saltflat.errors import DataError, EmptyDataError
 
 Item = tuple[Any, Tensor]
@@ -29,7 +29,7 @@ class ProbeSet:
                 "Do: add the labels, or rename them."
             )
         # Copies: the training may write to its own.
-        self._batches = [_each(batch, Tensor.clone).to(None) for batch in batches(checked(data))]
+        self._batches = [_map_batch(batch, Tensor.clone).to(None) for batch in read_batches(prepare_data(data))]
         if not self._batches:
             raise EmptyDataError(
                 "Got a probe without examples. Want at least one. Do: check the path, the split and drop_last."
@@ -39,43 +39,43 @@ class ProbeSet:
     def examples(self) -> int:
         return sum(batch.examples for batch in self._batches)
 
-    def on(self, device: torch.device) -> list[Item]:
+    def get_batches(self, device: torch.device) -> list[Item]:
         """All batches on a device, where they stay."""
 
-        if any(each.device != device for batch in self._batches for each in [*batch.tensors(), batch.targets]):
-            self._batches = [_moved(batch, device) for batch in self._batches]
-        return [_item(batch) for batch in self._batches]
+        if any(each.device != device for batch in self._batches for each in [*batch.list_tensors(), batch.targets]):
+            self._batches = [_move_batch(batch, device) for batch in self._batches]
+        return [_make_pair(batch) for batch in self._batches]
 
-    def few(self, device: torch.device, count: int) -> list[Item]:
+    def get_first_batch(self, device: torch.device, count: int) -> list[Item]:
         """The first examples, in one batch; no more than the first batch has."""
-        self.on(device)
-        return [_item(self._batches[0].cut(0, count))]
+        self.get_batches(device)
+        return [_make_pair(self._batches[0].cut(0, count))]
 
-    def first(self, device: torch.device, count: int) -> list[Item]:
+    def get_first_examples(self, device: torch.device, count: int) -> list[Item]:
         """The first examples, in batches as they are."""
-        self.on(device)
+        self.get_batches(device)
         found: list[Item] = []
         for batch in self._batches:
             if count > 0:
-                found.append(_item(batch.cut(0, min(count, batch.examples))))
+                found.append(_make_pair(batch.cut(0, min(count, batch.examples))))
             count -= batch.examples
         return found
 
 
-def device_of(model: nn.Module) -> torch.device:
+def get_device(model: nn.Module) -> torch.device:
     """Where the model's parameters are."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _item(batch: Batch) -> Item:
+def _make_pair(batch: Batch) -> Item:
     return batch.kwargs or batch.args, batch.targets
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    return _each(batch, lambda tensor: tensor.to(device))
+def _move_batch(batch: Batch, device: torch.device) -> Batch:
+    return _map_batch(batch, lambda tensor: tensor.to(device))
 
 
-def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def _map_batch(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     parts = (batch.args, batch.kwargs, batch.targets)
     args, kwargs, targets = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, parts)
     return Batch(args, kwargs, targets, batch.first, batch.examples)

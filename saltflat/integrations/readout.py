@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from saltflat.errors import first_line
-from saltflat.integrations.doubts import Doubt
-from saltflat.integrations.record import EDGE_NAME, PREFIX, THRESHOLD_NAME, Complaints
-from saltflat.integrations.sharpest import Sharpest
-from saltflat.integrations.stability import Stability, is_preconditioned, stability_of
+from saltflat.errors import format_error_line
+from saltflat.integrations.doubts import GaussNewtonCaveat
+from saltflat.integrations.record import EDGE_NAME, PREFIX, THRESHOLD_NAME, OneTimeWarnings
+from saltflat.integrations.sharpest import TopEigenvalueTracker
+from saltflat.integrations.stability import StabilityMatrix, compute_stability_matrix, is_preconditioned
 from saltflat.measuring import measure
 
 TIMED, USUAL = (1, 4), 20  # products of the searches that are timed, and those that one needs from a random start
 
 
-class Readout:
+class ProbeMeasurer:
     """Measures the same things of the same model every time.
 
     Args:
@@ -42,15 +42,15 @@ class Readout:
         by_layer: bool,
         spectrum: bool,
         options: Mapping[str, Any],
-        complain: Complaints,
+        complain: OneTimeWarnings,
         prefix: str = PREFIX,
-        doubts: Mapping[str, Doubt] | None = None,
+        doubts: Mapping[str, GaussNewtonCaveat] | None = None,
     ) -> None:
         self.model, self.measures, self.loss, self.by_layer = model, measures, loss, by_layer
         self.options, self.complain, self.prefix, self.doubts = options, complain, prefix, doubts or {}
         self._said: set[str] = set()
-        self.sharpest = Sharpest() if spectrum else None
-        self._at_the_edge = Sharpest()  # remembers another vector
+        self.sharpest = TopEigenvalueTracker() if spectrum else None
+        self._at_the_edge = TopEigenvalueTracker()  # remembers another vector
 
     def __call__(
         self, data: Any, optimizer: Any, step: int, changed_by: str = ""
@@ -58,11 +58,13 @@ class Readout:
         """Values by name, and what went wrong with the rest."""
         wrong: dict[object, str] = {}
         notes: list[str] = []
-        values = self._measures(data, wrong, notes)
+        values = self._compute_measures(data, wrong, notes)
         if self.sharpest is not None:
-            values |= self._sharpness(data, wrong)
+            values |= self._compute_sharpness(data, wrong)
             if optimizer is not None:
-                values |= self._edge(data, values[f"{self.prefix}/lambda_max"], optimizer, changed_by, wrong, notes)
+                values |= self._compute_edge_of_stability(
+                    data, values[f"{self.prefix}/lambda_max"], optimizer, changed_by, wrong, notes
+                )
         for about, text in wrong.items():
             self.complain(about, f"At step {step}: {text} The training goes on.")
         # They may be long, and are the same every time.
@@ -70,13 +72,13 @@ class Readout:
         self._said.update(fresh)
         return values, (*wrong.values(), *fresh)
 
-    def _measures(self, data: Any, wrong: dict[object, str], notes: list[str]) -> dict[str, float]:
+    def _compute_measures(self, data: Any, wrong: dict[object, str], notes: list[str]) -> dict[str, float]:
         values = {f"{self.prefix}/{name}": nan for name in ("loss", *self.measures)}
         try:
             report = measure(self.model, data, self.loss, self.measures, **self.options)
         # Whatever it is, a training of hours is worth more than this measurement.
         except Exception as error:
-            wrong[type(error)] = f"The measures failed and are nan ({first_line(error)})."
+            wrong[type(error)] = f"The measures failed and are nan ({format_error_line(error)})."
             return values
         values[f"{self.prefix}/loss"] = report.loss
         for name, reading in report.items():
@@ -92,7 +94,7 @@ class Readout:
                 wrong[name] = f"{name} is nan ({'; '.join(reading.notes)})."
         return values
 
-    def time_on(self, data: Any, optimizer: Any, clock: Callable[[], float]) -> float | None:
+    def time_measurement(self, data: Any, optimizer: Any, clock: Callable[[], float]) -> float | None:
         """Seconds that a measurement on these examples takes, without all of its searches; None if it fails.
 
         A search for an eigenvalue is taken to need as many products as they usually do.
@@ -103,7 +105,7 @@ class Readout:
             measure(self.model, data, self.loss, self.measures, **self.options)
             times.append(clock())
             for steps in TIMED if searches else ():
-                Sharpest(steps=steps)(self.model, data, self.loss, **self._shared)
+                TopEigenvalueTracker(steps=steps)(self.model, data, self.loss, **self._search_options)
                 times.append(clock())
         except Exception:
             return None
@@ -114,40 +116,45 @@ class Readout:
         return measured + searches * (few[0] + one_product * (USUAL - TIMED[0]))
 
     @property
-    def _shared(self) -> dict[str, Any]:
+    def _search_options(self) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name in ("seed", "memory", "dtype", "mode")}
 
-    def _sharpness(self, data: Any, wrong: dict[object, str]) -> dict[str, float]:
+    def _compute_sharpness(self, data: Any, wrong: dict[object, str]) -> dict[str, float]:
         assert self.sharpest is not None
-        return {f"{self.prefix}/lambda_max": self._searched(self.sharpest, "lambda_max", data, wrong)}
+        return {f"{self.prefix}/lambda_max": self._find_eigenvalue(self.sharpest, "lambda_max", data, wrong)}
 
-    def _edge(
+    def _compute_edge_of_stability(
         self, data: Any, top: float, optimizer: Any, changed_by: str, wrong: dict[object, str], notes: list[str]
     ) -> dict[str, float]:
         """lambda_max times the learning rate, of the Hessian as the optimizer preconditions it, and its threshold."""
-        found = stability_of(optimizer, self.model, changed_by)
+        found = compute_stability_matrix(optimizer, self.model, changed_by)
         if isinstance(found, str):
             notes.append(found)
             return {}
-        if found.uniform is not None:
-            rate, decay = found.uniform
+        if found.uniform_rate_and_decay is not None:
+            rate, decay = found.uniform_rate_and_decay
             value = rate * (top + decay)
         else:
-            value = self._searched(self._at_the_edge, EDGE_NAME, data, wrong, found)
+            value = self._find_eigenvalue(self._at_the_edge, EDGE_NAME, data, wrong, found)
         values = {f"{self.prefix}/{EDGE_NAME}": value}
         if found.threshold is None:
             notes.append(found.note)
             return values
         return values | {f"{self.prefix}/{THRESHOLD_NAME}": found.threshold}
 
-    def _searched(
-        self, search: Sharpest, name: str, data: Any, wrong: dict[object, str], stability: Stability | None = None
+    def _find_eigenvalue(
+        self,
+        search: TopEigenvalueTracker,
+        name: str,
+        data: Any,
+        wrong: dict[object, str],
+        stability: StabilityMatrix | None = None,
     ) -> float:
         try:
-            found = search(self.model, data, self.loss, **self._shared, stability=stability)
+            found = search(self.model, data, self.loss, **self._search_options, stability=stability)
         except Exception as error:
-            search.forget()
-            wrong.setdefault(type(error), f"The search for {name} failed and it is nan ({first_line(error)}).")
+            search.reset()
+            wrong.setdefault(type(error), f"The search for {name} failed and it is nan ({format_error_line(error)}).")
             return nan
         if not search.converged:
             wrong[name] = f"{name} may be larger: its search stopped after {search.products} products."

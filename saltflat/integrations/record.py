@@ -11,10 +11,10 @@ EDGE_NAME = "lr_lambda_max"
 THRESHOLD_NAME = "lr_lambda_max_threshold"  # beyond it the optimizer diverges on a parabola
 
 
-def short(name: str) -> str:
+def strip_prefix(name: str) -> str:
     """A name without its prefix.
 
-    >>> short("flatness/hessian_trace/0.weight")
+    >>> strip_prefix("flatness/hessian_trace/0.weight")
     'hessian_trace/0.weight'
     """
     return name.split("/", 1)[-1]
@@ -46,7 +46,7 @@ class Record:
     skipped: tuple[int, ...] = ()
 
 
-class Complaints:
+class OneTimeWarnings:
     """Says each thing once."""
 
     def __init__(self) -> None:

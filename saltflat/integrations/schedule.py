@@ -12,7 +12,7 @@ DEFAULT_EVERY = "100 steps"
 
 
 @dataclass(frozen=True)
-class Every:
+class Interval:
     """So many steps or epochs.
 
     Attributes:
@@ -24,10 +24,10 @@ class Every:
     unit: str
 
     @classmethod
-    def of(cls, given: int | str) -> Every:
+    def parse(cls, given: int | str) -> Interval:
         """
-        >>> Every.of(50), Every.of("2 epochs")
-        (Every(count=50, unit='step'), Every(count=2, unit='epoch'))
+        >>> Interval.parse(50), Interval.parse("2 epochs")
+        (Interval(count=50, unit='step'), Interval(count=2, unit='epoch'))
         """
         text = f"{given} steps" if isinstance(given, int) and not isinstance(given, bool) else given
         found = re.fullmatch(r"\s*(\d+)\s*(step|epoch)s?\s*", text) if isinstance(text, str) else None
@@ -65,13 +65,13 @@ class Schedule:
         >>> schedule = Schedule("1 step", cap=0.1)
         >>> schedule.after_step(1, now=0.0)
         True
-        >>> schedule.measured(0.0, 1.0)  # took a second: the next needs 20 seconds of training
+        >>> schedule.record_measurement(0.0, 1.0)  # took a second: the next needs 20 seconds of training
         >>> schedule.after_step(2, now=10.0), schedule.after_step(3, now=21.0), schedule.skipped
         (False, True, 1)
     """
 
     def __init__(self, every: int | str, cap: float | None) -> None:
-        self.every = Every.of(every)
+        self.every = Interval.parse(every)
         if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap <= 1):
             raise OptionError(
                 f"Got cap={cap!r}. Want a share of the training time, above 0 and at most 1. "
@@ -87,18 +87,18 @@ class Schedule:
 
     def after_step(self, step: int, now: float) -> bool:
         """Whether to measure after training step ``step``, the first being 1."""
-        return self._asked("step", step, now)
+        return self._decide_measurement("step", step, now)
 
     def after_epoch(self, epoch: int, now: float) -> bool:
         """Whether to measure after epoch ``epoch``, the first being 1."""
-        return self._asked("epoch", epoch, now)
+        return self._decide_measurement("epoch", epoch, now)
 
-    def at_end(self, now: float) -> bool:
+    def can_measure_at_end(self, now: float) -> bool:
         """Whether there is time for a measurement after the last step."""
-        self._pass(now)
+        self._advance_clock(now)
         return self._is_affordable()
 
-    def measured(self, started: float, ended: float) -> None:
+    def record_measurement(self, started: float, ended: float) -> None:
         """A measurement was made."""
         self.expected = ended - started
         self.spent += self.expected
@@ -116,13 +116,13 @@ class Schedule:
             return self.spent / self.trained
         return inf if self.spent > 0 else 0.0
 
-    def _pass(self, now: float) -> None:
+    def _advance_clock(self, now: float) -> None:
         if self._mark is not None:
             self.trained += now - self._mark
         self._mark = now
 
-    def _asked(self, unit: str, number: int, now: float) -> bool:
-        self._pass(now)
+    def _decide_measurement(self, unit: str, number: int, now: float) -> bool:
+        self._advance_clock(now)
         due = self.every.unit == unit and number % self.every.count == 0
         self.due += due
         self._is_due = self._is_due or due

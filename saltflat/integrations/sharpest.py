@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.columns import plan_from
+from saltflat.columns import parse_column_plan
 from saltflat.errors import NonFiniteError
-from saltflat.integrations.stability import Stability
-from saltflat.lanczos import Top, Vectors, room_for_basis, top_eigenvalues
-from saltflat.loan import loan
-from saltflat.noise import normals
+from saltflat.integrations.stability import StabilityMatrix
+from saltflat.lanczos import TopEigenvalue, Vectors, find_top_eigenvalues, reserve_basis
+from saltflat.loan import open_session
+from saltflat.noise import draw_normals
 from saltflat.problem import Problem
 from saltflat.setting import Setting
-from saltflat.sweep import bytes_from
-from saltflat.whole import check_symmetric, hessian_product
+from saltflat.sweep import parse_bytes
+from saltflat.whole import check_symmetric, compute_hessian_product
 
 TOLERANCE = 1e-3  # relative: a curve over steps needs no more
 STEPS = 100  # products at most
@@ -28,7 +28,7 @@ STEPS = 100  # products at most
 FRESH = 0.3
 
 
-class Sharpest:
+class TopEigenvalueTracker:
     """How steeply the loss curves along the steepest direction, which is remembered from one time to the next.
 
     Args:
@@ -48,7 +48,7 @@ class Sharpest:
         self._sizes: dict[str, int] = {}
         self._times = 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start from a random direction the next time."""
         self._vector, self.converged = None, True
 
@@ -62,16 +62,16 @@ class Sharpest:
         memory: str | int = "1GiB",
         dtype: torch.dtype | None = None,
         mode: str = "eval",
-        stability: Stability | None = None,
+        stability: StabilityMatrix | None = None,
     ) -> float:
         """The eigenvalue, of all parameters that require a gradient.
 
         With ``stability`` that of its matrix in place of the Hessian itself.
         """
-        with loan(model, mode, data):
-            problem = Problem.of(model, data, loss, None, dtype, mode)
-            setting = Setting(problem, plan_from("exact"), seed, bytes_from(memory))
-            top = self._search(setting, stability)
+        with open_session(model, mode, data):
+            problem = Problem.build(model, data, loss, None, dtype, mode)
+            setting = Setting(problem, parse_column_plan("exact"), seed, parse_bytes(memory))
+            top = self._find_top_eigenvalue(setting, stability)
         if not isfinite(top.value):
             raise NonFiniteError(
                 f"Got {top.value} as the largest eigenvalue: second derivatives overflow. Want finite ones. "
@@ -81,39 +81,42 @@ class Sharpest:
         self._vector = top.vector
         return top.value
 
-    def _search(self, setting: Setting, stability: Stability | None) -> Top:
+    def _find_top_eigenvalue(self, setting: Setting, stability: StabilityMatrix | None) -> TopEigenvalue:
         measured = setting.problem.network.measured
         sizes = {name: each.numel() for name, each in measured.items()}
         seen: list[tuple[Tensor, Tensor]] = []
         self.products = 0
 
-        def hessian(vector: Tensor) -> Tensor:
+        def multiply_by_hessian(vector: Tensor) -> Tensor:
             parts = zip(measured.items(), vector.split(list(sizes.values())), strict=True)
-            found = hessian_product(setting, {name: part.reshape(each.shape) for (name, each), part in parts})
+            found = compute_hessian_product(setting, {name: part.reshape(each.shape) for (name, each), part in parts})
             flat = torch.cat([each.flatten() for each in found.values()])
             if len(seen) < 2:
                 seen.append((vector, flat))
             return flat
 
         if stability is not None:
-            scale, decay = _flat(stability.rates, measured).sqrt(), _flat(stability.decays, measured)
+            scale, decay = (
+                _flatten_values(stability.rates, measured).sqrt(),
+                _flatten_values(stability.decays, measured),
+            )
 
-        def product(vectors: Vectors) -> Vectors:
+        def multiply_by_matrix(vectors: Vectors) -> Vectors:
             self.products += 1
             if stability is None:
-                return {"": hessian(vectors[""])}
+                return {"": multiply_by_hessian(vectors[""])}
             scaled = scale * vectors[""].double()
-            return {"": scale * (stability.sign * hessian(scaled) + decay * scaled)}
+            return {"": scale * (stability.sign * multiply_by_hessian(scaled) + decay * scaled)}
 
-        random = torch.cat([each.flatten() for each in normals(setting, self._times).values()])
+        random = torch.cat([each.flatten() for each in draw_normals(setting, self._times).values()])
         start = random / random.norm()
         if self._vector is not None and self._sizes == sizes:
             # One product turns a random direction toward all that curve strongly.
-            fresh = product({"": start})[""]
+            fresh = multiply_by_matrix({"": start})[""]
             start = self._vector.to(start) + FRESH * fresh / fresh.norm().clamp_min(1e-300)
         self._sizes, self._times = sizes, self._times + 1
-        with room_for_basis(setting, measured) as basis:
-            top = top_eigenvalues(product, {"": start}, self.tolerance, self.steps, basis=basis)[""]
+        with reserve_basis(setting, measured) as basis:
+            top = find_top_eigenvalues(multiply_by_matrix, {"": start}, self.tolerance, self.steps, basis=basis)[""]
         if len(seen) == 2 and stability is None:  # whose vectors have no common length
             (u, Hu), (v, Hv) = seen
             size = float((Hu.square().sum() + Hv.square().sum()).sqrt())
@@ -121,7 +124,7 @@ class Sharpest:
         return top
 
 
-def _flat(values: Mapping[str, Tensor | float], measured: Mapping[str, Tensor]) -> Tensor:
+def _flatten_values(values: Mapping[str, Tensor | float], measured: Mapping[str, Tensor]) -> Tensor:
     """One number for every entry of the parameters."""
     parts = [
         torch.as_tensor(values[name], dtype=torch.float64).to(each.device).expand(each.shape).flatten()

@@ -38,7 +38,7 @@ TRANSPARENT = ("accelerate.", "lightning.", "pytorch_lightning.", "saltflat.inte
 
 
 @dataclass(frozen=True)
-class Motion:
+class ParameterDynamics:
     """How one parameter moves.
 
     Attributes:
@@ -53,7 +53,7 @@ class Motion:
 
 
 @dataclass(frozen=True)
-class Stability:
+class StabilityMatrix:
     """The matrix whose largest eigenvalue is compared with a threshold: D^1/2 (sign H + W) D^1/2.
 
     Attributes:
@@ -71,7 +71,7 @@ class Stability:
     note: str = ""
 
     @property
-    def uniform(self) -> tuple[float, float] | None:
+    def uniform_rate_and_decay(self) -> tuple[float, float] | None:
         """The one rate and decay of all parameters, whose matrix is ``rate * (H + decay)``; None if they differ."""
         rates = {rate if isinstance(rate, float) else None for rate in self.rates.values()}
         if self.sign < 0 or len(rates) != 1 or None in rates or len(set(self.decays.values())) != 1:
@@ -79,7 +79,7 @@ class Stability:
         return next(iter(self.rates.values())), next(iter(self.decays.values()))  # type: ignore[return-value]
 
 
-def stability_of(optimizer: Any, model: nn.Module, changed_by: str = "") -> Stability | str:
+def compute_stability_matrix(optimizer: Any, model: nn.Module, changed_by: str = "") -> StabilityMatrix | str:
     """What the Hessian is multiplied with in the optimizer's next step; a sentence if nobody knows.
 
     Args:
@@ -87,7 +87,7 @@ def stability_of(optimizer: Any, model: nn.Module, changed_by: str = "") -> Stab
         model: whose parameters it trains.
         changed_by: what changes the gradient before the optimizer sees it.
     """
-    groups, inner = optimizer.param_groups, _unwrapped(optimizer)
+    groups, inner = optimizer.param_groups, _unwrap_optimizer(optimizer)
     if isinstance(inner, TwoPass):
         changed_by, inner = type(inner).__name__, inner.base
     name = type(inner).__name__
@@ -96,9 +96,9 @@ def stability_of(optimizer: Any, model: nn.Module, changed_by: str = "") -> Stab
         return f"lr_lambda_max is left out: how {name} scales its steps is not known here"
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         return f"lr_lambda_max is left out: some groups of {name} maximize and others do not"
-    if any(_momentum(group) >= 1 for group in groups):
+    if any(_get_momentum(group) >= 1 for group in groups):
         return f"lr_lambda_max is left out: {name} with a momentum of 1 or more is not stable for any curvature"
-    motions: dict[int, Motion] = {}
+    motions: dict[int, ParameterDynamics] = {}
     for group in groups:
         for p in group["params"]:
             motion = rule(group, inner.state.get(p, {}))
@@ -109,7 +109,7 @@ def stability_of(optimizer: Any, model: nn.Module, changed_by: str = "") -> Stab
     trained = {each: p for each, p in model.named_parameters() if p.requires_grad}
     if not any(id(p) in motions for p in trained.values()):
         return f"lr_lambda_max is left out: {name} has none of the parameters of the measured model"
-    found = {each: motions.get(id(p), Motion(0.0, inf)) for each, p in trained.items()}
+    found = {each: motions.get(id(p), ParameterDynamics(0.0, inf)) for each, p in trained.items()}
     threshold = min((each.threshold for each in found.values()), default=inf)
     rates = {
         each: motion.rate if motion.threshold == threshold else motion.rate * (threshold / motion.threshold)
@@ -118,7 +118,7 @@ def stability_of(optimizer: Any, model: nn.Module, changed_by: str = "") -> Stab
     note = changed_by and (
         f"lr_lambda_max has no threshold: {changed_by} changes the gradient, and with it where {name} becomes unstable"
     )
-    return Stability(
+    return StabilityMatrix(
         rates,
         {each: motion.decay for each, motion in found.items()},
         -1 if groups[0].get("maximize") else 1,
@@ -129,12 +129,12 @@ def stability_of(optimizer: Any, model: nn.Module, changed_by: str = "") -> Stab
 
 def is_preconditioned(optimizer: Any) -> bool:
     """Whether the optimizer divides gradients by something of its own."""
-    inner = _unwrapped(optimizer)
+    inner = _unwrap_optimizer(optimizer)
     inner = inner.base if isinstance(inner, TwoPass) else inner
     return type(inner) in RULES and type(inner) is not SGD
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap_optimizer(optimizer: Any) -> Any:
     while type(optimizer) not in RULES and not isinstance(optimizer, TwoPass):
         modules = [f"{each.__module__}." for each in type(optimizer).__mro__]
         inner = getattr(optimizer, "optimizer", None)
@@ -144,136 +144,142 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _momentum(group: Mapping[str, Any]) -> float:
+def _get_momentum(group: Mapping[str, Any]) -> float:
     return float(group.get("momentum", 0.0))
 
 
-def _number(group: Mapping[str, Any], key: str) -> float:
+def _get_option(group: Mapping[str, Any], key: str) -> float:
     return float(group.get(key, 0.0))
 
 
-def _steps(state: Mapping[str, Any]) -> float:
+def _get_step_count(state: Mapping[str, Any]) -> float:
     return float(state.get("step", 0.0))
 
 
-def _sgd(group: Mapping[str, Any], _: Mapping[str, Any]) -> Motion:
-    momentum, dampening = _momentum(group), _number(group, "dampening")
+def _get_sgd_dynamics(group: Mapping[str, Any], _: Mapping[str, Any]) -> ParameterDynamics:
+    momentum, dampening = _get_momentum(group), _get_option(group, "dampening")
     if momentum == 0:
         threshold = 2.0
     elif group.get("nesterov"):
         threshold = 2 * (1 + momentum) / (1 + 2 * momentum)
     else:
         threshold = 2 * (1 + momentum) / (1 - dampening) if dampening < 1 else inf
-    return Motion(_number(group, "lr"), threshold, _number(group, "weight_decay"))
+    return ParameterDynamics(_get_option(group, "lr"), threshold, _get_option(group, "weight_decay"))
 
 
-def _decoupled(group: Mapping[str, Any], rate: Tensor, threshold: float, decoupled: bool) -> Motion:
-    decay = _number(group, "weight_decay")
+def _apply_weight_decay(group: Mapping[str, Any], rate: Tensor, threshold: float, decoupled: bool) -> ParameterDynamics:
+    decay = _get_option(group, "weight_decay")
     if decoupled:
-        return Motion(rate, threshold * (1 - _number(group, "lr") * decay / 2))
-    return Motion(rate, threshold, decay)
+        return ParameterDynamics(rate, threshold * (1 - _get_option(group, "lr") * decay / 2))
+    return ParameterDynamics(rate, threshold, decay)
 
 
-def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+def _get_betas(group: Mapping[str, Any]) -> tuple[float, float]:
     one, two = group["betas"]
     return float(one), float(two)
 
 
-def _root(state: Mapping[str, Any], key: str) -> Tensor:
+def _compute_state_root(state: Mapping[str, Any], key: str) -> Tensor:
     root: Tensor = state[key].detach().double().sqrt()
     return root
 
 
-def _adam(group: Mapping[str, Any], state: Mapping[str, Any], decoupled: bool = False) -> Motion | None:
-    t = _steps(state)
+def _get_adam_dynamics(
+    group: Mapping[str, Any], state: Mapping[str, Any], decoupled: bool = False
+) -> ParameterDynamics | None:
+    t = _get_step_count(state)
     if not t:
         return None
-    one, two = _betas(group)
-    second = _root(state, "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
+    one, two = _get_betas(group)
+    second = _compute_state_root(state, "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
     preconditioner = (1 - one**t) * (second / (1 - two**t) ** 0.5 + group["eps"])
-    rate = _number(group, "lr") / preconditioner
+    rate = _get_option(group, "lr") / preconditioner
     decoupled = decoupled or bool(group.get("decoupled_weight_decay"))
-    return _decoupled(group, rate, 2 * (1 + one) / (1 - one), decoupled)
+    return _apply_weight_decay(group, rate, 2 * (1 + one) / (1 - one), decoupled)
 
 
-def _adamw(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
-    return _adam(group, state, decoupled=True)
+def _get_adamw_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -> ParameterDynamics | None:
+    return _get_adam_dynamics(group, state, decoupled=True)
 
 
-def _nadam(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
-    t = _steps(state)
+def _get_nadam_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -> ParameterDynamics | None:
+    t = _get_step_count(state)
     if not t:
         return None
-    one, two = _betas(group)
-    preconditioner = _root(state, "exp_avg_sq") / (1 - two**t) ** 0.5 + group["eps"]
+    one, two = _get_betas(group)
+    preconditioner = _compute_state_root(state, "exp_avg_sq") / (1 - two**t) ** 0.5 + group["eps"]
     # The step is along the gradient, times `direct`, and its running mean, times `mean`.
     now, after = (one * (1 - 0.5 * 0.96 ** (n * group["momentum_decay"])) for n in (t, t + 1))
     product = float(state["mu_product"])
     direct, mean = (1 - now) / (1 - product), after / (1 - product * after)
     threshold = 2 / (direct + mean * (1 - one) / (1 + one))
-    rate = _number(group, "lr") / preconditioner
-    return _decoupled(group, rate, threshold, bool(group.get("decoupled_weight_decay")))
+    rate = _get_option(group, "lr") / preconditioner
+    return _apply_weight_decay(group, rate, threshold, bool(group.get("decoupled_weight_decay")))
 
 
-def _radam(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
-    t = _steps(state)
+def _get_radam_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -> ParameterDynamics | None:
+    t = _get_step_count(state)
     if not t:
         return None
-    one, two = _betas(group)
+    one, two = _get_betas(group)
     longest = 2 / (1 - two) - 1
     length = longest - 2 * t * two**t / (1 - two**t)
-    second = _root(state, "exp_avg_sq")
+    second = _compute_state_root(state, "exp_avg_sq")
     factor = torch.ones_like(second)
     if length > 5:
         rectified = ((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) ** 0.5
         factor = rectified * (1 - two**t) ** 0.5 / (second + group["eps"])
-    rate = _number(group, "lr") / (1 - one**t) * factor
-    return _decoupled(group, rate, 2 * (1 + one) / (1 - one), bool(group.get("decoupled_weight_decay")))
+    rate = _get_option(group, "lr") / (1 - one**t) * factor
+    return _apply_weight_decay(group, rate, 2 * (1 + one) / (1 - one), bool(group.get("decoupled_weight_decay")))
 
 
-def _adamax(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
-    t = _steps(state)
+def _get_adamax_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -> ParameterDynamics | None:
+    t = _get_step_count(state)
     if not t:
         return None
-    one, _ = _betas(group)
-    rate = _number(group, "lr") / ((1 - one**t) * state["exp_inf"].detach().double())
-    return Motion(rate, 2 * (1 + one) / (1 - one), _number(group, "weight_decay"))
+    one, _ = _get_betas(group)
+    rate = _get_option(group, "lr") / ((1 - one**t) * state["exp_inf"].detach().double())
+    return ParameterDynamics(rate, 2 * (1 + one) / (1 - one), _get_option(group, "weight_decay"))
 
 
-def _rmsprop(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
-    if not _steps(state):
+def _get_rmsprop_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -> ParameterDynamics | None:
+    if not _get_step_count(state):
         return None
     square = state["square_avg"].detach().double()
     if group["centered"]:
         square = (square - state["grad_avg"].detach().double().square()).clamp_min(0)
-    rate = _number(group, "lr") / (square.sqrt() + group["eps"])
-    return Motion(rate, 2 * (1 + _momentum(group)), _number(group, "weight_decay"))
+    rate = _get_option(group, "lr") / (square.sqrt() + group["eps"])
+    return ParameterDynamics(rate, 2 * (1 + _get_momentum(group)), _get_option(group, "weight_decay"))
 
 
-def _adagrad(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
-    t = _steps(state)
+def _get_adagrad_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -> ParameterDynamics | None:
+    t = _get_step_count(state)
     if not t:
         return None
-    rate = _number(group, "lr") / (1 + (t - 1) * group["lr_decay"]) / (_root(state, "sum") + group["eps"])
-    return Motion(rate, 2.0, _number(group, "weight_decay"))
+    rate = (
+        _get_option(group, "lr")
+        / (1 + (t - 1) * group["lr_decay"])
+        / (_compute_state_root(state, "sum") + group["eps"])
+    )
+    return ParameterDynamics(rate, 2.0, _get_option(group, "weight_decay"))
 
 
-def _adadelta(group: Mapping[str, Any], state: Mapping[str, Any]) -> Motion | None:
-    if not _steps(state):
+def _get_adadelta_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -> ParameterDynamics | None:
+    if not _get_step_count(state):
         return None
     above, below = (state[key].detach().double() + group["eps"] for key in ("acc_delta", "square_avg"))
-    return Motion(_number(group, "lr") * (above / below).sqrt(), 2.0, _number(group, "weight_decay"))
+    return ParameterDynamics(_get_option(group, "lr") * (above / below).sqrt(), 2.0, _get_option(group, "weight_decay"))
 
 
 # Exactly these classes: one derived from them may step otherwise.
-RULES: dict[type, Callable[[Mapping[str, Any], Mapping[str, Any]], Motion | None]] = {
-    SGD: _sgd,
-    Adam: _adam,
-    AdamW: _adamw,
-    NAdam: _nadam,
-    RAdam: _radam,
-    Adamax: _adamax,
-    RMSprop: _rmsprop,
-    Adagrad: _adagrad,
-    Adadelta: _adadelta,
+RULES: dict[type, Callable[[Mapping[str, Any], Mapping[str, Any]], ParameterDynamics | None]] = {
+    SGD: _get_sgd_dynamics,
+    Adam: _get_adam_dynamics,
+    AdamW: _get_adamw_dynamics,
+    NAdam: _get_nadam_dynamics,
+    RAdam: _get_radam_dynamics,
+    Adamax: _get_adamax_dynamics,
+    RMSprop: _get_rmsprop_dynamics,
+    Adagrad: _get_adagrad_dynamics,
+    Adadelta: _get_adadelta_dynamics,
 }

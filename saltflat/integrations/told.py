@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from saltflat.errors import OptionError, first_line
+from saltflat.errors import OptionError, format_error_line
 from saltflat.integrations.live import Table
-from saltflat.integrations.record import Complaints, Record
+from saltflat.integrations.record import OneTimeWarnings, Record
 
 
-class _Function:
+class _FunctionLogger:
     def __init__(self, function: Callable[[Mapping[str, float], int], object]) -> None:
         self.function = function
 
@@ -22,16 +22,16 @@ class _Function:
 class Loggers:
     """All of them; one that fails is named in a warning, once, and tried again the next time."""
 
-    def __init__(self, given: Any, table: bool | Table | None, complain: Complaints) -> None:
+    def __init__(self, given: Any, table: bool | Table | None, complain: OneTimeWarnings) -> None:
         several = list(given or ()) if given is None or isinstance(given, list | tuple) else [given]
         for each in several:
             if isinstance(each, type):
                 raise OptionError(
                     f"Got the class {each.__name__} as a logger. Want one that was made. Do: {each.__name__}(...)."
                 )
-        self._all: list[Any] = [each if hasattr(each, "log") else _Function(each) for each in several]
+        self._all: list[Any] = [each if hasattr(each, "log") else _FunctionLogger(each) for each in several]
         for each, logger in zip(several, self._all, strict=True):
-            if not callable(logger.log) or (isinstance(logger, _Function) and not callable(each)):
+            if not callable(logger.log) or (isinstance(logger, _FunctionLogger) and not callable(each)):
                 raise OptionError(
                     f"Got a logger of type {type(each).__name__}. Want one with log(values, step), or a function of "
                     "these. Do: for instance saltflat.integrations.JsonLines('flatness.jsonl')."
@@ -40,7 +40,7 @@ class Loggers:
             raise OptionError(f"Got table={table!r}. Want True, False or a Table. Do: leave it out for none.")
         if table:
             self._all.append(table if isinstance(table, Table) else Table())
-        self._takes_epoch = [_takes_epoch(each.log) for each in self._all]
+        self._takes_epoch = [_has_epoch_argument(each.log) for each in self._all]
         self._complain = complain
 
     def log(self, record: Record) -> None:
@@ -61,11 +61,11 @@ class Loggers:
 
     def _warn(self, number: int, what: str, error: Exception) -> None:
         each = self._all[number]
-        name = getattr(each.function, "__qualname__", "?") if isinstance(each, _Function) else type(each).__name__
-        self._complain((number, what), f"The logger {name} {what} ({first_line(error)}). The training goes on.")
+        name = getattr(each.function, "__qualname__", "?") if isinstance(each, _FunctionLogger) else type(each).__name__
+        self._complain((number, what), f"The logger {name} {what} ({format_error_line(error)}). The training goes on.")
 
 
-def _takes_epoch(log: Callable[..., Any]) -> bool:
+def _has_epoch_argument(log: Callable[..., Any]) -> bool:
     try:
         return "epoch" in inspect.signature(log).parameters
     except (TypeError, ValueError):  # builtins may have no signature

@@ -2,6 +2,6 @@
 
 from saltflat.landscape.plot import plot_together
 from saltflat.landscape.result import Landscape
-from saltflat.landscape.slice import landscape
+from saltflat.landscape.slice import compute_landscape
 
-__all__ = ["Landscape", "landscape", "plot_together"]
+__all__ = ["Landscape", "compute_landscape", "plot_together"]

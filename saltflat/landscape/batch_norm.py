@@ -8,21 +8,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import ModelError, SaltflatError, first_line
-from saltflat.landscape.chunks import points_at_once, ticking
-from saltflat.landscape.points import Points
+from saltflat.errors import ModelError, SaltflatError, format_error_line
+from saltflat.landscape.chunks import make_progress_counter, split_points
+from saltflat.landscape.points import SlicePoints
 from saltflat.network import Network
 from saltflat.setting import Setting
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
-def norms_of(model: nn.Module) -> list[nn.Module]:
+def find_batch_norms(model: nn.Module) -> list[nn.Module]:
     """The BatchNorm layers that keep statistics."""
     return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
 
 
-class Statistics:
+class BatchNormStatistics:
     """Running means and variances of every BatchNorm layer at every point, as averages over the batches of the data.
 
     What ``torch.optim.swa_utils.update_bn`` makes: every layer normalises a batch by the batch itself, and the means
@@ -30,7 +30,7 @@ class Statistics:
     """
 
     def __init__(self, network: Network, points: int) -> None:
-        self.modules = norms_of(network.model)
+        self.modules = find_batch_norms(network.model)
         self.buffers: dict[str, Tensor] = {}
         self.batches: dict[str, Tensor] = {}
         for module in self.modules:
@@ -41,12 +41,12 @@ class Statistics:
             tracked = network.names[id(module.num_batches_tracked)]
             self.batches[tracked] = torch.zeros_like(network.constants[tracked])
 
-    def at(self, which: slice) -> dict[str, Tensor]:
+    def get_slice(self, which: slice) -> dict[str, Tensor]:
         """The statistics of some points, to write to."""
         return {name: each[which] for name, each in self.buffers.items()}
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
+    def use_batch_statistics(self) -> Iterator[None]:
         """Inside of it the layers take their statistics from the batch, and average them without a momentum."""
         kept = [(module, module.training, module.momentum) for module in self.modules]
         try:
@@ -58,26 +58,27 @@ class Statistics:
                 module.training, module.momentum = training, momentum
 
 
-def statistics_at(setting: Setting, points: Points) -> Statistics:
+def compute_batch_norm_statistics(setting: Setting, points: SlicePoints) -> BatchNormStatistics:
     """One pass over the data, whose batches are taken whole: a part of a batch has other statistics."""
-    found = Statistics(setting.problem.network, len(points))
-    tick = ticking(setting, "BatchNorm's statistics at points", len(points))
+    found = BatchNormStatistics(setting.problem.network, len(points))
+    tick = make_progress_counter(setting, "BatchNorm's statistics at points", len(points))
     with torch.no_grad():
-        for batch in setting.problem.batches():
-            slices = list(points_at_once(setting, points, batch))
+        for batch in setting.problem.read_batches():
+            slices = list(split_points(setting, points, batch))
             for number, which in enumerate(slices):
                 # All points have seen as many batches: the last ones may count this one.
                 last = number == len(slices) - 1
                 batches = found.batches if last else {name: each.clone() for name, each in found.batches.items()}
-                with found.taking():
+                with found.use_batch_statistics():
                     try:
-                        points.outputs(batch, which, found.at(which), batches)
+                        points.compute_outputs(batch, which, found.get_slice(which), batches)
                     except (RuntimeError, ValueError) as error:
                         if isinstance(error, SaltflatError):
                             raise
                         raise ModelError(
-                            f"Got {first_line(error)} from the model with BatchNorm in train mode, on {batch.examples} "
-                            "examples. Want batches that statistics can be taken of, of more than one example. "
+                            f"Got {format_error_line(error)} from the model with BatchNorm in train mode, on "
+                            f"{batch.examples} examples. Want batches that statistics can be taken of, of more than "
+                            "one example. "
                             "Do: choose another batch size, or batch_norm='running'."
                         ) from error
                 tick(batch.examples * len(points.places[which]))

@@ -15,11 +15,11 @@ KINDS = ("random", "eigenvector", "given")
 
 def check_landscape(landscape: Landscape) -> None:
     """Raise a ValueError that says what is wrong, if anything is."""
-    for wrong in _wrongs(landscape):
+    for wrong in _find_problems(landscape):
         raise ValueError(wrong)
 
 
-def _wrongs(landscape: Landscape) -> Iterator[str]:
+def _find_problems(landscape: Landscape) -> Iterator[str]:
     if landscape.dimensions not in (1, 2):
         yield f"there are {landscape.dimensions} dimensions"
     for places in landscape.coordinates:

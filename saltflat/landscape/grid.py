@@ -14,7 +14,7 @@ MOST_POINTS = 250_000  # a slip of the keyboard beyond
 
 
 @dataclass(frozen=True)
-class Grid:
+class SliceGrid:
     """Where the loss is taken.
 
     Attributes:
@@ -31,7 +31,7 @@ class Grid:
     def axis(self) -> Tensor:
         """The coordinates along one direction, float64; the middle one is 0 exactly.
 
-        >>> Grid(1, 5, 2.0).axis.tolist()
+        >>> SliceGrid(1, 5, 2.0).axis.tolist()
         [-2.0, -1.0, 0.0, 1.0, 2.0]
         """
         steps = torch.arange(self.points, dtype=torch.float64) * 2 - (self.points - 1)
@@ -49,12 +49,12 @@ class Grid:
         return int((self.points**self.dimensions) // 2)
 
     @property
-    def beside(self) -> list[int]:
+    def neighbours(self) -> list[int]:
         """The numbers of the point in the middle and of its next neighbour along each direction."""
         return [self.middle, *(self.middle + self.points**axis for axis in range(self.dimensions))]
 
 
-def grid_from(dimensions: int, points: int, radius: float) -> Grid:
+def make_grid(dimensions: int, points: int, radius: float) -> SliceGrid:
     """The grid, if it can be one."""
     if isinstance(dimensions, bool) or not isinstance(dimensions, int) or dimensions not in (1, 2):
         raise OptionError(
@@ -71,4 +71,4 @@ def grid_from(dimensions: int, points: int, radius: float) -> Grid:
             f"most {MOST_POINTS:,}. Do: for instance points=51."
         )
     check_positive(radius=radius)
-    return Grid(dimensions, points, float(radius))
+    return SliceGrid(dimensions, points, float(radius))

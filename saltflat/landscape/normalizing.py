@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from saltflat.errors import unknown
+from saltflat.errors import make_unknown_name_error
 from saltflat.setting import Setting
-from saltflat.whole import norm_of
+from saltflat.whole import compute_norm
 
 Vector = Mapping[str, Tensor]
 
 
-def by_filter(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+def normalize_by_filter(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     r"""Every filter of the direction as long as the filter of the weights (Li et al., 2018).
 
     .. math::
@@ -29,49 +29,49 @@ def by_filter(setting: Setting, vector: Vector) -> dict[str, Tensor]:
         if name not in shapes:
             found[name] = direction.sign() * weight.abs()
             continue
-        units, count = shapes[name].units("row")
+        units, count = shapes[name].index_units("row")
         units = units.to(weight.device).flatten()
         lengths = [
             weight.new_zeros(count).index_add_(0, units, each.double().square().flatten()).sqrt()
             for each in (weight, direction)
         ]
-        found[name] = direction * _ratio(*lengths)[units].reshape(direction.shape)
+        found[name] = direction * _divide_or_zero(*lengths)[units].reshape(direction.shape)
     return found
 
 
-def by_layer(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+def normalize_by_layer(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """Every parameter of the direction as long as that parameter of the weights."""
     return {
-        name: direction * _ratio(setting.problem.network.measured[name].double().norm(), direction.norm())
+        name: direction * _divide_or_zero(setting.problem.network.measured[name].double().norm(), direction.norm())
         for name, direction in vector.items()
     }
 
 
-def by_entry(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+def normalize_by_entry(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """Every entry of the direction times the size of its weight: no rescaling of units changes the slice."""
     return {
         name: direction * setting.problem.network.measured[name].double().abs() for name, direction in vector.items()
     }
 
 
-def by_length(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+def normalize_to_length_one(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """The whole direction of length one."""
-    length = norm_of(vector)
+    length = compute_norm(vector)
     return {name: direction / length if length else direction for name, direction in vector.items()}
 
 
-def as_it_is(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+def skip_normalization(setting: Setting, vector: Vector) -> dict[str, Tensor]:
     """The direction unchanged."""
     return dict(vector)
 
 
 Normalize = Callable[[Setting, Vector], dict[str, Tensor]]
 NORMALIZATIONS: dict[str, Normalize] = {
-    "filter": by_filter,
-    "layer": by_layer,
-    "entry": by_entry,
-    "length": by_length,
-    "none": as_it_is,
+    "filter": normalize_by_filter,
+    "layer": normalize_by_layer,
+    "entry": normalize_by_entry,
+    "length": normalize_to_length_one,
+    "none": skip_normalization,
 }
 WORDS = {
     "filter": "each filter as long as that of the weights",
@@ -84,9 +84,9 @@ WORDS = {
 
 def check_normalization(name: str) -> str:
     if not isinstance(name, str) or name not in NORMALIZATIONS:
-        raise unknown("normalization", name, NORMALIZATIONS)
+        raise make_unknown_name_error("normalization", name, NORMALIZATIONS)
     return name
 
 
-def _ratio(wanted: Tensor, got: Tensor) -> Tensor:
+def _divide_or_zero(wanted: Tensor, got: Tensor) -> Tensor:
     return torch.where(got > 0, wanted / got.where(got > 0, torch.ones_like(got)), torch.zeros_like(got))

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saltflat.amounts import check_count, is_choice
-from saltflat.errors import OptionError, unknown
-from saltflat.landscape.view import name_of
-from saltflat.report.optional import package
-from saltflat.report.text import number, printable
+from saltflat.errors import OptionError, make_unknown_name_error
+from saltflat.landscape.view import format_direction_name
+from saltflat.report.optional import import_optional
+from saltflat.report.text import format_number, make_printable
 
 if TYPE_CHECKING:
     from saltflat.landscape.result import Landscape
@@ -26,21 +26,21 @@ TICKS = 8  # beside the colours, about
 DECADES = 2  # above which a scale is logarithmic if nothing is said
 
 
-def figure_of(landscape: Landscape, what: str = "loss", log: bool | None = None, levels: int = 20) -> Any:
+def plot_landscape(landscape: Landscape, what: str = "loss", log: bool | None = None, levels: int = 20) -> Any:
     """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
     check_count(2, levels=levels)
     if landscape.dimensions == 1:
         return plot_together({"": landscape}, what, log)
-    values = _values(landscape, what)
-    figure = package("matplotlib.figure", "plot()").Figure(figsize=(6.6, 5.2), layout="compressed")
+    values = _select_values(landscape, what)
+    figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(6.6, 5.2), layout="compressed")
     axis = figure.add_subplot()
-    axis.set_title(printable(landscape.model), fontsize=10, parse_math=False)
-    axis.set_xlabel(name_of(landscape.directions[0], 0), parse_math=False)
-    axis.set_ylabel(name_of(landscape.directions[1], 1), parse_math=False)
+    axis.set_title(make_printable(landscape.model), fontsize=10, parse_math=False)
+    axis.set_xlabel(format_direction_name(landscape.directions[0], 0), parse_math=False)
+    axis.set_ylabel(format_direction_name(landscape.directions[1], 1), parse_math=False)
     # Rows of an image go up, and the first direction goes to the right.
     across, up = landscape.coordinates
     seen = np.ma.masked_invalid(values.T)
-    edges, norm = _levels(seen, log, levels)
+    edges, norm = _compute_contour_levels(seen, log, levels)
     filled = axis.contourf(across, up, seen, levels=edges, norm=norm, cmap=MAP)
     axis.contour(across, up, seen, levels=edges, colors="black", linewidths=0.3, alpha=0.6)
     axis.plot([0], [0], "+", color="white", markersize=9, markeredgewidth=2.5)
@@ -49,7 +49,7 @@ def figure_of(landscape: Landscape, what: str = "loss", log: bool | None = None,
     axis.set_facecolor("#dddddd")  # seen where the loss overflowed
     bar = figure.colorbar(filled, ax=axis, label=WHAT[what])
     shown = edges[:: max(1, len(edges) // TICKS)]
-    bar.set_ticks(shown, labels=[number(float(each), 3) for each in shown], fontsize=8)
+    bar.set_ticks(shown, labels=[format_number(float(each), 3) for each in shown], fontsize=8)
     bar.ax.minorticks_off()
     return figure
 
@@ -70,38 +70,38 @@ def plot_together(
     if not named or any(each.dimensions != 1 for each in named.values()):
         got = "no landscapes" if not named else "a landscape of two dimensions among them"
         raise OptionError(f"Got {got}. Want landscapes of one dimension. Do: draw maps one by one, with .plot().")
-    figure = package("matplotlib.figure", "plot()").Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.add_subplot()
     for index, (name, each) in enumerate(named.items()):
         axis.plot(
             each.coordinates[0],
-            np.ma.masked_invalid(_values(each, what)),
+            np.ma.masked_invalid(_select_values(each, what)),
             LINES[index // len(COLOURS) % len(LINES)] if index >= len(COLOURS) else LINES[index % len(LINES)],
             color=COLOURS[index % len(COLOURS)],
             marker="." if len(each.coordinates[0]) <= 60 else None,
-            label=printable(name),
+            label=make_printable(name),
         )
-    every = np.concatenate([_values(each, what) for each in named.values()])
-    if _logarithmic(np.ma.masked_invalid(every), log):
+    every = np.concatenate([_select_values(each, what) for each in named.values()])
+    if _is_logarithmic(np.ma.masked_invalid(every), log):
         axis.set_yscale("log", nonpositive="mask")
     axis.axvline(0, color="black", linewidth=0.6, zorder=0)
-    directions = list(dict.fromkeys(name_of(each.directions[0], 0) for each in named.values()))
+    directions = list(dict.fromkeys(format_direction_name(each.directions[0], 0) for each in named.values()))
     axis.set_xlabel(directions[0] if len(directions) == 1 else "distance along the direction", parse_math=False)
     axis.set_ylabel(WHAT[what])
     axis.grid(color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     if list(named) == [""]:
-        axis.set_title(printable(named[""].model), fontsize=10, parse_math=False)
+        axis.set_title(make_printable(named[""].model), fontsize=10, parse_math=False)
     else:
         for text in axis.legend(frameon=False).get_texts():
             text.set_parse_math(False)
     return figure
 
 
-def _values(landscape: Landscape, what: str) -> NDArray[np.float64]:
+def _select_values(landscape: Landscape, what: str) -> NDArray[np.float64]:
     if not is_choice(what, WHAT):
-        raise unknown("quantity to draw", what, WHAT)
+        raise make_unknown_name_error("quantity to draw", what, WHAT)
     if what == "loss":
         return landscape.losses
     if landscape.errors is None:
@@ -111,7 +111,7 @@ def _values(landscape: Landscape, what: str) -> NDArray[np.float64]:
     return landscape.errors
 
 
-def _logarithmic(seen: Any, log: bool | None) -> bool:
+def _is_logarithmic(seen: Any, log: bool | None) -> bool:
     """Whether the scale is; zeros and negative values have no logarithm."""
     positive = seen.count() > 0 and float(seen.min()) > 0
     if log is None:
@@ -123,10 +123,10 @@ def _logarithmic(seen: Any, log: bool | None) -> bool:
     return log
 
 
-def _levels(seen: Any, log: bool | None, count: int) -> tuple[NDArray[np.float64], Any]:
+def _compute_contour_levels(seen: Any, log: bool | None, count: int) -> tuple[NDArray[np.float64], Any]:
     """Edges of the contours, and the norm that their colours follow."""
-    colors = package("matplotlib.colors", "plot()")
-    if _logarithmic(seen, log):
+    colors = import_optional("matplotlib.colors", "plot()")
+    if _is_logarithmic(seen, log):
         low, high = float(seen[seen > 0].min()), float(seen.max())
         high = high if high > low else 2 * low
         edges = np.geomspace(low, high, count + 1)

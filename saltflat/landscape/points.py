@@ -13,14 +13,14 @@ from saltflat.data import Batch
 from saltflat.errors import SaltflatError
 from saltflat.landscape.directions import Direction
 from saltflat.network import Network
-from saltflat.passes import Calls
+from saltflat.passes import LayerCalls
 from saltflat.probe import TOLERANCE
 
 ALL, EACH = "points together", "point by point"
 
 
 @dataclass(frozen=True)
-class Points:
+class SlicePoints:
     """The points of a slice as weights.
 
     Attributes:
@@ -43,7 +43,7 @@ class Points:
         return len(self.places)
 
     @property
-    def bytes(self) -> int:
+    def bytes_per_point(self) -> int:
         """What the weights of one point take, with what it takes to make them."""
         moving = {name for each in self.directions for name in each.vector}
         return sum(
@@ -52,7 +52,7 @@ class Points:
             if name in moving
         )
 
-    def weights(self, which: slice | Sequence[int]) -> dict[str, Tensor]:
+    def compute_weights(self, which: slice | Sequence[int]) -> dict[str, Tensor]:
         """The parameters that move, ``(points, *shape)`` each: made in float64, given in their own precision."""
         places, found = self.places[which], {}
         for name, value in self.network.measured.items():
@@ -66,7 +66,7 @@ class Points:
             found[name] = weights.to(value)
         return found
 
-    def outputs(
+    def compute_outputs(
         self, batch: Batch, which: slice, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]
     ) -> Tensor:
         """``(points, examples, *outputs)``.
@@ -77,11 +77,11 @@ class Points:
             buffers: of the network, ``(points, *shape)`` each, which the passes may write to.
             shared: buffers that are the same at all points.
         """
-        weights = self.weights(which)
-        if len(self.places[which]) > 1 and self._can_be_together(batch, buffers, shared):
+        weights = self.compute_weights(which)
+        if len(self.places[which]) > 1 and self._can_vmap(batch, buffers, shared):
             kept = {name: value.clone() for name, value in [*buffers.items(), *shared.items()]}
             try:
-                outputs = _together(self.network, batch, {**weights, **buffers}, shared)
+                outputs = _run_vmapped(self.network, batch, {**weights, **buffers}, shared)
             except SaltflatError:
                 raise
             except Exception:
@@ -93,22 +93,22 @@ class Points:
                 self.used.add(ALL)
                 return outputs
         self.used.add(EACH)
-        return _one_by_one(self.network, batch, {**weights, **buffers}, shared)
+        return _run_point_by_point(self.network, batch, {**weights, **buffers}, shared)
 
-    def _can_be_together(self, batch: Batch, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> bool:
+    def _can_vmap(self, batch: Batch, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> bool:
         """Whether inputs of this shape can be; found out when they are first seen."""
-        kind = (Calls.of(batch, []).inputs, frozenset(buffers), frozenset(shared))
+        kind = (LayerCalls.from_batch(batch, []).inputs, frozenset(buffers), frozenset(shared))
         if kind not in self.tried:
-            self.tried[kind] = self._agree(batch, buffers, shared)
+            self.tried[kind] = self._is_vmap_correct(batch, buffers, shared)
         return self.tried[kind]
 
-    def _agree(self, batch: Batch, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> bool:
+    def _is_vmap_correct(self, batch: Batch, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> bool:
         """Whether both ways give the same on a few points."""
-        few = self.weights(self.beside)
+        few = self.compute_weights(self.beside)
         few |= {name: torch.stack([each[0]] * len(self.beside)) for name, each in buffers.items()}
         some = batch if buffers else batch.cut(0, 2)
         found = []
-        for way in (_one_by_one, _together):
+        for way in (_run_point_by_point, _run_vmapped):
             own = {name: each.clone() for name, each in few.items()}
             common = {name: each.clone() for name, each in shared.items()}
             try:
@@ -116,22 +116,24 @@ class Points:
             except SaltflatError:
                 raise
             except Exception:
-                if way is _one_by_one:
+                if way is _run_point_by_point:
                     raise
                 return False
             found.append([outputs, *(own[name] for name in buffers), *common.values()])
-        return all(_close(one, two) for one, two in zip(*found, strict=True))
+        return all(_is_close_output(one, two) for one, two in zip(*found, strict=True))
 
 
-def _together(network: Network, batch: Batch, stacked: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> Tensor:
-    def one(own: Mapping[str, Tensor]) -> Tensor:
+def _run_vmapped(network: Network, batch: Batch, stacked: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> Tensor:
+    def run_point(own: Mapping[str, Tensor]) -> Tensor:
         return network(batch, leaves={**shared, **own})
 
-    outputs: Tensor = vmap(one)(dict(stacked))
+    outputs: Tensor = vmap(run_point)(dict(stacked))
     return outputs
 
 
-def _one_by_one(network: Network, batch: Batch, stacked: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> Tensor:
+def _run_point_by_point(
+    network: Network, batch: Batch, stacked: Mapping[str, Tensor], shared: Mapping[str, Tensor]
+) -> Tensor:
     count = len(next(iter(stacked.values())))
     outputs = []
     for point in range(count):
@@ -141,7 +143,7 @@ def _one_by_one(network: Network, batch: Batch, stacked: Mapping[str, Tensor], s
     return torch.stack(outputs)
 
 
-def _close(one: Tensor, two: Tensor) -> bool:
+def _is_close_output(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if not one.is_floating_point():

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from saltflat.errors import ReportError
 from saltflat.landscape.check import check_landscape
-from saltflat.landscape.plot import figure_of
-from saltflat.landscape.view import Described, page_of
-from saltflat.report.file import LANDSCAPE, check_schema, read, write
-from saltflat.report.plain import coded, decoded, plain
-from saltflat.report.schema import MAPPING, check
-from saltflat.report.table import rendered
-from saltflat.report.text import printable
+from saltflat.landscape.plot import plot_landscape
+from saltflat.landscape.view import LandscapeRenderable, format_landscape_html
+from saltflat.report.file import LANDSCAPE, check_schema, read_json, write_json
+from saltflat.report.plain import decode_nonfinite, encode_nonfinite, to_plain_types
+from saltflat.report.schema import MAPPING, check_structure
+from saltflat.report.table import render_text
+from saltflat.report.text import make_printable
 
 Array = NDArray[np.float64]
 
@@ -61,13 +61,13 @@ class Landscape:
 
     def __post_init__(self) -> None:
         tidy: dict[str, Any] = {
-            "coordinates": tuple(map(_fixed, self.coordinates)),
-            "losses": _fixed(self.losses),
-            "errors": None if self.errors is None else _fixed(self.errors),
-            "directions": tuple(plain(each, "the directions") for each in self.directions),
+            "coordinates": tuple(map(_make_readonly, self.coordinates)),
+            "losses": _make_readonly(self.losses),
+            "errors": None if self.errors is None else _make_readonly(self.errors),
+            "directions": tuple(to_plain_types(each, "the directions") for each in self.directions),
             "model": str(self.model),
             "examples": int(self.examples),
-            "settings": plain(self.settings, "the settings"),
+            "settings": to_plain_types(self.settings, "the settings"),
             "versions": {str(name): str(each) for name, each in self.versions.items()},
             "seconds": float(self.seconds),
             "notes": tuple(str(note) for note in self.notes),
@@ -83,12 +83,12 @@ class Landscape:
     @property
     def loss(self) -> float:
         """The mean loss in the middle, of the weights as they are."""
-        return float(self.losses[self._middle()])
+        return float(self.losses[self._get_middle()])
 
     @property
     def error(self) -> float | None:
         """The share of wrong answers in the middle."""
-        return None if self.errors is None else float(self.errors[self._middle()])
+        return None if self.errors is None else float(self.errors[self._get_middle()])
 
     @property
     def curvature(self) -> tuple[float, ...]:
@@ -96,14 +96,14 @@ class Landscape:
 
         They tell the second derivative only as well as the points are close.
         """
-        middle, found = self._middle(), []
+        middle, found = self._get_middle(), []
         for axis, places in enumerate(self.coordinates):
             beside = [tuple(n + step * (a == axis) for a, n in enumerate(middle)) for step in (-1, 1)]
             width = float(places[middle[axis] + 1])
             found.append(float(sum(self.losses[each] - self.loss for each in beside)) / width / width)
         return tuple(found)
 
-    def _middle(self) -> tuple[int, ...]:
+    def _get_middle(self) -> tuple[int, ...]:
         return tuple(len(each) // 2 for each in self.coordinates)
 
     def __eq__(self, other: object) -> bool:
@@ -113,16 +113,16 @@ class Landscape:
 
     def __repr__(self) -> str:
         size = " x ".join(str(len(each)) for each in self.coordinates)
-        return f"<Landscape of {printable(self.model)}: {size} points; print() describes it, .plot() draws it>"
+        return f"<Landscape of {make_printable(self.model)}: {size} points; print() describes it, .plot() draws it>"
 
     def __str__(self) -> str:
-        return rendered(Described(self))
+        return render_text(LandscapeRenderable(self))
 
-    def __rich__(self) -> Described:
-        return Described(self)
+    def __rich__(self) -> LandscapeRenderable:
+        return LandscapeRenderable(self)
 
     def _repr_html_(self) -> str:
-        return page_of(self)
+        return format_landscape_html(self)
 
     def plot(self, what: str = "loss", log: bool | None = None, levels: int = 20) -> Any:
         """A ``matplotlib`` Figure: a curve, or a map with contours; where the loss overflowed there are gaps.
@@ -132,28 +132,30 @@ class Landscape:
             log: a logarithmic scale; if None, where the values are positive and span more than two powers of ten.
             levels: how many contours a map has.
         """
-        return figure_of(self, what, log, levels)
+        return plot_landscape(self, what, log, levels)
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        parts = {each.name: coded(plain(getattr(self, each.name), each.name)) for each in fields(self)}
+        parts = {
+            each.name: encode_nonfinite(to_plain_types(getattr(self, each.name), each.name)) for each in fields(self)
+        }
         return {"schema": LANDSCAPE.schema, **parts}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Landscape:
         """The landscape that ``to_dict`` was called on."""
-        return cls._from(given, "a mapping")
+        return cls._parse_dict(given, "a mapping")
 
     @classmethod
-    def _from(cls, given: Mapping[str, Any], source: str) -> Landscape:
+    def _parse_dict(cls, given: Mapping[str, Any], source: str) -> Landscape:
         check_schema(given, source, LANDSCAPE)
         try:
-            found = cls(**{key: decoded(value) for key, value in given.items() if key != "schema"})
+            found = cls(**{key: decode_nonfinite(value) for key, value in given.items() if key != "schema"})
             # Reading is lenient: what does not come out again as it went in was not written by us.
             if found.to_dict() != given:
                 raise TypeError("a field has a value of another kind")
-            check(found.settings, MAPPING, "the settings")
-            check(list(found.directions), [MAPPING], "the directions")
+            check_structure(found.settings, MAPPING, "the settings")
+            check_structure(list(found.directions), [MAPPING], "the directions")
             check_landscape(found)
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
             raise ReportError(
@@ -164,15 +166,15 @@ class Landscape:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON and give the path back; a file that was there is replaced, whole or not at all."""
-        return write(self.to_dict(), path)
+        return write_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Landscape:
         """The landscape that was saved there."""
-        return cls._from(read(path, LANDSCAPE), f"the file {os.fspath(path)!r}")
+        return cls._parse_dict(read_json(path, LANDSCAPE), f"the file {os.fspath(path)!r}")
 
 
-def _fixed(values: Any) -> Array:
+def _make_readonly(values: Any) -> Array:
     """A copy that nobody can write to."""
     array = np.array(values, dtype=np.float64)
     array.setflags(write=False)

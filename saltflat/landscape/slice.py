@@ -12,28 +12,28 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from saltflat.columns import plan_from
-from saltflat.errors import ModelError, ParameterError, unknown
-from saltflat.landscape.batch_norm import norms_of, statistics_at
-from saltflat.landscape.directions import Direction, Wanted, directions_of, wanted_from
-from saltflat.landscape.grid import Grid, grid_from
-from saltflat.landscape.heights import heights_of
-from saltflat.landscape.points import Points
+from saltflat.columns import parse_column_plan
+from saltflat.errors import ModelError, ParameterError, make_unknown_name_error
+from saltflat.landscape.batch_norm import compute_batch_norm_statistics, find_batch_norms
+from saltflat.landscape.directions import Direction, DirectionOptions, compute_directions, parse_direction_options
+from saltflat.landscape.grid import SliceGrid, make_grid
+from saltflat.landscape.heights import compute_point_losses
+from saltflat.landscape.points import SlicePoints
 from saltflat.landscape.result import Landscape
-from saltflat.loan import loan
-from saltflat.measuring import version
+from saltflat.loan import open_session
+from saltflat.measuring import get_package_version
 from saltflat.problem import Problem
-from saltflat.progress import steps_shown
+from saltflat.progress import show_steps
 from saltflat.setting import NotDefinedError, Setting
-from saltflat.sweep import bytes_from, check_seed, described
-from saltflat.turns import in_turn
-from saltflat.whole import check_loss
+from saltflat.sweep import check_seed, describe_setting, parse_bytes
+from saltflat.turns import take_turns
+from saltflat.whole import check_finite_loss
 
 BATCH_NORM = ("running", "recompute")
 
 
-@in_turn
-def landscape(
+@take_turns
+def compute_landscape(
     model: nn.Module,
     data: Any,
     loss: Any = "cross_entropy",
@@ -88,51 +88,51 @@ def landscape(
         >>> _ = net.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
         >>> data = torch.eye(2), torch.zeros(2, 1)
         >>> along = {"weight": torch.tensor([[1.0, 0.0]])}
-        >>> found = landscape(net, data, "mse", directions=[along], points=3)  # ((3 + x)^2 + 4^2) / 2
+        >>> found = compute_landscape(net, data, "mse", directions=[along], points=3)  # ((3 + x)^2 + 4^2) / 2
         >>> found.losses.tolist(), found.curvature
         ([10.0, 12.5, 16.0], (1.0,))
     """
     started = time.perf_counter()
-    grid = grid_from(dimensions, points, radius)
-    wanted = wanted_from(directions, dimensions, normalize, biases)
+    grid = make_grid(dimensions, points, radius)
+    wanted = parse_direction_options(directions, dimensions, normalize, biases)
     if not isinstance(batch_norm, str) or batch_norm not in BATCH_NORM:
-        raise unknown("treatment of BatchNorm", batch_norm, BATCH_NORM)
-    limit, seed = bytes_from(memory), check_seed(seed)
-    with loan(model, "eval", data) as notes, steps_shown(progress) as tick:
-        problem = Problem.of(model, data, loss, layers, dtype, "eval")
-        setting = Setting(problem, plan_from("exact"), seed, limit, tick=tick)
-        along, told = _directions(setting, wanted, dimensions)
-        points_ = Points(problem.network, grid.places, along, grid.beside)
-        again = batch_norm == "recompute" and norms_of(model)
-        statistics = statistics_at(setting, points_) if again else None
-        found = heights_of(setting, points_, statistics)
-        check_loss(float(found.losses[grid.middle]))
+        raise make_unknown_name_error("treatment of BatchNorm", batch_norm, BATCH_NORM)
+    limit, seed = parse_bytes(memory), check_seed(seed)
+    with open_session(model, "eval", data) as notes, show_steps(progress) as tick:
+        problem = Problem.build(model, data, loss, layers, dtype, "eval")
+        setting = Setting(problem, parse_column_plan("exact"), seed, limit, tick=tick)
+        along, told = _prepare_directions(setting, wanted, dimensions)
+        points_ = SlicePoints(problem.network, grid.places, along, grid.neighbours)
+        again = batch_norm == "recompute" and find_batch_norms(model)
+        statistics = compute_batch_norm_statistics(setting, points_) if again else None
+        found = compute_point_losses(setting, points_, statistics)
+        check_finite_loss(float(found.losses[grid.middle]))
         shape = (grid.points,) * grid.dimensions
         return Landscape(
             coordinates=(grid.axis.numpy(),) * grid.dimensions,
             losses=found.losses.reshape(shape).numpy(),
             errors=None if found.errors is None else found.errors.reshape(shape).numpy(),
-            directions=tuple({**each.told(), "normalize": wanted.normalize} for each in along),
+            directions=tuple({**each.describe(), "normalize": wanted.normalize} for each in along),
             model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
             examples=found.examples,
-            settings=_settings(setting, wanted, grid, batch_norm, points_),
+            settings=_collect_settings(setting, wanted, grid, batch_norm, points_),
             versions={
-                "saltflat": version(),
+                "saltflat": get_package_version(),
                 "torch": torch.__version__,
                 "numpy": numpy.__version__,
                 "python": platform.python_version(),
             },
             seconds=time.perf_counter() - started,
-            notes=(*notes, *told, *_about_batch_norm(model, batch_norm, wanted)),
+            notes=(*notes, *told, *_explain_batch_norm(model, batch_norm, wanted)),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
 
-def _directions(setting: Setting, wanted: Wanted, count: int) -> tuple[list[Direction], list[str]]:
+def _prepare_directions(setting: Setting, wanted: DirectionOptions, count: int) -> tuple[list[Direction], list[str]]:
     # The first examples are tried before anything long: what is wrong with model or data is said here.
-    setting.probe(next(iter(setting.problem.batches())))
+    setting.get_probe(next(iter(setting.problem.read_batches())))
     try:
-        found, notes = directions_of(setting, wanted, count)
+        found, notes = compute_directions(setting, wanted, count)
     except NotDefinedError as error:
         raise ModelError(
             f"Got a model without eigenvectors: the Hessian {str(error).rstrip('.')}. "
@@ -145,8 +145,10 @@ def _directions(setting: Setting, wanted: Wanted, count: int) -> tuple[list[Dire
     return found, notes
 
 
-def _settings(setting: Setting, wanted: Wanted, grid: Grid, batch_norm: str, points: Points) -> dict[str, Any]:
-    general = described(setting)
+def _collect_settings(
+    setting: Setting, wanted: DirectionOptions, grid: SliceGrid, batch_norm: str, points: SlicePoints
+) -> dict[str, Any]:
+    general = describe_setting(setting)
     # There are no columns here, and the way of the sweeps is not that of the points.
     del general["columns"]
     return {
@@ -161,8 +163,8 @@ def _settings(setting: Setting, wanted: Wanted, grid: Grid, batch_norm: str, poi
     }
 
 
-def _about_batch_norm(model: nn.Module, batch_norm: str, wanted: Wanted) -> list[str]:
-    count = len(norms_of(model))
+def _explain_batch_norm(model: nn.Module, batch_norm: str, wanted: DirectionOptions) -> list[str]:
+    count = len(find_batch_norms(model))
     if not count:
         return ["There is no BatchNorm with statistics to recompute."] if batch_norm == "recompute" else []
     if batch_norm == "running":

@@ -1,13 +1,13 @@
 """How the gradient of each type of layer factors, one file per type.
 
 A rule is a function ``factor(module, x, g)``: from what the layer was given and the gradients at what it gave it makes,
-for each parameter the layer owns, a :class:`~saltflat.forms.Form`. Both arrays have what a batch of *one* example would
-have shown the layer behind their leading axes: ``x`` is ``(examples, *input)`` and ``g`` is
+for each parameter the layer owns, a :class:`~saltflat.forms.FactoredGradient`. Both arrays have what a batch of *one*
+example would have shown the layer behind their leading axes: ``x`` is ``(examples, *input)`` and ``g`` is
 ``(columns, examples, *output)``.
 
     @layer(nn.Linear)
-    def linear(module, x, g):
-        return {"weight": Outer(...), "bias": Dense(...)}
+    def factor_linear(module, x, g):
+        return {"weight": OuterProductGradient(...), "bias": DenseGradient(...)}
 
 A rule may name a ``forward``: the same values by operations whose backward pass is cheaper for many columns at once.
 Layers without a rule need none: their parameters are then differentiated example by example (``saltflat.passes``).
@@ -23,21 +23,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from saltflat.forms import Form
+from saltflat.forms import FactoredGradient
 
-Factor = Callable[[Any, Tensor, Tensor], dict[str, Form]]
+Factor = Callable[[Any, Tensor, Tensor], dict[str, FactoredGradient]]
 Forward = Callable[[Any, Tensor], Tensor]
 Guard = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Rule:
+class LayerRule:
     factor: Factor
     forward: Forward | None
     applies: Guard
 
 
-RULES: dict[type[nn.Module], Rule] = {}
+RULES: dict[type[nn.Module], LayerRule] = {}
 
 
 def layer(
@@ -47,13 +47,13 @@ def layer(
 
     def register(factor: Factor) -> Factor:
         for kind in types:
-            RULES[kind] = Rule(factor, forward, applies)
+            RULES[kind] = LayerRule(factor, forward, applies)
         return factor
 
     return register
 
 
-def rule_for(module: nn.Module) -> Rule | None:
+def find_layer_rule(module: nn.Module) -> LayerRule | None:
     """The rule of a module, if it computes what its type does.
 
     A subclass with a forward of its own, an instance with a patched one, and parameters that are computed from others

@@ -6,12 +6,12 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from saltflat.forms import Dense, Form
+from saltflat.forms import DenseGradient, FactoredGradient
 from saltflat.layers import layer
 
 
 @torch.fx.wrap  # traced as one step: how many axes there are is not known to a tracer
-def along_channels(vector: Tensor, x: Tensor) -> Tensor:
+def reshape_along_channels(vector: Tensor, x: Tensor) -> Tensor:
     return vector.reshape(-1, *[1] * (x.dim() - 2))
 
 
@@ -34,13 +34,13 @@ class Affine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Half precision between parameters in float32 stays half precision, as BatchNorm leaves it.
-        return (x * along_channels(self.weight, x) + along_channels(self.bias, x)).to(x.dtype)
+        return (x * reshape_along_channels(self.weight, x) + reshape_along_channels(self.bias, x)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return str(self.weight.numel())
 
 
 @layer(Affine)
-def affine(module: Affine, x: Tensor, g: Tensor) -> dict[str, Form]:
+def factor_affine(module: Affine, x: Tensor, g: Tensor) -> dict[str, FactoredGradient]:
     space = [2, *range(4, g.dim())]
-    return {"weight": Dense((g * x).sum(space)), "bias": Dense(g.sum(space))}
+    return {"weight": DenseGradient((g * x).sum(space)), "bias": DenseGradient(g.sum(space))}

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from saltflat.forms import Dense, Form
+from saltflat.forms import DenseGradient, FactoredGradient
 from saltflat.layers import layer
-from saltflat.scratch import array
+from saltflat.scratch import get_scratch_array
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
-def _fixed(module: BatchNorm) -> bool:
+def _has_fixed_statistics(module: BatchNorm) -> bool:
     return not module.training and module.running_mean is not None and module.running_var is not None
 
 
-def _along_channels(vector: Tensor, x: Tensor) -> Tensor:
+def _reshape_along_channels(vector: Tensor, x: Tensor) -> Tensor:
     return vector.reshape(-1, *[1] * (x.dim() - 2))
 
 
-def _statistics(module: BatchNorm) -> tuple[Tensor, Tensor]:
+def _get_statistics(module: BatchNorm) -> tuple[Tensor, Tensor]:
     assert module.running_mean is not None
     assert module.running_var is not None
     return module.running_mean, (module.running_var + module.eps).rsqrt()
@@ -35,7 +35,7 @@ def normalize_with_fixed_statistics(
     shift = -mean * scale
     if bias is not None:
         shift = shift + bias
-    return x * _along_channels(scale, x) + _along_channels(shift, x)
+    return x * _reshape_along_channels(scale, x) + _reshape_along_channels(shift, x)
 
 
 def scale_and_shift(module: BatchNorm, x: Tensor) -> Tensor:
@@ -45,17 +45,17 @@ def scale_and_shift(module: BatchNorm, x: Tensor) -> Tensor:
     return normalize_with_fixed_statistics(x, *statistics, module.weight, module.bias, module.eps)
 
 
-@layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, forward=scale_and_shift, applies=_fixed)
-def batch_norm(module: BatchNorm, x: Tensor, g: Tensor) -> dict[str, Form]:
-    mean, inverse = _statistics(module)
+@layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, forward=scale_and_shift, applies=_has_fixed_statistics)
+def factor_batch_norm(module: BatchNorm, x: Tensor, g: Tensor) -> dict[str, FactoredGradient]:
+    mean, inverse = _get_statistics(module)
     unit = x.flatten(0, 1)  # (images, channels, *space)
-    unit = (unit - _along_channels(mean, unit)) * _along_channels(inverse, unit)
+    unit = (unit - _reshape_along_channels(mean, unit)) * _reshape_along_channels(inverse, unit)
     space = [2, *range(4, g.dim())]
     # Written into an array of the gradient's own memory order: the sums run along it.
     strides = g.stride()
     order = sorted(range(g.dim()), key=lambda axis: (-strides[axis], axis))
-    product = array("product", [g.shape[axis] for axis in order], g).permute(
+    product = get_scratch_array("product", [g.shape[axis] for axis in order], g).permute(
         [order.index(axis) for axis in range(g.dim())]
     )
     torch.mul(g, unit.unflatten(0, x.shape[:2]), out=product)
-    return {"weight": Dense(product.sum(space)), "bias": Dense(g.sum(space))}
+    return {"weight": DenseGradient(product.sum(space)), "bias": DenseGradient(g.sum(space))}

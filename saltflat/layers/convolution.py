@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saltflat.forms import Dense, Form, Outer
+from saltflat.forms import DenseGradient, FactoredGradient, OuterProductGradient
 from saltflat.layers import layer
-from saltflat.vectorised import for_all_columns
+from saltflat.vectorised import apply_to_columns
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+def extract_patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
     """``(images, *space, channels)`` to a view ``(images, *positions, *kernel, channels)``.
 
     Channels stay last, so that copying the view moves whole runs of memory.
@@ -36,7 +36,7 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilatio
     )
 
 
-def padded(module: Convolution, x: Tensor) -> Tensor:
+def pad_input(module: Convolution, x: Tensor) -> Tensor:
     """What the kernel slides over, with channels last and contiguous."""
     padding = module._reversed_padding_repeated_twice
     if any(padding) and module.padding_mode != "zeros":
@@ -60,14 +60,14 @@ class Convolve(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:
         gradient = None
         if ctx.needs_input_grad[0]:
-            gradient = for_all_columns(lambda g: input_gradients(g, ctx.weight, ctx.shape, ctx.options), g)
+            gradient = apply_to_columns(lambda g: compute_input_gradients(g, ctx.weight, ctx.shape, ctx.options), g)
         return gradient, None, None, None
 
 
-def input_gradients(g: Tensor, weight: Tensor, shape: torch.Size, options: tuple[Any, ...]) -> Tensor:
+def compute_input_gradients(g: Tensor, weight: Tensor, shape: torch.Size, options: tuple[Any, ...]) -> Tensor:
     """Gradients at the input, ``(columns, *shape)``, from those at the output."""
     stride, padding, dilation, groups = options
-    folded = like(g.flatten(0, 1), weight)
+    folded = match_memory_format(g.flatten(0, 1), weight)
     nothing = g.new_empty(1).expand(len(folded), *shape[1:])  # only its shape is read
     mask, zeros = [True, False, False], [0] * len(stride)
     gradient: Tensor = torch.ops.aten.convolution_backward(
@@ -77,7 +77,7 @@ def input_gradients(g: Tensor, weight: Tensor, shape: torch.Size, options: tuple
     return per_column
 
 
-def like(x: Tensor, model: Tensor) -> Tensor:
+def match_memory_format(x: Tensor, model: Tensor) -> Tensor:
     """Images in the memory order of other images, which the kernels would otherwise bring about at every call."""
     if x.dim() == 4 and model.is_contiguous(memory_format=torch.channels_last):
         return x.contiguous(memory_format=torch.channels_last)
@@ -93,11 +93,11 @@ def convolve(module: Convolution, x: Tensor) -> Tensor:
         x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * len(module.kernel_size)
     options = (list(module.stride), list(padding), list(module.dilation), module.groups)
-    result: Tensor = Convolve.apply(x, like(module.weight, x), module.bias, options)  # type: ignore[no-untyped-call]
+    result: Tensor = Convolve.apply(x, match_memory_format(module.weight, x), module.bias, options)  # type: ignore[no-untyped-call]
     return result
 
 
-def suits_kernels(module: Convolution, g: Tensor) -> bool:
+def is_kernel_faster(module: Convolution, g: Tensor) -> bool:
     """Whether torch's own kernels give single gradients quicker than a product of patches.
 
     On a CPU they do, by up to ten times, with blocks of eight channels; many columns are better served by one product
@@ -108,10 +108,10 @@ def suits_kernels(module: Convolution, g: Tensor) -> bool:
     return blocks and module.weight.shape[0] <= g.shape[-len(module.kernel_size) :].numel()
 
 
-def kernel_gradients(module: Convolution, x: Tensor, g: Tensor) -> Tensor:
+def compute_kernel_gradients(module: Convolution, x: Tensor, g: Tensor) -> Tensor:
     """``(images, *weight)``: every image's gradient of the weight, as one convolution with the images as groups."""
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
-        x, padding = padded(module, x).movedim(-1, 1), [0] * len(module.kernel_size)
+        x, padding = pad_input(module, x).movedim(-1, 1), [0] * len(module.kernel_size)
     else:
         padding = [int(size) for size in module.padding]
     images, weight = len(x), module.weight
@@ -125,17 +125,19 @@ def kernel_gradients(module: Convolution, x: Tensor, g: Tensor) -> Tensor:
 
 
 @layer(nn.Conv1d, nn.Conv2d, nn.Conv3d, forward=convolve)
-def convolution(module: Convolution, x: Tensor, g: Tensor) -> dict[str, Form]:
+def factor_convolution(module: Convolution, x: Tensor, g: Tensor) -> dict[str, FactoredGradient]:
     dims = len(module.kernel_size)
     columns, examples, groups = *g.shape[:2], module.groups
-    if columns == 1 and suits_kernels(module, g):
-        each = kernel_gradients(module, x.reshape(-1, *x.shape[-dims - 1 :]), g[0].reshape(-1, *g.shape[-dims - 1 :]))
+    if columns == 1 and is_kernel_faster(module, g):
+        each = compute_kernel_gradients(
+            module, x.reshape(-1, *x.shape[-dims - 1 :]), g[0].reshape(-1, *g.shape[-dims - 1 :])
+        )
         return {
-            "weight": Dense(each.unflatten(0, (examples, -1)).sum(1).unsqueeze(0)),
-            "bias": Dense(g.reshape(1, examples, -1, module.out_channels, g.shape[-dims:].numel()).sum((2, 4))),
+            "weight": DenseGradient(each.unflatten(0, (examples, -1)).sum(1).unsqueeze(0)),
+            "bias": DenseGradient(g.reshape(1, examples, -1, module.out_channels, g.shape[-dims:].numel()).sum((2, 4))),
         }
-    x = padded(module, x.reshape(-1, *x.shape[-dims - 1 :]))
-    view = patches(x, module.kernel_size, module.stride, module.dilation)
+    x = pad_input(module, x.reshape(-1, *x.shape[-dims - 1 :]))
+    view = extract_patches(x, module.kernel_size, module.stride, module.dilation)
     inputs = module.in_channels // groups
     entries = inputs * module.weight.shape[2:].numel()
 
@@ -149,5 +151,5 @@ def convolution(module: Convolution, x: Tensor, g: Tensor) -> dict[str, Form]:
     left = g.permute(0, 1, 4, 2, 3, 5).reshape(columns, examples, groups, -1, module.out_channels // groups)
     inner = (*module.kernel_size, inputs)
     order = (0, 1, dims + 2, *range(2, dims + 2))
-    weight = Outer(left, right, module.weight.shape, inner, order)
-    return {"weight": weight, "bias": Dense(left.sum(3).flatten(2))}
+    weight = OuterProductGradient(left, right, module.weight.shape, inner, order)
+    return {"weight": weight, "bias": DenseGradient(left.sum(3).flatten(2))}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from saltflat.forms import Form, Rows
+from saltflat.forms import FactoredGradient, RowSparseGradient
 from saltflat.layers import layer
 
 
 @layer(nn.Embedding, applies=lambda module: module.max_norm is None and not module.scale_grad_by_freq)
-def embedding(module: nn.Embedding, x: Tensor, g: Tensor) -> dict[str, Form]:
+def factor_embedding(module: nn.Embedding, x: Tensor, g: Tensor) -> dict[str, FactoredGradient]:
     index = x.reshape(x.shape[0], -1)
     values = g.reshape(*g.shape[:2], index.shape[1], -1)
     if module.padding_idx is not None:
         values = values * (index != module.padding_idx)[None, :, :, None]
-    return {"weight": Rows(index, values, module.weight.shape)}
+    return {"weight": RowSparseGradient(index, values, module.weight.shape)}

@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saltflat.forms import Dense, Form, Outer
+from saltflat.forms import DenseGradient, FactoredGradient, OuterProductGradient
 from saltflat.layers import layer
-from saltflat.layers.convolution import patches
+from saltflat.layers.convolution import extract_patches
 
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 @layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-def transposed(module: Transposed, x: Tensor, g: Tensor) -> dict[str, Form]:
+def factor_transposed_convolution(module: Transposed, x: Tensor, g: Tensor) -> dict[str, FactoredGradient]:
     dims = len(module.kernel_size)
     columns, examples, groups = *g.shape[:2], module.groups
     rows, outputs = module.in_channels // groups, module.out_channels // groups
@@ -29,7 +29,7 @@ def transposed(module: Transposed, x: Tensor, g: Tensor) -> dict[str, Form]:
     sizes: Any = module.padding  # numbers: only ordinary convolutions take a word
     padding = [p for size in reversed(sizes) for p in (int(size), int(size))]
     flat = F.pad(flat, [0, 0, *padding]).contiguous()
-    view = patches(flat, module.kernel_size, module.stride, module.dilation)
+    view = extract_patches(flat, module.kernel_size, module.stride, module.dilation)
     for axis, size in enumerate(space, start=1):
         view = view.narrow(axis, 0, size)
     entries = outputs * module.weight.shape[2:].numel()
@@ -41,4 +41,4 @@ def transposed(module: Transposed, x: Tensor, g: Tensor) -> dict[str, Form]:
     inner = (*module.kernel_size, outputs)
     order = (0, 1, dims + 2, *range(2, dims + 2))
     bias = g.reshape(columns, examples, -1, module.out_channels, g.shape[-dims:].numel()).sum((2, 4))
-    return {"weight": Outer(left, right, module.weight.shape, inner, order), "bias": Dense(bias)}
+    return {"weight": OuterProductGradient(left, right, module.weight.shape, inner, order), "bias": DenseGradient(bias)}

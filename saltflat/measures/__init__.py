@@ -21,10 +21,10 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from saltflat.errors import OptionError, unknown
+from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.measures.references import REFERENCES
 from saltflat.statistic import COSTS
-from saltflat.statistics import COMPUTED, STATISTICS, keywords
+from saltflat.statistics import COMPUTED, STATISTICS, find_keyword_defaults
 
 # Of which a measure may claim to be independent.
 SYMMETRIES = {
@@ -42,7 +42,7 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class MeasureResult:
     """What a measure says of one layer, or of the network, where a bare number does not say it all.
 
     Attributes:
@@ -80,7 +80,7 @@ class Part:
 @dataclass(frozen=True)
 class Measure:
     name: str
-    function: Callable[..., Tensor | float | Part]
+    function: Callable[..., Tensor | float | MeasureResult]
     on: Literal["weights", "parameters", "network"]
     total: Literal["sum", "max"]
     invariant_to: tuple[str, ...]
@@ -108,7 +108,7 @@ class Measure:
 
 
 MEASURES: dict[str, Measure] = {}
-Function = TypeVar("Function", bound=Callable[..., "Tensor | float | Part"])
+Function = TypeVar("Function", bound=Callable[..., "Tensor | float | MeasureResult"])
 
 
 def measure(
@@ -141,7 +141,7 @@ def measure(
         cost: of the function itself, where it takes long beside its statistics.
     """
 
-    def enter(function: Function) -> Function:
+    def register_function(function: Function) -> Function:
         name = getattr(function, "__name__", "")
         if name in PRESETS:
             raise OptionError(
@@ -150,19 +150,19 @@ def measure(
             )
         arguments = inspect.signature(function).parameters.values()
         needs = tuple(a.name for a in arguments if a.kind is not inspect.Parameter.KEYWORD_ONLY)
-        own = options = keywords(function)
+        own = options = find_keyword_defaults(function)
         for need in needs:
             if need not in STATISTICS and need not in COMPUTED and need not in GIVEN:
-                raise unknown(
+                raise make_unknown_name_error(
                     f"statistic (a parameter of the measure {name!r})", need, {*STATISTICS, *COMPUTED, *GIVEN}
                 )
-            options = {**options_of(need), **options}
+            options = {**get_statistic_options(need), **options}
         options = {option: value for option, value in options.items() if option not in (fixed or {})}
         for symmetry in invariant_to:
             if symmetry not in SYMMETRIES:
-                raise unknown(f"symmetry (claimed by the measure {name!r})", symmetry, SYMMETRIES)
+                raise make_unknown_name_error(f"symmetry (claimed by the measure {name!r})", symmetry, SYMMETRIES)
         if reference not in REFERENCES:
-            raise unknown(f"reference (of the measure {name!r})", reference, REFERENCES)
+            raise make_unknown_name_error(f"reference (of the measure {name!r})", reference, REFERENCES)
         MEASURES[name] = Measure(
             name,
             function,
@@ -182,10 +182,10 @@ def measure(
         )
         return function
 
-    return enter
+    return register_function
 
 
-def options_of(statistic: str) -> Mapping[str, Any]:
+def get_statistic_options(statistic: str) -> Mapping[str, Any]:
     if statistic in COMPUTED:
         return COMPUTED[statistic].options
     return STATISTICS[statistic].options if statistic in STATISTICS else {}

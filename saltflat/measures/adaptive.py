@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from saltflat.measures import Part, measure
+from saltflat.measures import MeasureResult, measure
 
 GAP = 0.05  # of the value: what a search may leave to gain and still be called converged
 
@@ -16,7 +16,7 @@ GAP = 0.05  # of the value: what a search may leave to gain and still be called 
     reference="andriushchenko2023modern",
     formula="mean, or largest, loss at w + d minus the loss at w, for changes d of relative size radius",
 )
-def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> Part:
+def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> MeasureResult:
     r"""How much the loss rises when every weight is changed in proportion to itself.
 
     .. math::
@@ -34,7 +34,7 @@ def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> Part:
         >>> adaptive_sharpness({"value": 0.25, "stderr": 0.01, "pairs": [0.24, 0.26]}).value
         0.25
     """
-    return _risen(adaptive_rise)
+    return _make_rise_result(adaptive_rise)
 
 
 @measure(
@@ -43,7 +43,7 @@ def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> Part:
     formula="largest loss within the ball of the given radius around w, minus the loss at w",
     fixed={"adaptive": False},
 )
-def sharpness(worst_rise: Mapping[str, Any]) -> Part:
+def sharpness(worst_rise: Mapping[str, Any]) -> MeasureResult:
     r"""How much the loss can rise within a ball around the weights, as SAM sees it.
 
     .. math::
@@ -54,7 +54,7 @@ def sharpness(worst_rise: Mapping[str, Any]) -> Part:
     Args:
         worst_rise: what a search found; see :mod:`saltflat.statistics.worst_rise`.
     """
-    return _risen(worst_rise)
+    return _make_rise_result(worst_rise)
 
 
 @measure(
@@ -62,7 +62,7 @@ def sharpness(worst_rise: Mapping[str, Any]) -> Part:
     reference="jiang2020fantastic",
     formula="1 / sigma^2, with sigma the largest noise on w under which the mean accuracy falls by at most drop",
 )
-def pac_bayes_flatness(noise_tolerance: Mapping[str, Any]) -> Part:
+def pac_bayes_flatness(noise_tolerance: Mapping[str, Any]) -> MeasureResult:
     r"""How little noise on the weights the accuracy bears.
 
     .. math::
@@ -79,12 +79,12 @@ def pac_bayes_flatness(noise_tolerance: Mapping[str, Any]) -> Part:
         >>> pac_bayes_flatness({"sigma": 0.5, "bracket": [0.5, 0.6]}).value
         4.0
     """
-    return Part(noise_tolerance["sigma"] ** -2, exact=False, details=dict(noise_tolerance))
+    return MeasureResult(noise_tolerance["sigma"] ** -2, exact=False, details=dict(noise_tolerance))
 
 
-def _risen(rise: Mapping[str, Any]) -> Part:
+def _make_rise_result(rise: Mapping[str, Any]) -> MeasureResult:
     gap = rise.get("gap")
-    return Part(
+    return MeasureResult(
         rise["value"],
         residual=gap,
         converged=gap is None or gap <= GAP,

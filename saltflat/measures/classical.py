@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saltflat.measures import Part, measure
+from saltflat.measures import MeasureResult, measure
 
 
 @measure(on="parameters", reference="tsuzuku2020normalized", formula="trace of the Hessian of the mean loss")
@@ -34,7 +34,7 @@ def hessian_trace(curvature_trace: Tensor) -> Tensor:
     formula="largest eigenvalue of the Hessian of the mean loss",
     fixed={"scaled": "none"},
 )
-def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> Part:
+def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> MeasureResult:
     r"""How fast the loss bends in the direction in which it bends most.
 
     .. math::
@@ -47,7 +47,7 @@ def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> Part:
         >>> hessian_top_eigenvalue(found).value
         2.0
     """
-    return _found(hessian_top)
+    return _make_eigenvalue_result(hessian_top)
 
 
 @measure(
@@ -57,7 +57,7 @@ def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> Part:
     formula="largest eigenvalue of D^1/2 H D^1/2, where D holds each parameter's squared norm",
     fixed={"scaled": "quotient"},
 )
-def quotient_sharpness(hessian_top: Mapping[str, Any]) -> Part:
+def quotient_sharpness(hessian_top: Mapping[str, Any]) -> MeasureResult:
     r"""How fast the loss bends at most when lengths are measured relative to each layer's norm.
 
     .. math::
@@ -69,7 +69,7 @@ def quotient_sharpness(hessian_top: Mapping[str, Any]) -> Part:
     Args:
         hessian_top: the eigenvalue of the scaled Hessian.
     """
-    return _found(hessian_top)
+    return _make_eigenvalue_result(hessian_top)
 
 
 @measure(
@@ -95,7 +95,7 @@ def squared_norm(weight: Tensor) -> Tensor:
     formula="length of the difference between the parameters and their initial values",
     smaller="nearer to where training began",
 )
-def distance_from_init(weight: Mapping[str, Tensor], initial_weight: Mapping[str, Tensor]) -> Part:
+def distance_from_init(weight: Mapping[str, Tensor], initial_weight: Mapping[str, Tensor]) -> MeasureResult:
     r"""How far training has moved the parameters: :math:`|w - w_0|_2`.
 
     Example:
@@ -108,9 +108,9 @@ def distance_from_init(weight: Mapping[str, Tensor], initial_weight: Mapping[str
         name: float((each.double() - initial_weight[name].to(each).double()).square().sum())
         for name, each in weight.items()
     }
-    return Part(sum(squares.values()) ** 0.5, layers={name: each**0.5 for name, each in squares.items()})
+    return MeasureResult(sum(squares.values()) ** 0.5, layers={name: each**0.5 for name, each in squares.items()})
 
 
-def _found(top: Mapping[str, Any]) -> Part:
+def _make_eigenvalue_result(top: Mapping[str, Any]) -> MeasureResult:
     details = {"error_bound": top["bound"], "products": top["products"]}
-    return Part(top["value"], residual=top["residual"], converged=top["converged"], details=details)
+    return MeasureResult(top["value"], residual=top["residual"], converged=top["converged"], details=details)

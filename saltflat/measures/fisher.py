@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from saltflat.amounts import check_count
-from saltflat.errorbars import stretch
+from saltflat.errorbars import compute_student_factor
 from saltflat.errors import OptionError
-from saltflat.measures import Part, measure
-from saltflat.noise import mean_and_error
+from saltflat.measures import MeasureResult, measure
+from saltflat.noise import compute_mean_and_error
 
 
 @measure(
@@ -29,7 +29,7 @@ def fisher_logdet(
     draws: int = 100,
     convention: str = "logdet",
     floor: float | None = None,
-) -> Part:
+) -> MeasureResult:
     r"""The logarithm of the volume that single examples' gradients span: smaller is flatter.
 
     .. math::
@@ -56,19 +56,21 @@ def fisher_logdet(
         raise OptionError(f"Got convention={convention!r}. Want 'logdet' or 'half'. Do: leave it out for the first.")
     if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor < 1):
         raise OptionError(f"Got floor={floor!r}. Want a number between 0 and 1. Do: leave it out for rounding.")
-    values, notes = _spectra(gradient_gram, subset, draws)
+    values, notes = _compute_subset_spectra(gradient_gram, subset, draws)
     size = values.shape[1]
     least = values[:, -1:] * (gradient_gram["eps"] * size if floor is None else floor)
     if bool((least <= 0).any()):
-        return Part(-torch.inf, notes=("all gradients of a subset are zero: the determinant is zero",), exact=False)
+        return MeasureResult(
+            -torch.inf, notes=("all gradients of a subset are zero: the determinant is zero",), exact=False
+        )
     floored = int((values < least).sum())
     if floored:
         notes = (*notes, f"{floored} of {values.numel()} eigenvalues were at the floor: the value is an upper bound")
     each = torch.maximum(values, least).log().sum(1) / (2 if convention == "half" else 1)
-    value, stderr = _average(each)
+    value, stderr = _compute_mean(each)
     # The error of a bound is not known: how far below it the value lies is not.
-    sampling = None if floored else _sampling_error(each, size, len(gradient_gram["gram"]))
-    return Part(
+    sampling = None if floored else _compute_sampling_error(each, size, len(gradient_gram["gram"]))
+    return MeasureResult(
         value,
         exact=False,
         stderr=None if floored else stderr,
@@ -88,7 +90,7 @@ def fisher_logdet(
     reference="jia2020information",
     formula="largest eigenvalue of the inner products between gradients of `subset` random examples, mean over `draws`",
 )
-def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 100, draws: int = 100) -> Part:
+def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 100, draws: int = 100) -> MeasureResult:
     r"""How long the longest combination of single examples' gradients is.
 
     .. math::
@@ -98,10 +100,10 @@ def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 10
         >>> fisher_spectral_radius({"gram": 4 * torch.eye(3), "eps": 1e-16, "seed": 0}, subset=3, draws=2).value
         4.0
     """
-    values, notes = _spectra(gradient_gram, subset, draws)
-    value, stderr = _average(values[:, -1])
-    sampling = _sampling_error(values[:, -1], values.shape[1], len(gradient_gram["gram"]))
-    return Part(value, exact=False, stderr=stderr, sampling_stderr=sampling, notes=notes)
+    values, notes = _compute_subset_spectra(gradient_gram, subset, draws)
+    value, stderr = _compute_mean(values[:, -1])
+    sampling = _compute_sampling_error(values[:, -1], values.shape[1], len(gradient_gram["gram"]))
+    return MeasureResult(value, exact=False, stderr=stderr, sampling_stderr=sampling, notes=notes)
 
 
 @measure(
@@ -110,7 +112,7 @@ def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 10
     formula="ln det of the mean over examples of gradient times gradient'",
     logarithmic=True,
 )
-def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> Part:
+def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> MeasureResult:
     r"""The logarithm of the determinant of the observed Fisher matrix: :math:`\gamma = \ln |I(w)|`.
 
     It is minus infinity as soon as there are more parameters than examples, or any direction that no gradient sees: so
@@ -127,8 +129,8 @@ def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> Part:
     flat = int((values <= rounding).sum())
     if flat:
         note = f"{flat} of {len(values)} eigenvalues of the Fisher matrix are zero to rounding: so is its determinant"
-        return Part(-torch.inf, notes=(note,), details={"zero_eigenvalues": flat})
-    return Part(values.log().sum())
+        return MeasureResult(-torch.inf, notes=(note,), details={"zero_eigenvalues": flat})
+    return MeasureResult(values.log().sum())
 
 
 @measure(
@@ -205,7 +207,7 @@ def input_robustness(input_jacobian: float) -> float:
     return input_jacobian
 
 
-def _spectra(gram: Mapping[str, Any], subset: int, draws: int) -> tuple[Tensor, tuple[str, ...]]:
+def _compute_subset_spectra(gram: Mapping[str, Any], subset: int, draws: int) -> tuple[Tensor, tuple[str, ...]]:
     """``(draws, subset)``: eigenvalues of the inner products within random subsets, ascending."""
     check_count(1, subset=subset, draws=draws)
     matrix: Tensor = gram["gram"]
@@ -223,11 +225,11 @@ def _spectra(gram: Mapping[str, Any], subset: int, draws: int) -> tuple[Tensor, 
     return torch.stack(spectra), notes
 
 
-def _average(values: Tensor) -> tuple[float, float | None]:
-    return mean_and_error(values.tolist()) if len(values) > 1 else (float(values[0]), None)
+def _compute_mean(values: Tensor) -> tuple[float, float | None]:
+    return compute_mean_and_error(values.tolist()) if len(values) > 1 else (float(values[0]), None)
 
 
-def _sampling_error(values: Tensor, subset: int, pool: int) -> float | None:
+def _compute_sampling_error(values: Tensor, subset: int, pool: int) -> float | None:
     r"""Standard error over examples of a mean over random subsets of a pool.
 
     To first order in the examples the mean over all subsets varies as that over the pool's ``pool / subset`` disjoint
@@ -236,4 +238,4 @@ def _sampling_error(values: Tensor, subset: int, pool: int) -> float | None:
     if len(values) < 2 or subset >= pool:
         return None
     scatter = float(values.std()) * math.sqrt(subset / pool / (1 - subset / pool))
-    return scatter * float(stretch(max(pool / subset - 1, 1)))
+    return scatter * float(compute_student_factor(max(pool / subset - 1, 1)))

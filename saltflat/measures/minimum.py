@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from saltflat.measures import Part, measure
+from saltflat.measures import MeasureResult, measure
 from saltflat.symmetry.group import Symmetries
-from saltflat.symmetry.smallest import Smallest, by_entry, by_layer
+from saltflat.symmetry.smallest import SmallestTrace, minimize_trace_by_layer, minimize_trace_by_unit
 
 
 @measure(
@@ -18,7 +18,7 @@ from saltflat.symmetry.smallest import Smallest, by_entry, by_layer
     reference="ibayashi2021minimum",
     formula="trace of the Hessian, smallest over factors of the layers that cancel",
 )
-def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetries) -> Part:
+def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetries) -> MeasureResult:
     r"""The smallest Hessian trace among all networks that differ only by factors of their layers.
 
     .. math::
@@ -35,21 +35,25 @@ def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetr
 
     Example:
         >>> from torch import nn
-        >>> from saltflat.symmetry.graph import symmetries
+        >>> from saltflat.symmetry.graph import find_symmetries
         >>> net = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 2, bias=False))
         >>> traces = {"0.weight": torch.tensor(1.0), "2.weight": torch.tensor(16.0)}
-        >>> found = minimum_sharpness(traces, symmetries(net, torch.randn(1, 2)))
+        >>> found = minimum_sharpness(traces, find_symmetries(net, torch.randn(1, 2)))
         >>> round(float(found.value), 9), round(found.details["scales"]["2.weight"], 9)
         (8.0, 2.0)
     """
     if any(float(trace) < 0 for trace in curvature_trace.values()):
-        return Part(torch.nan, notes=("a layer has a negative curvature trace: there is no minimum over scales",))
-    group = rescalings.by_layer()
-    found = by_layer(group, {name: float(trace) for name, trace in curvature_trace.items()})
-    logs = group.logs(found.logs)
+        return MeasureResult(
+            torch.nan, notes=("a layer has a negative curvature trace: there is no minimum over scales",)
+        )
+    group = rescalings.restrict_to_layers()
+    found = minimize_trace_by_layer(group, {name: float(trace) for name, trace in curvature_trace.items()})
+    logs = group.compute_factor_logs(found.logs)
     scales = {name: float(torch.tensor(logs[name]).flatten()[0].exp()) for name in curvature_trace if logs[name].size}
     factors = {name: found.layers.get(name, 0.0) / float(trace) for name, trace in curvature_trace.items() if trace > 0}
-    return _part(found, {"scales": scales, "independent_scales": group.scales}, {"curvature_trace": factors})
+    return _make_trace_result(
+        found, {"scales": scales, "independent_scales": group.scales}, {"curvature_trace": factors}
+    )
 
 
 @measure(
@@ -58,7 +62,7 @@ def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetr
     reference="ibayashi2021minimum",
     formula="trace of the Hessian, smallest over sizes of all units",
 )
-def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings: Symmetries) -> Part:
+def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings: Symmetries) -> MeasureResult:
     r"""The smallest Hessian trace among all networks that differ only by the sizes of their units.
 
     .. math::
@@ -75,21 +79,21 @@ def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings:
         Two hidden units by themselves: 2 (sqrt(1 * 16) + sqrt(4 * 4)); one scale for both has 2 sqrt(5 * 20).
 
         >>> from torch import nn
-        >>> from saltflat.symmetry.graph import symmetries
+        >>> from saltflat.symmetry.graph import find_symmetries
         >>> net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
         >>> diagonal = {"0.weight": torch.tensor([[1.0], [4.0]]), "2.weight": torch.tensor([[16.0, 4.0]])}
-        >>> round(float(minimum_unit_sharpness(diagonal, symmetries(net, torch.randn(1, 1))).value), 9)
+        >>> round(float(minimum_unit_sharpness(diagonal, find_symmetries(net, torch.randn(1, 1))).value), 9)
         16.0
     """
     if any(bool((values < 0).any()) for values in curvature_diagonal.values()):
-        return Part(torch.nan, notes=("some curvatures are negative: there is no minimum over scales",))
-    found = by_entry(rescalings, curvature_diagonal)
+        return MeasureResult(torch.nan, notes=("some curvatures are negative: there is no minimum over scales",))
+    found = minimize_trace_by_unit(rescalings, curvature_diagonal)
     slopes = {name: each.reshape(curvature_diagonal[name].shape) for name, each in found.factors.items()}
-    return _part(found, {"independent_scales": rescalings.scales}, {"curvature_diagonal": slopes})
+    return _make_trace_result(found, {"independent_scales": rescalings.scales}, {"curvature_diagonal": slopes})
 
 
-def _part(found: Smallest, details: dict[str, object], slopes: dict[str, object]) -> Part:
-    return Part(
+def _make_trace_result(found: SmallestTrace, details: dict[str, object], slopes: dict[str, object]) -> MeasureResult:
+    return MeasureResult(
         found.value,
         residual=found.residual,
         converged=found.converged,

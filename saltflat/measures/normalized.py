@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saltflat.balance import Balanced, balance_bipartite, balance_factored
+from saltflat.balance import BalanceResult, balance_bipartite, balance_factored
 from saltflat.errors import OptionError
-from saltflat.measures import Part, measure
+from saltflat.measures import MeasureResult, measure
 
 BOTH = ("layer_scale", "unit_scale")
 SMALL = 1 << 22  # entries of matrices whose balancing a CPU finishes before a GPU has been told what to do
@@ -20,7 +20,7 @@ SMALL = 1 << 22  # entries of matrices whose balancing a CPU finishes before a G
     reference="tsuzuku2020normalized",
     formula="sum over columns of sqrt(curvature of the column * squared weights of it), smallest over row scales",
 )
-def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
+def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> MeasureResult:
     r"""Curvature times size of the weights, at the scales of rows and columns that make it smallest.
 
     .. math::
@@ -39,11 +39,11 @@ def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
         >>> round(float(normalized_sharpness(torch.ones(1, 4), torch.ones(1, 4)).value), 9)
         4.0
     """
-    found = _sides(weight, curvature_diagonal)
-    if isinstance(found, Part):
+    found = _prepare_matrices(weight, curvature_diagonal)
+    if isinstance(found, MeasureResult):
         return found
     balanced = balance_bipartite(*found)
-    return _balanced(balanced, balanced.values.sum() / 2, balanced.slopes / 2)
+    return _make_balance_result(balanced, balanced.values.sum() / 2, balanced.slopes / 2)
 
 
 @measure(
@@ -53,7 +53,7 @@ def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part:
     reference="tsuzuku2020normalized",
     formula="sum over entries of curvature times row and column scales plus squared weight over them, smallest",
 )
-def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Part:
+def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> MeasureResult:
     r"""The same before the columns' scales are eliminated, as the first version of the paper has it: twice as large.
 
     .. math::
@@ -63,11 +63,11 @@ def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Pa
         >>> round(float(normalized_sharpness_arxiv(torch.ones(1, 4), torch.ones(1, 4)).value), 9)
         8.0
     """
-    found = _sides(weight, curvature_diagonal)
-    if isinstance(found, Part):
+    found = _prepare_matrices(weight, curvature_diagonal)
+    if isinstance(found, MeasureResult):
         return found
     balanced = balance_bipartite(*found)
-    return _balanced(balanced, balanced.values.sum(), balanced.slopes)
+    return _make_balance_result(balanced, balanced.values.sum(), balanced.slopes)
 
 
 @measure(
@@ -77,7 +77,7 @@ def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> Pa
     reference="tsuzuku2020normalized",
     formula="sqrt(sum over columns of curvature of the column * squared weights of it), smallest over row scales",
 )
-def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, side: str = "rows") -> Part:
+def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, side: str = "rows") -> MeasureResult:
     r"""Normalized sharpness as its published equation reads, with one root over the whole sum.
 
     .. math::
@@ -92,14 +92,16 @@ def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, 
     """
     if side not in ("rows", "columns"):
         raise OptionError(f"Got side={side!r}. Want 'rows' or 'columns'. Do: leave it out for rows.")
-    found = _sides(weight, curvature_diagonal)
-    if isinstance(found, Part):
+    found = _prepare_matrices(weight, curvature_diagonal)
+    if isinstance(found, MeasureResult):
         return found
     F, U = found if side == "rows" else (each.mT for each in found)
     balanced = balance_factored(F, U)
     roots = balanced.values.sqrt()
     slopes = balanced.slopes / (2 * roots.where(roots > 0, 1.0)).reshape(-1, *[1] * (F.dim() - 1))
-    return _balanced(balanced, roots.sum(), slopes.reshape(F.shape) if side == "rows" else slopes.reshape(F.shape).mT)
+    return _make_balance_result(
+        balanced, roots.sum(), slopes.reshape(F.shape) if side == "rows" else slopes.reshape(F.shape).mT
+    )
 
 
 @measure(
@@ -108,7 +110,7 @@ def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, 
     reference="tsuzuku2020normalized",
     formula="sum over parameters of |parameter| * sqrt(curvature)",
 )
-def parameterwise_normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> Part | Tensor:
+def parameterwise_normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> MeasureResult | Tensor:
     r"""Curvature times size, with a scale of its own for every parameter: a lower bound of normalized sharpness.
 
     .. math::
@@ -118,7 +120,7 @@ def parameterwise_normalized_sharpness(weight: Tensor, curvature_diagonal: Tenso
         >>> float(parameterwise_normalized_sharpness(torch.tensor([3.0, -1.0]), torch.tensor([4.0, 9.0])))
         9.0
     """
-    bad = _bad(curvature_diagonal)
+    bad = _refuse_negative(curvature_diagonal)
     return bad or (weight.double().abs() * curvature_diagonal.double().sqrt()).sum()
 
 
@@ -135,7 +137,7 @@ def regularized_normalized_sharpness(
     *,
     grid: tuple[float, ...] = (-2.0, -1.0, 0.0, 1.0, 2.0),
     strength: float = 1.0,
-) -> Part:
+) -> MeasureResult:
     r"""The parameter-wise term of the bound before its limit: scales may leave the grid, at a price.
 
     .. math::
@@ -159,14 +161,14 @@ def regularized_normalized_sharpness(
         raise OptionError(f"Got grid={grid!r}. Want numbers, at least one. Do: for instance grid=(-2, -1, 0, 1, 2).")
     if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 < strength < float("inf"):
         raise OptionError(f"Got strength={strength!r}. Want a positive number. Do: leave it out for 1.")
-    bad = _bad(curvature_diagonal)
+    bad = _refuse_negative(curvature_diagonal)
     if bad:
         return bad
     H, squares = curvature_diagonal.double().reshape(-1), weight.double().square().reshape(-1)
-    values, slopes = zip(*(_regularized(H, squares, float(b), float(strength)) for b in grid), strict=True)
+    values, slopes = zip(*(_minimize_regularized(H, squares, float(b), float(strength)) for b in grid), strict=True)
     best, which = torch.stack(values).min(0)
     slope = torch.stack(slopes).gather(0, which[None])[0]
-    return Part(best.sum(), slopes={"curvature_diagonal": slope.reshape(curvature_diagonal.shape)})
+    return MeasureResult(best.sum(), slopes={"curvature_diagonal": slope.reshape(curvature_diagonal.shape)})
 
 
 @measure(
@@ -190,26 +192,26 @@ def fisher_rao_diagonal(weight: Tensor, curvature_diagonal: Tensor) -> Tensor:
     return (weight.double().square() * curvature_diagonal.double()).sum()
 
 
-def _sides(weight: Tensor, curvature_diagonal: Tensor) -> tuple[Tensor, Tensor] | Part:
+def _prepare_matrices(weight: Tensor, curvature_diagonal: Tensor) -> tuple[Tensor, Tensor] | MeasureResult:
     """F and U with kernel positions summed; or why there is no number."""
     F, U = curvature_diagonal.double(), weight.double().square()
     if F.dim() == 4:
         F, U = F.sum(-1), U.sum(-1)
     if F.numel() < SMALL:
         F, U = F.cpu(), U.cpu()
-    return _bad(F) or (F, U)
+    return _refuse_negative(F) or (F, U)
 
 
-def _bad(F: Tensor) -> Part | None:
+def _refuse_negative(F: Tensor) -> MeasureResult | None:
     if bool((F < 0).any()):
         count = int((F < 0).sum())
         note = f"{count} of {F.numel()} curvatures are negative: there is no minimum over scales"
-        return Part(torch.nan, notes=(note,))
+        return MeasureResult(torch.nan, notes=(note,))
     return None
 
 
-def _balanced(found: Balanced, value: Tensor, slopes: Tensor) -> Part:
-    return Part(
+def _make_balance_result(found: BalanceResult, value: Tensor, slopes: Tensor) -> MeasureResult:
+    return MeasureResult(
         value,
         residual=found.residual,
         converged=found.converged,
@@ -220,23 +222,23 @@ def _balanced(found: Balanced, value: Tensor, slopes: Tensor) -> Part:
     )
 
 
-def _regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> tuple[Tensor, Tensor]:
+def _minimize_regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> tuple[Tensor, Tensor]:
     """The smallest value over s of H e^2s + q e^-2s + (s - b)^2 / strength, for every entry, and e^2s."""
     # Through logarithms, so that no curvature stays none however large s becomes.
     log_H, log_q = H.log(), squares.log()
 
-    def terms(s: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_terms(s: Tensor) -> tuple[Tensor, Tensor]:
         return (log_H + 2 * s).exp(), (log_q - 2 * s).exp()
 
     # The minimum lies between b and the minimum of the first two terms, and no farther than their slope at b pushes.
     here = torch.full_like(H, b)
-    grows, falls = terms(here)
+    grows, falls = compute_terms(here)
     free = 0.25 * (log_q - log_H)
     low = torch.maximum(b - strength * grows, torch.minimum(free.nan_to_num(b, b, -torch.inf), here))
     high = torch.minimum(b + strength * falls, torch.maximum(free.nan_to_num(b, torch.inf, b), here))
     s = here
     for _ in range(200):
-        grows, falls = terms(s)
+        grows, falls = compute_terms(s)
         slope = grows - falls + (s - b) / strength
         low, high = torch.where(slope < 0, s, low), torch.where(slope > 0, s, high)
         newton = s - slope / (2 * grows + 2 * falls + 1 / strength)
@@ -245,4 +247,4 @@ def _regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> tuple
         if bool(((following - s).abs() <= 1e-14 * (1 + s.abs())).all()):
             break
         s = following
-    return sum(terms(s), (s - b).square() / strength), (2 * s).exp()
+    return sum(compute_terms(s), (s - b).square() / strength), (2 * s).exp()

@@ -12,16 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saltflat.measures import Part, measure
+from saltflat.measures import MeasureResult, measure
 
 LAYER = ("layer_scale",)
 BOTH = ("layer_scale", "unit_scale")
 
 
-def _kappa(weight: Tensor, top_eigenvalue: Tensor) -> Part:
+def _compute_kappa(weight: Tensor, top_eigenvalue: Tensor) -> MeasureResult:
     value, residual, bound, steps, converged = top_eigenvalue.tolist()
     notes = () if converged else (f"the largest eigenvalue may be larger by {bound:.1e} of itself",)
-    return Part(
+    return MeasureResult(
         float(weight.double().square().sum()) * value,
         residual=residual,
         converged=bool(converged),
@@ -36,7 +36,7 @@ def _kappa(weight: Tensor, top_eigenvalue: Tensor) -> Part:
     reference="petzka2019reparameterization",
     formula="squared norm of the weight * largest eigenvalue of its curvature block, summed over layers",
 )
-def kappa(weight: Tensor, top_eigenvalue: Tensor) -> Part:
+def kappa(weight: Tensor, top_eigenvalue: Tensor) -> MeasureResult:
     r"""How fast the loss bends at most under changes relative to a layer's size.
 
     .. math::
@@ -53,7 +53,7 @@ def kappa(weight: Tensor, top_eigenvalue: Tensor) -> Part:
         >>> kappa(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.0, 0.0, 5.0, 1.0])).value
         50.0
     """
-    return _kappa(weight, top_eigenvalue)
+    return _compute_kappa(weight, top_eigenvalue)
 
 
 @measure(
@@ -63,9 +63,9 @@ def kappa(weight: Tensor, top_eigenvalue: Tensor) -> Part:
     reference="petzka2019reparameterization",
     formula="squared norm of the weight * largest eigenvalue of its curvature block, the largest over layers",
 )
-def kappa_max(weight: Tensor, top_eigenvalue: Tensor) -> Part:
+def kappa_max(weight: Tensor, top_eigenvalue: Tensor) -> MeasureResult:
     """``kappa`` of the layer where it is largest."""
-    return _kappa(weight, top_eigenvalue)
+    return _compute_kappa(weight, top_eigenvalue)
 
 
 @measure(
@@ -105,7 +105,7 @@ def kappa_trace_max(weight: Tensor, curvature_trace: Tensor) -> Tensor:
     reference="petzka2019reparameterization",
     formula="w(j)' H w(j) with the curvature block of unit j's own weights, summed over units and layers",
 )
-def rho(unit_forms: Tensor) -> Part:
+def rho(unit_forms: Tensor) -> MeasureResult:
     r"""How fast the loss bends when a unit's weights all grow by the same factor, summed over units.
 
     .. math::
@@ -122,7 +122,7 @@ def rho(unit_forms: Tensor) -> Part:
         >>> rho(torch.tensor([1.0, 3.0])).value.item(), rho(torch.tensor([1.0, 3.0])).units
         (4.0, (1.0, 3.0))
     """
-    return Part(unit_forms.sum(), units=tuple(unit_forms.tolist()))
+    return MeasureResult(unit_forms.sum(), units=tuple(unit_forms.tolist()))
 
 
 @measure(
@@ -132,9 +132,9 @@ def rho(unit_forms: Tensor) -> Part:
     reference="petzka2019reparameterization",
     formula="w(j)' H w(j) with the curvature block of unit j's own weights, the largest over units and layers",
 )
-def rho_max(unit_forms: Tensor) -> Part:
+def rho_max(unit_forms: Tensor) -> MeasureResult:
     """``rho`` of the unit where it is largest."""
-    return Part(unit_forms.max(), units=tuple(unit_forms.tolist()))
+    return MeasureResult(unit_forms.max(), units=tuple(unit_forms.tolist()))
 
 
 @measure(
@@ -145,7 +145,7 @@ def rho_max(unit_forms: Tensor) -> Part:
 )
 def relative_flatness(
     weight: Tensor, unit_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
-) -> Part:
+) -> MeasureResult:
     r"""How fast the loss bends under changes that are linear maps of a layer's weights.
 
     .. math::
@@ -166,7 +166,7 @@ def relative_flatness(
         tensor(8., dtype=torch.float64)
     """
     if normalize and feature_deviation is None:
-        return Part(
+        return MeasureResult(
             torch.nan, notes=("the deviation of this layer's inputs is not known; normalize=False does without",)
         )
     W, traces = weight.double(), unit_trace.double()
@@ -177,4 +177,4 @@ def relative_flatness(
         deviation = feature_deviation.double().masked_fill(feature_deviation.isinf(), 0.0)
         W = W * deviation.reshape(W.shape[0], 1, W.shape[2], 1)
     # The deviations are those of all examples; leaving some out would change them, and the traces with them.
-    return Part(torch.einsum("gsip,gtip,gst->", W, W, traces), depends_on_all=normalize)
+    return MeasureResult(torch.einsum("gsip,gtip,gst->", W, W, traces), depends_on_all=normalize)

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saltflat.errors import OptionError, SaltflatError, unknown
-from saltflat.measures import MEASURES, PRESETS, Measure, options_of
+from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
+from saltflat.measures import MEASURES, PRESETS, Measure, get_statistic_options
 
 
 @dataclass(frozen=True)
-class Need:
+class StatisticRequest:
     """A statistic with the options it is wanted with."""
 
     name: str
@@ -24,11 +24,11 @@ class Need:
 
     @property
     def key(self) -> str:
-        return call(self.name, dict(self.options))
+        return format_call(self.name, dict(self.options))
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasureRequest:
     """A measure with its options.
 
     Attributes:
@@ -42,16 +42,16 @@ class Request:
     key: str
     measure: Measure
     options: Mapping[str, Any]
-    needs: Mapping[str, Need]
+    needs: Mapping[str, StatisticRequest]
     named: bool = True
 
 
-def requests(measures: str | Sequence[str] | None) -> list[Request]:
+def parse_measures(measures: str | Sequence[str] | None) -> list[MeasureRequest]:
     """What is asked for, each once; the preset ``"quick"`` if None.
 
-    >>> [each.key for each in requests(["kappa", "rho( axis = 'row' )"])]
+    >>> [each.key for each in parse_measures(["kappa", "rho( axis = 'row' )"])]
     ['kappa', "rho(axis='row')"]
-    >>> [each.key for each in requests(["kappa", "quick"])][:3]
+    >>> [each.key for each in parse_measures(["kappa", "quick"])][:3]
     ['kappa', 'fisher_rao_norm', 'minimum_unit_sharpness']
     """
     texts = ["quick"] if measures is None else [measures] if isinstance(measures, str) else measures
@@ -61,52 +61,52 @@ def requests(measures: str | Sequence[str] | None) -> list[Request]:
         )
     if not texts:
         raise OptionError("Got no measures. Want at least one name. Do: leave measures out for the quick ones.")
-    found: dict[str, Request] = {}
+    found: dict[str, MeasureRequest] = {}
     for text in texts:
-        several = _preset(text.strip()) if text.strip() in PRESETS else [parsed(text)]
+        several = _expand_preset(text.strip()) if text.strip() in PRESETS else [parse_measure(text)]
         for each in several:
             # A measure that is both in a preset and named is named.
             found[each.key] = each if each.named else found.get(each.key, each)
     return list(found.values())
 
 
-def _preset(name: str) -> list[Request]:
+def _expand_preset(name: str) -> list[MeasureRequest]:
     chosen = {
         "quick": [each for each in MEASURES.values() if each.cost == "sweep"],
         "invariant": [each for each in MEASURES.values() if each.invariant_to],
         "all": list(MEASURES.values()),
     }[name]
     first = sorted(chosen, key=lambda each: len(each.invariant_to), reverse=True)
-    return [replace(_request(measure, {}), named=False) for measure in first]
+    return [replace(_make_request(measure, {}), named=False) for measure in first]
 
 
-def parsed(text: str) -> Request:
+def parse_measure(text: str) -> MeasureRequest:
     """One measure, by its name and options."""
     name, opened, rest = text.strip().partition("(")
     name = name.strip()
     if name in PRESETS:
         raise OptionError(
             f"Got {text.strip()!r} where one measure is wanted; {name} is {PRESETS[name]}. Want the name of a measure. "
-            f"Do: take one of the list that saltflat.catalogue() prints, or plain {name!r} where several can be."
+            f"Do: take one of the list that saltflat.list_measures() prints, or plain {name!r} where several can be."
         )
     if name not in MEASURES:
-        raise unknown("measure", name, (*MEASURES, *PRESETS))
-    return _request(MEASURES[name], _options(text, rest) if opened else {})
+        raise make_unknown_name_error("measure", name, (*MEASURES, *PRESETS))
+    return _make_request(MEASURES[name], _parse_options(text, rest) if opened else {})
 
 
-def key_of(text: str) -> str:
+def get_measure_key(text: str) -> str:
     """The name under which a report keeps what was asked for as ``text``; the text itself if that is no measure.
 
-    >>> key_of("rho( axis = 'column' )"), key_of("rho(axis=row)"), key_of("of another version")
-    ('rho', "rho(axis='row')", 'of another version')
+    >>> [get_measure_key(each) for each in ("rho( axis = 'column' )", "rho(axis=row)", "of another version")]
+    ['rho', "rho(axis='row')", 'of another version']
     """
     try:
-        return parsed(text).key
+        return parse_measure(text).key
     except SaltflatError:
         return text
 
 
-def _options(text: str, rest: str) -> dict[str, Any]:
+def _parse_options(text: str, rest: str) -> dict[str, Any]:
     wrong = OptionError(
         f"Got the measure {text!r}. Want options as name=value in parentheses. Do: for instance \"rho(axis='row')\"."
     )
@@ -131,26 +131,28 @@ def _options(text: str, rest: str) -> dict[str, Any]:
     return found
 
 
-def _request(measure: Measure, given: Mapping[str, Any]) -> Request:
+def _make_request(measure: Measure, given: Mapping[str, Any]) -> MeasureRequest:
     for name in given:
         if not measure.options:
             raise OptionError(f"Got {name}= of {measure.name}. Want none: it has no options. Do: leave it out.")
         if name not in measure.options:
-            raise unknown(f"option of {measure.name}", name, measure.options)
+            raise make_unknown_name_error(f"option of {measure.name}", name, measure.options)
     # Only what differs from the usual is part of the name.
     changed = {name: value for name, value in given.items() if value != measure.options[name]}
     filled = {**measure.options, **given, **measure.fixed}
     needs = {
-        name: Need(name, tuple((o, filled[o]) for o, default in options_of(name).items() if filled[o] != default))
+        name: StatisticRequest(
+            name, tuple((o, filled[o]) for o, default in get_statistic_options(name).items() if filled[o] != default)
+        )
         for name in measure.statistics
     }
     own = {name: filled[name] for name in measure.own_options}
-    return Request(call(measure.name, changed), measure, own, needs)
+    return MeasureRequest(format_call(measure.name, changed), measure, own, needs)
 
 
-def call(name: str, options: Mapping[str, Any]) -> str:
+def format_call(name: str, options: Mapping[str, Any]) -> str:
     """
-    >>> call("rho", {}), call("rho", {"axis": "row"})
+    >>> format_call("rho", {}), format_call("rho", {"axis": "row"})
     ('rho', "rho(axis='row')")
     """
     inside = ", ".join(f"{option}={value!r}" for option, value in sorted(options.items()))

@@ -2,7 +2,7 @@
 
 A named data set says where torchvision puts it and how its numbers are scaled:
 
-    register(Reader("mnist", "...", read=..., top=255, mean=(0.1307,), std=(0.3081,)))
+    register_reader(Reader("mnist", "...", read=..., top=255, mean=(0.1307,), std=(0.3081,)))
 
 ``read(folder, split)`` gives what the files hold: integer inputs of 0 to ``top``, and class numbers. Everything else
 (which examples, which scale) is done here, once for all.
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.errors import DataError, OptionError, unknown
+from saltflat.errors import DataError, OptionError, make_unknown_name_error
 from saltflat.readers.arrays import FORMATS
-from saltflat.readers.checksum import is_there
-from saltflat.readers.factory import made
-from saltflat.report.file import path_from
-from saltflat.selection import check_amounts, select
+from saltflat.readers.checksum import is_existing_file
+from saltflat.readers.factory import build_from_spec
+from saltflat.report.file import parse_path
+from saltflat.selection import check_skip_and_limit, select_examples
 
 SPLITS = ("train", "test")
 SCALES = ("none", "half", "standard")
@@ -57,19 +57,19 @@ class Reader:
 READERS: dict[str, Reader] = {}
 
 
-def register(each: Reader) -> Reader:
+def register_reader(each: Reader) -> Reader:
     READERS[each.name] = each
     return each
 
 
-def reader(name: str) -> Reader:
+def find_reader(name: str) -> Reader:
     """The reader of this name."""
     if name not in READERS:
-        raise unknown("data set", name, READERS)
+        raise make_unknown_name_error("data set", name, READERS)
     return READERS[name]
 
 
-def read(
+def read_data(
     source: str,
     folder: str | Path = "data",
     split: str | None = None,
@@ -94,32 +94,36 @@ def read(
     Returns:
         ``(inputs, targets)``, float32 and int64 for a named data set; or what the factory gave.
     """
-    check_amounts(skip, limit)
-    path_from(source, DataError)
+    check_skip_and_limit(skip, limit)
+    parse_path(source, DataError)
     source = os.fspath(source)
     if normalize not in SCALES:
-        raise unknown("normalization", normalize, SCALES)
+        raise make_unknown_name_error("normalization", normalize, SCALES)
     if Path(source).suffix in FORMATS or _is_factory(source):
-        _check_unnamed(source, split, normalize)
-        found = FORMATS[Path(source).suffix](Path(source)) if Path(source).suffix in FORMATS else made(source, "data")
-        return select(found, skip, limit)
-    if is_there(Path(source)):
+        _check_unnamed_options(source, split, normalize)
+        found = (
+            FORMATS[Path(source).suffix](Path(source))
+            if Path(source).suffix in FORMATS
+            else build_from_spec(source, "data")
+        )
+        return select_examples(found, skip, limit)
+    if is_existing_file(Path(source)):
         raise DataError(
             f"Got the file {source!r}. Want one that ends in {' or '.join(FORMATS)}, or the name of a data set. "
             "Do: save the arrays 'inputs' and 'targets' with numpy.savez."
         )
-    named = reader(source)
+    named = find_reader(source)
     if split is not None and split not in SPLITS:
-        raise unknown("split", split, SPLITS)
-    inputs, labels = select(named.read(Path(folder), split or "train"), skip, limit)
-    return _scaled(inputs, named, normalize), labels
+        raise make_unknown_name_error("split", split, SPLITS)
+    inputs, labels = select_examples(named.read(Path(folder), split or "train"), skip, limit)
+    return _scale_inputs(inputs, named, normalize), labels
 
 
 def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[\w.]+:[\w.]+", source) is not None
 
 
-def _check_unnamed(source: str, split: str | None, normalize: str) -> None:
+def _check_unnamed_options(source: str, split: str | None, normalize: str) -> None:
     if split is not None or normalize != "none":
         option = f"split={split!r}" if split is not None else f"normalize={normalize!r}"
         raise OptionError(
@@ -128,7 +132,7 @@ def _check_unnamed(source: str, split: str | None, normalize: str) -> None:
         )
 
 
-def _scaled(inputs: Tensor, named: Reader, normalize: str) -> Tensor:
+def _scale_inputs(inputs: Tensor, named: Reader, normalize: str) -> Tensor:
     """Inputs as float32 in [0, 1], or moved and stretched from there."""
     # A division rounds correctly, a product with 1/255 does not; in place, since all of CIFAR is 600 MB of float32.
     scaled = inputs.to(torch.float32).div_(named.top)

@@ -23,26 +23,26 @@ def read_npz(path: Path) -> tuple[Tensor, Tensor]:
             found = np.load(stream, allow_pickle=False)
             if not isinstance(found, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array without a name")
-            one, two = (_tensor(found[name], name) for name in _chosen(found.files, path))
-            return _pair(one, two)
+            one, two = (_make_tensor(found[name], name) for name in _find_array_names(found.files, path))
+            return _prepare_pair(one, two)
     except Exception as error:  # a file that numpy did not write, or not to its end, can fail in any way
-        raise _unreadable(path, error) from error
+        raise _make_array_file_error(path, error) from error
 
 
 def read_safetensors(path: Path) -> tuple[Tensor, Tensor]:
     """Inputs and targets that safetensors wrote."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            one, two = (file.get_tensor(name) for name in _chosen(file.keys(), path))
-        return _pair(one, two)
+            one, two = (file.get_tensor(name) for name in _find_array_names(file.keys(), path))
+        return _prepare_pair(one, two)
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+        raise _make_array_file_error(path, error) from error
 
 
 FORMATS: dict[str, Callable[[Path], tuple[Tensor, Tensor]]] = {".npz": read_npz, ".safetensors": read_safetensors}
 
 
-def _tensor(array: Any, name: str) -> Tensor:
+def _make_tensor(array: Any, name: str) -> Tensor:
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name!r} is no array")
     # Torch has no place for other byte orders.
@@ -53,7 +53,7 @@ def _tensor(array: Any, name: str) -> Tensor:
         raise ValueError(f"{name!r} holds {array.dtype}, which are not numbers") from error
 
 
-def _chosen(names: Collection[str], path: Path) -> list[str]:
+def _find_array_names(names: Collection[str], path: Path) -> list[str]:
     found = [[name for name in known if name in names] for known in NAMES.values()]
     if any(len(each) != 1 for each in found):
         raise DataError(
@@ -63,17 +63,17 @@ def _chosen(names: Collection[str], path: Path) -> list[str]:
     return [each[0] for each in found]
 
 
-def _pair(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _prepare_pair(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes are pixels and come out in [0, 1]; other integers are tokens or classes, int64; real numbers stay."""
     for name, values in {"inputs": inputs, "targets": targets}.items():
         if values.dim() == 0 or values.is_complex():
             raise ValueError(f"the {name} are {'complex' if values.is_complex() else 'one number'}")
     if inputs.dtype == torch.uint8:
         inputs = inputs.to(torch.float32).div_(255)
-    return _widened(inputs), _widened(targets)
+    return _widen_dtype(inputs), _widen_dtype(targets)
 
 
-def _widened(values: Tensor) -> Tensor:
+def _widen_dtype(values: Tensor) -> Tensor:
     if values.dtype in (torch.float16, torch.bfloat16):
         return values.float()
     if values.is_floating_point():
@@ -84,7 +84,7 @@ def _widened(values: Tensor) -> Tensor:
     return whole
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def _make_array_file_error(path: Path, error: Exception) -> DataError:
     if isinstance(error, DataError):
         return error
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()

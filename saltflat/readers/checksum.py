@@ -8,9 +8,9 @@ from pathlib import Path
 from saltflat.errors import DataError
 
 
-def verified(path: Path, md5: str) -> bytes:
+def read_verified_bytes(path: Path, md5: str) -> bytes:
     """What the file holds, if its md5 is this. Against damage; whoever can make a file can make one of any md5."""
-    content = content_of(path)
+    content = read_file_bytes(path)
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
         raise DataError(
@@ -20,30 +20,30 @@ def verified(path: Path, md5: str) -> bytes:
     return content
 
 
-def content_of(path: Path) -> bytes:
+def read_file_bytes(path: Path) -> bytes:
     """What the file holds."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _make_unreadable_error(path, error) from error
 
 
-def is_there(path: Path) -> bool:
+def is_existing_file(path: Path) -> bool:
     """Whether there is such a file; a name that no file can have is an error."""
     try:
         return path.is_file()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _make_unreadable_error(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def _make_unreadable_error(path: Path, error: OSError) -> DataError:
     return DataError(
         f"Got {str(path)!r}, which cannot be read ({error.strerror}). Want the file as published. "
         "Do: check the folder and its permissions."
     )
 
 
-def missing(path: Path, dataset: str) -> DataError:
+def make_missing_file_error(path: Path, dataset: str) -> DataError:
     """The error for a file that is not there; ``dataset`` is torchvision's name of what it belongs to."""
     return DataError(
         f"Got no file {str(path)!r}. Want {dataset} as torchvision lays it out. Do: name the folder it is in, or "

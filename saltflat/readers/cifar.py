@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import DataError
-from saltflat.readers.checksum import is_there, missing, verified
+from saltflat.readers.checksum import is_existing_file, make_missing_file_error, read_verified_bytes
 
 SHAPE = (3, 32, 32)
 
@@ -29,19 +29,19 @@ def read_cifar(folder: Path, dataset: str, files: Sequence[tuple[str, str]], key
     images, labels = [], []
     for name, md5 in files:
         path = folder / name
-        if not is_there(path):
-            raise missing(path, dataset)
-        pixels, classes = parsed(verified(path, md5), path, key)
+        if not is_existing_file(path):
+            raise make_missing_file_error(path, dataset)
+        pixels, classes = parse_cifar(read_verified_bytes(path, md5), path, key)
         images.append(pixels)
         labels.append(classes)
     return torch.cat(images), torch.cat(labels)
 
 
-def parsed(content: bytes, path: Path, key: str) -> tuple[Tensor, Tensor]:
+def parse_cifar(content: bytes, path: Path, key: str) -> tuple[Tensor, Tensor]:
     """Images and labels in one file, whatever else its pickle asks for."""
     try:
-        found = _Harmless(io.BytesIO(content), encoding="bytes").load()
-        rows, classes = found[b"data"].array(), found[key.encode()]
+        found = _SafeUnpickler(io.BytesIO(content), encoding="bytes").load()
+        rows, classes = found[b"data"].to_numpy(), found[key.encode()]
         images = torch.from_numpy(rows.reshape(-1, *SHAPE).copy())
         labels = torch.tensor(classes, dtype=torch.int64)
         if len(images) != len(labels):
@@ -54,7 +54,7 @@ def parsed(content: bytes, path: Path, key: str) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-class _Type:
+class _PickledDtype:
     """What a pickle says of an array's type, noted."""
 
     def __init__(self, code: Any, *_: Any) -> None:
@@ -64,7 +64,7 @@ class _Type:
         """Byte order and fields, which bytes do not have."""
 
 
-class _Array:
+class _PickledArray:
     """What a pickle says of an array, noted; numpy is not asked to follow it."""
 
     def __init__(self, *_: Any) -> None:
@@ -73,7 +73,7 @@ class _Array:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    def array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def to_numpy(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         _, shape, kind, columns_first, numbers = self.state
         if kind.code not in (b"u1", "u1") or columns_first:
             raise ValueError(f"an array of type {kind.code!r}, columns first: {columns_first}")
@@ -82,14 +82,14 @@ class _Array:
 
 # Python 2 wrote the first; newer versions of numpy write the second.
 ADMITTED = {
-    ("numpy.core.multiarray", "_reconstruct"): _Array,
-    ("numpy._core.multiarray", "_reconstruct"): _Array,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Type,
+    ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
+    ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
+    ("numpy", "ndarray"): _PickledArray,
+    ("numpy", "dtype"): _PickledDtype,
 }
 
 
-class _Harmless(pickle.Unpickler):
+class _SafeUnpickler(pickle.Unpickler):
     """Knows the names that an array takes, and notes what numpy would have been asked to do instead of asking it.
 
     They stand for classes with a ``__setstate__`` of their own: a pickle can fill their objects, not change them.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from saltflat.readers import Reader, register
+from saltflat.readers import Reader, register_reader
 from saltflat.readers.cifar import read_cifar
 
 # As torchvision lists them.
@@ -22,15 +22,15 @@ FILES = {
 }
 
 
-def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+def _read_cifar10(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     return read_cifar(folder, "CIFAR10", FILES[split], "labels")
 
 
-register(
+register_reader(
     Reader(
         "cifar10",
         "photographs, 3 x 32 x 32, 10 classes",
-        read=_read,
+        read=_read_cifar10,
         top=255,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from saltflat.readers import Reader, register
+from saltflat.readers import Reader, register_reader
 from saltflat.readers.cifar import read_cifar
 
 # As torchvision lists them.
@@ -16,15 +16,15 @@ FILES = {
 }
 
 
-def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+def _read_cifar100(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     return read_cifar(folder, "CIFAR100", FILES[split], "fine_labels")
 
 
-register(
+register_reader(
     Reader(
         "cifar100",
         "photographs, 3 x 32 x 32, 100 classes",
-        read=_read,
+        read=_read_cifar100,
         top=255,
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import DataError
-from saltflat.readers import Reader, register
+from saltflat.readers import Reader, register_reader
 
 TRAINING_EXAMPLES = 1200
 
 
-def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+def _read_digits(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -27,6 +27,8 @@ def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     return inputs, torch.tensor(classes[chosen], dtype=torch.int64)
 
 
-register(
-    Reader("digits", "handwritten digits, 1 x 8 x 8, 10 classes", read=_read, top=16, mean=(0.3063,), std=(0.3755,))
+register_reader(
+    Reader(
+        "digits", "handwritten digits, 1 x 8 x 8, 10 classes", read=_read_digits, top=16, mean=(0.3063,), std=(0.3755,)
+    )
 )

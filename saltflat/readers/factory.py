@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from saltflat.errors import OptionError, SaltflatError, unknown
-from saltflat.readers.foreign import users_code
+from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
+from saltflat.readers.foreign import wrap_user_errors
 
 
-def named(spec: str, what: str) -> Any:
+def import_object(spec: str, what: str) -> Any:
     """What ``package.module:name`` stands for. Importing runs the module, as any import does.
 
     Example:
-        >>> named("math:sqrt", "model")(9.0)
+        >>> import_object("math:sqrt", "model")(9.0)
         3.0
     """
     module, _, name = spec.partition(":")
@@ -26,16 +26,16 @@ def named(spec: str, what: str) -> Any:
             f"Got {spec!r} as the {what}. Want package.module:function. "
             "Do: for instance my_module:make for the function make in my_module.py."
         )
-    with users_code(spec, what):
-        found, path = _imported(module, spec, what), module
+    with wrap_user_errors(spec, what):
+        found, path = _import_user_module(module, spec, what), module
         for part in name.split("."):
             if not hasattr(found, part):
-                raise _lacking(found, path, part)
+                raise _make_attribute_error(found, path, part)
             found, path = getattr(found, part), f"{path}.{part}"
     return found
 
 
-def _imported(module: str, spec: str, what: str) -> Any:
+def _import_user_module(module: str, spec: str, what: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -48,24 +48,24 @@ def _imported(module: str, spec: str, what: str) -> Any:
         ) from error
 
 
-def _lacking(found: Any, path: str, part: str) -> SaltflatError:
+def _make_attribute_error(found: Any, path: str, part: str) -> SaltflatError:
     known = [each for each in dir(found) if not each.startswith("_")]
     if known:
-        return unknown(f"function in {path}", part, known)
+        return make_unknown_name_error(f"function in {path}", part, known)
     return OptionError(
         f"Got {part!r} in {path}, a {type(found).__name__} with nothing in it. Want package.module:function. "
         f"Do: leave .{part} out, or check the name."
     )
 
 
-def made(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> Any:
+def build_from_spec(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> Any:
     """What the function of this name returns for these arguments; a model or data that has a name is taken as it is.
 
     Example:
-        >>> made("fractions:Fraction", "data", {"numerator": 1, "denominator": 3})
+        >>> build_from_spec("fractions:Fraction", "data", {"numerator": 1, "denominator": 3})
         Fraction(1, 3)
     """
-    found, given = named(spec, what), dict(arguments or {})
+    found, given = import_object(spec, what), dict(arguments or {})
     if isinstance(found, nn.Module) or not callable(found):
         if given:
             raise OptionError(
@@ -78,12 +78,12 @@ def made(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> An
     except ValueError:  # written in C, without a signature: the call will tell
         signature = None
     if signature is not None:
-        _check_arguments(signature, given, spec)
-    with users_code(spec, what):
+        _check_factory_arguments(signature, given, spec)
+    with wrap_user_errors(spec, what):
         return found(**given)
 
 
-def _check_arguments(signature: inspect.Signature, given: Mapping[str, Any], spec: str) -> None:
+def _check_factory_arguments(signature: inspect.Signature, given: Mapping[str, Any], spec: str) -> None:
     try:
         signature.bind(**given)
     except TypeError as error:

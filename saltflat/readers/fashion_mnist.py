@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from saltflat.readers import Reader, register
+from saltflat.readers import Reader, register_reader
 from saltflat.readers.idx import read_idx
 
 # As torchvision lists them. It unpacks each beside its .gz; where only that is left, there is no published checksum.
@@ -18,11 +18,18 @@ CHECKSUMS = {
 }
 
 
-def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+def _read_fashion_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     return read_idx(folder, split, "FashionMNIST", CHECKSUMS)
 
 
-register(
+register_reader(
     # Mean and deviation as they are commonly given for this data set.
-    Reader("fashion-mnist", "clothing, 1 x 28 x 28, 10 classes", read=_read, top=255, mean=(0.2860,), std=(0.3530,))
+    Reader(
+        "fashion-mnist",
+        "clothing, 1 x 28 x 28, 10 classes",
+        read=_read_fashion_mnist,
+        top=255,
+        mean=(0.2860,),
+        std=(0.3530,),
+    )
 )

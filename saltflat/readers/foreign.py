@@ -29,7 +29,7 @@ class UserCodeError(SaltflatError, RuntimeError):
 
 
 @contextmanager
-def users_code(spec: str, what: str) -> Iterator[None]:
+def wrap_user_errors(spec: str, what: str) -> Iterator[None]:
     """Inside of it nothing but the user's code runs: whatever fails is an error of that code."""
     try:
         yield
@@ -37,11 +37,11 @@ def users_code(spec: str, what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         advice = f"see that {spec} works by itself; --traceback shows all of the error"
-        raise _told(error, spec, f"the {what} without an error", advice) from error
+        raise _make_user_error(error, spec, f"the {what} without an error", advice) from error
 
 
 @contextmanager
-def users_model(model: str, data: str) -> Iterator[None]:
+def wrap_model_errors(model: str, data: str) -> Iterator[None]:
     """Inside of it our code calls the user's model and reads the data: what fails in these is theirs, the rest ours."""
     try:
         yield
@@ -53,26 +53,26 @@ def users_model(model: str, data: str) -> Iterator[None]:
         beyond = frames[last + 1 :]
         advice = "see that it works by itself; --traceback shows all of the error"
         if any(frame.f_code is nn.Module._call_impl.__code__ for frame in beyond):
-            raise _told(error, model, "a model that takes the data", advice) from error
-        if any(_is_users(frame) for frame in beyond):
-            raise _told(error, data, "data that can be read", advice) from error
+            raise _make_user_error(error, model, "a model that takes the data", advice) from error
+        if any(_is_user_frame(frame) for frame in beyond):
+            raise _make_user_error(error, data, "data that can be read", advice) from error
         raise
 
 
-def _is_users(frame: FrameType) -> bool:
+def _is_user_frame(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(LIBRARIES)
 
 
-def _told(error: BaseException, spec: str, want: str, advice: str) -> UserCodeError:
+def _make_user_error(error: BaseException, spec: str, want: str, advice: str) -> UserCodeError:
     said = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().splitlines()
     got = type(error).__name__ + (f": {said[0][:300]}" if said else "")
-    return UserCodeError(f"Got {got} from {spec} ({_place(error)}). Want {want}. Do: {advice}.")
+    return UserCodeError(f"Got {got} from {spec} ({_format_error_location(error)}). Want {want}. Do: {advice}.")
 
 
-def _place(error: BaseException) -> str:
+def _format_error_location(error: BaseException) -> str:
     """File and line of the user's that is nearest to the error; where there is none, of the error itself."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     places = list(traceback.walk_tb(error.__traceback__))
-    frame, line = next((each for each in reversed(places) if _is_users(each[0])), places[-1])
+    frame, line = next((each for each in reversed(places) if _is_user_frame(each[0])), places[-1])
     return f"{frame.f_code.co_filename}:{line}"

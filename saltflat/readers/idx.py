@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import DataError
-from saltflat.readers.checksum import content_of, is_there, missing, verified
+from saltflat.readers.checksum import is_existing_file, make_missing_file_error, read_file_bytes, read_verified_bytes
 
 UNSIGNED_BYTE = 0x08
 STEMS = {"train": "train", "test": "t10k"}
@@ -28,8 +28,8 @@ def read_idx(folder: Path, split: str, dataset: str, checksums: Mapping[str, str
             not listed only if the listed one is not there, and then only its form is checked.
     """
     stem, raw = STEMS[split], folder / dataset / "raw"
-    images = _array(raw, f"{stem}-images-idx3-ubyte", dataset, checksums)
-    labels = _array(raw, f"{stem}-labels-idx1-ubyte", dataset, checksums)
+    images = _read_idx_array(raw, f"{stem}-images-idx3-ubyte", dataset, checksums)
+    labels = _read_idx_array(raw, f"{stem}-labels-idx1-ubyte", dataset, checksums)
     if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
             f"Got images of shape {tuple(images.shape)} and labels of shape {tuple(labels.shape)} in {str(raw)!r}. "
@@ -38,44 +38,44 @@ def read_idx(folder: Path, split: str, dataset: str, checksums: Mapping[str, str
     return images.unsqueeze(1), labels.to(torch.int64)
 
 
-def _array(raw: Path, name: str, dataset: str, checksums: Mapping[str, str]) -> Tensor:
+def _read_idx_array(raw: Path, name: str, dataset: str, checksums: Mapping[str, str]) -> Tensor:
     listed = [file for file in checksums if file in (name, f"{name}.gz")]
     for file in [*listed, name]:
         path = raw / file
-        if is_there(path):
-            content = verified(path, checksums[file]) if file in checksums else content_of(path)
-            return parsed(_unzipped(content, path) if path.suffix == ".gz" else content, path)
-    raise missing(raw / name, dataset)
+        if is_existing_file(path):
+            content = read_verified_bytes(path, checksums[file]) if file in checksums else read_file_bytes(path)
+            return parse_idx(_decompress_gzip(content, path) if path.suffix == ".gz" else content, path)
+    raise make_missing_file_error(raw / name, dataset)
 
 
-def _unzipped(content: bytes, path: Path) -> bytes:
+def _decompress_gzip(content: bytes, path: Path) -> bytes:
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
-        raise _broken(path, f"no whole gzip file ({error})") from error
+        raise _make_idx_error(path, f"no whole gzip file ({error})") from error
 
 
-def parsed(content: bytes, path: Path) -> Tensor:
+def parse_idx(content: bytes, path: Path) -> Tensor:
     """The array in an IDX file of unsigned bytes.
 
     Example:
-        >>> parsed(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), Path("labels"))
+        >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), Path("labels"))
         tensor([7, 8, 9], dtype=torch.uint8)
     """
     if len(content) < 4 or content[:3] != bytes([0, 0, UNSIGNED_BYTE]):
-        raise _broken(path, f"a file that begins with {content[:4].hex(' ') or 'nothing'}")
+        raise _make_idx_error(path, f"a file that begins with {content[:4].hex(' ') or 'nothing'}")
     start = 4 + 4 * content[3]
     if len(content) < start:
-        raise _broken(path, "a file that ends within its sizes")
+        raise _make_idx_error(path, "a file that ends within its sizes")
     shape = struct.unpack(f">{content[3]}I", content[4:start])
     if len(content) - start != math.prod(shape):
-        raise _broken(path, f"{len(content) - start:,} numbers for the shape {shape}")
+        raise _make_idx_error(path, f"{len(content) - start:,} numbers for the shape {shape}")
     try:
         # A copy: the bytes cannot be written to, a tensor can.
         return torch.from_numpy(np.frombuffer(content[start:], np.uint8).reshape(shape).copy())
     except (ValueError, RuntimeError) as error:  # more axes than an array can have, or empty ones of absurd lengths
-        raise _broken(path, f"{len(shape)} axes that no array can have ({error})") from error
+        raise _make_idx_error(path, f"{len(shape)} axes that no array can have ({error})") from error
 
 
-def _broken(path: Path, got: str) -> DataError:
+def _make_idx_error(path: Path, got: str) -> DataError:
     return DataError(f"Got {got} in {str(path)!r}. Want an IDX file of bytes. Do: delete it and download it again.")

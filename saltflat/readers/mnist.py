@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from saltflat.readers import Reader, register
+from saltflat.readers import Reader, register_reader
 from saltflat.readers.idx import read_idx
 
 # Of the .gz as torchvision lists them; of the others as these unpack.
@@ -22,10 +22,12 @@ CHECKSUMS = {
 }
 
 
-def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+def _read_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     return read_idx(folder, split, "MNIST", CHECKSUMS)
 
 
-register(
-    Reader("mnist", "handwritten digits, 1 x 28 x 28, 10 classes", read=_read, top=255, mean=(0.1307,), std=(0.3081,))
+register_reader(
+    Reader(
+        "mnist", "handwritten digits, 1 x 28 x 28, 10 classes", read=_read_mnist, top=255, mean=(0.1307,), std=(0.3081,)
+    )
 )

@@ -12,15 +12,15 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
-def placed(data: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def move_to_device(data: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Tensors on the device, real numbers in ``dtype``; batches of other data are moved when they are read."""
     if isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data):
         return tuple(part.to(device, dtype if part.is_floating_point() else part.dtype) for part in data)
-    return data if device.type == "cpu" else Placed(data, device)
+    return data if device.type == "cpu" else DeviceBatches(data, device)
 
 
 @dataclass(frozen=True)
-class Placed:
+class DeviceBatches:
     """Data whose batches come out on a device; as often as the data can be read."""
 
     data: Any

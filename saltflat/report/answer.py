@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from saltflat.report.text import listed
+from saltflat.report.text import join_words
 from saltflat.report.verdict import SAME, UNDEFINED, UNJUDGED, WITHIN
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ VARIANTS = (
 )
 
 
-def answer_of(contrasts: Iterable[Contrast]) -> str:
+def format_answer(contrasts: Iterable[Contrast]) -> str:
     """What the measures that no rescaling of units can change say together; one vote for each, without variants."""
     shared = [each for each in contrasts if len(each.readings) > 1]
     honest = [each for each in shared if "unit_scale" in each.invariant_to and each.name not in VARIANTS]
@@ -32,20 +32,20 @@ def answer_of(contrasts: Iterable[Contrast]) -> str:
     if not honest:
         return "None of these measures is invariant to rescaling: no verdict. Measure with measures='invariant'."
     if not judged:
-        return f"No verdict: the error of {_all(honest, 'each of the')} is not known."
+        return f"No verdict: the error of {_format_measure_count(honest, 'each of the')} is not known."
     if all(set(each.verdicts.values()) <= {SAME, WITHIN} for each in judged):
-        return f"No difference beyond chance, by {_all(judged, 'any of the')}."
+        return f"No difference beyond chance, by {_format_measure_count(judged, 'any of the')}."
     votes = Counter(each.flattest for each in judged if each.flattest is not None)
     silent = len(judged) - sum(votes.values())
     if not votes:
-        return f"They differ beyond chance, but none is the flattest, by {_all(judged, 'any of the')}."
+        return f"They differ beyond chance, but none is the flattest, by {_format_measure_count(judged, 'any of the')}."
     (best, count), *others = votes.most_common()
     if others:
-        said = listed([f"{label} by {number}" for label, number in votes.most_common()])
+        said = join_words([f"{label} by {number}" for label, number in votes.most_common()])
         rest = f"; {silent} {'do' if silent > 1 else 'does'} not tell" if silent else ""
         return f"The {len(judged)} measures {HONEST} disagree on which is flatter: {said}{rest}."
     if not silent:
-        return f"{best} is flatter beyond chance, by {_all(judged, 'all')}."
+        return f"{best} is flatter beyond chance, by {_format_measure_count(judged, 'all')}."
     rest = "the other does not tell" if silent == 1 else f"the other {silent} do not tell"
     some = f"{count} of the {len(judged)} measures {HONEST}"
     if 2 * count < len(judged):
@@ -54,6 +54,6 @@ def answer_of(contrasts: Iterable[Contrast]) -> str:
     return f"{best} is flatter beyond chance, by {some}; {rest}."
 
 
-def _all(contrasts: list[Contrast], quantifier: str) -> str:
+def _format_measure_count(contrasts: list[Contrast], quantifier: str) -> str:
     count = len(contrasts)
     return f"the only measure here {HONEST}" if count == 1 else f"{quantifier} {count} measures {HONEST}"

@@ -10,16 +10,16 @@ from typing import Any
 
 from saltflat.errors import ReportError
 from saltflat.report.audit_check import check_audit
-from saltflat.report.audit_plot import figure_of
-from saltflat.report.audit_table import Audited, page_of
-from saltflat.report.change import BROKEN, Change, decades_between
-from saltflat.report.change_text import many
-from saltflat.report.file import AUDIT, check_schema, read, write
-from saltflat.report.plain import coded, coded_key, decoded, plain
+from saltflat.report.audit_plot import draw_audit
+from saltflat.report.audit_table import AuditTable, render_audit_html
+from saltflat.report.change import BROKEN, Change, compute_decades
+from saltflat.report.change_text import format_count
+from saltflat.report.file import AUDIT, check_schema, read_json, write_json
+from saltflat.report.plain import decode_nonfinite, encode_key, encode_nonfinite, to_plain_types
 from saltflat.report.reading import Reading
-from saltflat.report.report import Report, absent, known_as
-from saltflat.report.table import rendered
-from saltflat.report.text import printable
+from saltflat.report.report import Report, make_missing_measure_error, normalize_measure_name
+from saltflat.report.table import render_text
+from saltflat.report.text import make_printable
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,20 +47,20 @@ class AuditLine:
         """The measure after each draw; nan where it was not defined, None where the draw failed."""
         return {kind: change.values for kind, change in self.changes.items()}
 
-    def decades(self, kind: str) -> list[float]:
+    def compute_draw_decades(self, kind: str) -> list[float]:
         """By how many powers of ten each draw multiplied the measure; nan where no ratio tells, infinite from or to 0.
 
         Logarithmic measures count the powers of what they are the logarithm of.
         """
         return [
-            decades_between(self.reading.value, value, self.logarithmic)
+            compute_decades(self.reading.value, value, self.logarithmic)
             for value in self.changes[kind].values
             if value is not None
         ]
 
     def __repr__(self) -> str:
         told = "; ".join(f"{kind} {verdict}" for kind, verdict in self.verdicts.items())
-        return f"<AuditLine of {printable(self.reading.name)}: {told or 'no draws'}>"
+        return f"<AuditLine of {make_printable(self.reading.name)}: {told or 'no draws'}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,7 +102,7 @@ class Audit(Mapping[str, AuditLine]):
         tidy: dict[str, Any] = {
             "lines": dict(self.lines),
             "scales": {str(kind): int(count) for kind, count in self.scales.items()},
-            "obstacles": tuple(plain(each, "the obstacles") for each in self.obstacles),
+            "obstacles": tuple(to_plain_types(each, "the obstacles") for each in self.obstacles),
             "failed": {kind: {str(k): str(why) for k, why in draws.items()} for kind, draws in self.failed.items()},
             "draws": int(self.draws),
             "spread": float(self.spread),
@@ -118,24 +118,24 @@ class Audit(Mapping[str, AuditLine]):
     @property
     def holds(self) -> bool:
         """Whether no measure moved that claims to stay."""
-        return not self.broken
+        return not self.broken_claims
 
     @property
-    def broken(self) -> list[str]:
+    def broken_claims(self) -> list[str]:
         """The measures that moved, though they claim to stay."""
         return [name for name, line in self.items() if BROKEN in line.verdicts.values()]
 
     def __getitem__(self, name: str) -> AuditLine:
-        key = known_as(name, self.lines)
+        key = normalize_measure_name(name, self.lines)
         if key in self.lines:
             return self.lines[key]
-        raise absent(key, self.report.left_out, self.lines)
+        raise make_missing_measure_error(key, self.report.left_out, self.lines)
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        return self.lines.get(known_as(name, self.lines), default)
+        return self.lines.get(normalize_measure_name(name, self.lines), default)
 
     def __contains__(self, name: object) -> bool:
-        return known_as(name, self.lines) in self.lines
+        return normalize_measure_name(name, self.lines) in self.lines
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.lines)
@@ -149,41 +149,47 @@ class Audit(Mapping[str, AuditLine]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        size = f"{many(len(self), 'measure')}, {many(self.draws, 'draw')}"
-        return f"<Audit of {printable(self.report.model)}: {size}; print() shows it>"
+        size = f"{format_count(len(self), 'measure')}, {format_count(self.draws, 'draw')}"
+        return f"<Audit of {make_printable(self.report.model)}: {size}; print() shows it>"
 
     def __str__(self) -> str:
-        return rendered(Audited(self))
+        return render_text(AuditTable(self))
 
-    def __rich__(self) -> Audited:
-        return Audited(self)
+    def __rich__(self) -> AuditTable:
+        return AuditTable(self)
 
     def _repr_html_(self) -> str:
-        return page_of(self)
+        return render_audit_html(self)
 
     def plot(self) -> Any:
         """A ``matplotlib`` Figure: a row per measure with a dot per draw, at the factor by which the draw moved it."""
-        return figure_of(self)
+        return draw_audit(self)
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        parts = {each.name: coded(getattr(self, each.name)) for each in fields(self) if each.name not in OWN_FORM}
-        lines = {coded_key(name): _line_to_dict(line) for name, line in self.items()}
+        parts = {
+            each.name: encode_nonfinite(getattr(self, each.name)) for each in fields(self) if each.name not in OWN_FORM
+        }
+        lines = {encode_key(name): _line_to_dict(line) for name, line in self.items()}
         return {"schema": AUDIT.schema, "report": self.report.to_dict(), "lines": lines, "holds": self.holds, **parts}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Audit:
         """The audit that ``to_dict`` was called on."""
-        return cls._from(given, "a mapping")
+        return cls._parse_dict(given, "a mapping")
 
     @classmethod
-    def _from(cls, given: Mapping[str, Any], source: str) -> Audit:
+    def _parse_dict(cls, given: Mapping[str, Any], source: str) -> Audit:
         check_schema(given, source, AUDIT)
         try:
             report = Report.from_dict(given["report"])
-            parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "holds", *OWN_FORM)}
+            parts = {
+                key: decode_nonfinite(value)
+                for key, value in given.items()
+                if key not in ("schema", "holds", *OWN_FORM)
+            }
             lines = {name.removeprefix("$"): line for name, line in given["lines"].items()}
-            audit = cls(report, {name: _line_from(line, report[name]) for name, line in lines.items()}, **parts)
+            audit = cls(report, {name: _parse_line(line, report[name]) for name, line in lines.items()}, **parts)
             if given["holds"] is not audit.holds:
                 raise ValueError(f"holds is {given['holds']!r}, which the verdicts contradict")
             # Reading is lenient: what does not come out again as it went in was not written by us.
@@ -200,12 +206,12 @@ class Audit(Mapping[str, AuditLine]):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the audit as JSON and give the path back; a file that was there is replaced, whole or not at all."""
-        return write(self.to_dict(), path)
+        return write_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Audit:
         """The audit that was saved there."""
-        return cls._from(read(path, AUDIT), f"the file {os.fspath(path)!r}")
+        return cls._parse_dict(read_json(path, AUDIT), f"the file {os.fspath(path)!r}")
 
 
 OWN_FORM = ("report", "lines")
@@ -213,17 +219,19 @@ OWN_FORM = ("report", "lines")
 
 def _line_to_dict(line: AuditLine) -> dict[str, Any]:
     changes = {kind: vars(change) for kind, change in line.changes.items()}
-    found: dict[str, Any] = coded({"claims": line.claims, "logarithmic": line.logarithmic, "changes": changes})
+    found: dict[str, Any] = encode_nonfinite(
+        {"claims": line.claims, "logarithmic": line.logarithmic, "changes": changes}
+    )
     return found
 
 
-def _line_from(given: Mapping[str, Any], reading: Reading) -> AuditLine:
-    found = decoded(given)
-    changes = {kind: _change_from(change) for kind, change in found.pop("changes").items()}
+def _parse_line(given: Mapping[str, Any], reading: Reading) -> AuditLine:
+    found = decode_nonfinite(given)
+    changes = {kind: _parse_change(change) for kind, change in found.pop("changes").items()}
     return AuditLine(reading, tuple(found.pop("claims")), changes=changes, **found)
 
 
-def _change_from(given: Mapping[str, Any]) -> Change:
+def _parse_change(given: Mapping[str, Any]) -> Change:
     # Other programs write 5.0 as 5.
     numbers = {key: _as_float(given[key]) for key in ("smallest", "largest", "moved")}
     return Change(**{**given, **numbers, "values": tuple(map(_as_float, given["values"]))})

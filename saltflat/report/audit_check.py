@@ -17,11 +17,11 @@ OBSTACLE = {"operation": str, "where": str, "line": str, "known": bool}
 
 def check_audit(audit: Audit) -> None:
     """Raise a ValueError that says what is wrong, if anything is."""
-    for wrong in _wrongs(audit):
+    for wrong in _find_audit_errors(audit):
         raise ValueError(wrong)
 
 
-def _wrongs(audit: Audit) -> Iterator[str]:
+def _find_audit_errors(audit: Audit) -> Iterator[str]:
     if audit.draws < 1:
         yield f"draws is {audit.draws}"
     if not audit.scales or not set(audit.scales) <= set(CLAIMS):
@@ -37,10 +37,10 @@ def _wrongs(audit: Audit) -> Iterator[str]:
             yield "an obstacle is no mapping with the texts operation, where and line, and with known"
     drawn = {kind for kind, count in audit.scales.items() if count}
     for name, line in audit.items():
-        yield from (f"{name}: {wrong}" for wrong in _wrongs_of(line, drawn, audit.draws))
+        yield from (f"{name}: {wrong}" for wrong in _find_line_errors(line, drawn, audit.draws))
 
 
-def _wrongs_of(line: AuditLine, drawn: set[str], draws: int) -> Iterator[str]:
+def _find_line_errors(line: AuditLine, drawn: set[str], draws: int) -> Iterator[str]:
     if type(line.logarithmic) is not bool:
         yield "logarithmic is neither true nor false"
     if not set(line.claims) <= set(CLAIMS.values()):
@@ -48,24 +48,24 @@ def _wrongs_of(line: AuditLine, drawn: set[str], draws: int) -> Iterator[str]:
     if set(line.changes) != drawn:
         yield f"the changes are of the kinds {sorted(line.changes)}, and the scales of {sorted(drawn)}"
     for kind, change in line.changes.items():
-        for wrong in _wrongs_in(change, draws):
+        for wrong in _find_change_errors(change, draws):
             yield f"{kind}: {wrong}"
         if change.claimed is not (CLAIMS[kind] in line.claims):
             yield f"{kind}: claimed is {change.claimed!r}, which the claims contradict"
 
 
-def _wrongs_in(change: Change, draws: int) -> Iterator[str]:
+def _find_change_errors(change: Change, draws: int) -> Iterator[str]:
     if not all(type(each) is bool for each in (change.claimed, change.converged)):
         yield "claimed or converged is neither true nor false"
     if change.verdict not in VERDICTS[bool(change.claimed)]:
         yield f"the verdict {change.verdict!r} is not known, or not of what is {'not ' * (not change.claimed)}claimed"
     if len(change.values) != draws:
         yield f"there are {len(change.values)} values for {draws} draws"
-    if not all(value is None or _is_number(value) for value in change.values):
+    if not all(value is None or _is_float(value) for value in change.values):
         yield "a value is neither a number nor null"
-    if not all(map(_is_number, (change.smallest, change.largest, change.moved))):
+    if not all(map(_is_float, (change.smallest, change.largest, change.moved))):
         yield "smallest, largest or moved is no number"
 
 
-def _is_number(value: Any) -> bool:
+def _is_float(value: Any) -> bool:
     return type(value) is float

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from saltflat.report.audit_view import KINDS, missing, ordered
+from saltflat.report.audit_view import KINDS, format_missing_rescalings, sort_measures
 from saltflat.report.change import BROKEN, STAYS, UNDEFINED, UNMEASURED
-from saltflat.report.optional import package
-from saltflat.report.text import printable
+from saltflat.report.optional import import_optional
+from saltflat.report.text import make_printable
 
 if TYPE_CHECKING:
     from saltflat.report.audit import Audit, AuditLine
@@ -25,25 +25,25 @@ FEW_DECADES = 3.0  # up to here, ticks are plain numbers
 LEAST_DECADES = 0.5  # from the line at 1 to the edges of the axis
 
 
-def figure_of(audit: Audit) -> Any:
+def draw_audit(audit: Audit) -> Any:
     """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
-    figures = package("matplotlib.figure", "plot()")
-    names = ordered(audit)
+    figures = import_optional("matplotlib.figure", "plot()")
+    names = sort_measures(audit)
     kinds = list(dict.fromkeys(kind for line in audit.values() for kind in line.changes))
     figure = figures.Figure(figsize=(9.5, ROW * max(len(names), LEAST_ROWS) + 1.9), layout="constrained")
     many = "rescaling" + "s" * (audit.draws != 1)
     title = f"{audit.report.model}: {audit.draws} {many} of each kind, the same function"
     if not kinds:
-        figure.suptitle(printable(audit.report.model), parse_math=False)
-        told = " ".join(missing(audit)) if names else "Nothing was measured."
-        figure.text(0.5, 0.4, printable(told), ha="center", wrap=True, parse_math=False)
+        figure.suptitle(make_printable(audit.report.model), parse_math=False)
+        told = " ".join(format_missing_rescalings(audit)) if names else "Nothing was measured."
+        figure.text(0.5, 0.4, make_printable(told), ha="center", wrap=True, parse_math=False)
         return figure
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
-    figure.suptitle(printable(title), fontsize=11, parse_math=False)
+    figure.suptitle(make_printable(title), fontsize=11, parse_math=False)
     axis = figure.add_subplot()
     # Differences of logarithms may be of hundreds of powers of ten: they do not choose the axis, if others do.
     plain = [name for name in names if not audit[name].logarithmic] or names
-    edges = _edges(audit[name].decades(kind) for name in plain for kind in kinds)
+    edges = _compute_axis_limits(audit[name].compute_draw_decades(kind) for name in plain for kind in kinds)
     for row, name in enumerate(names):
         _draw_row(axis, row, audit[name], kinds, edges)
     _draw_axis(axis, [audit[name] for name in names], names, edges)
@@ -52,7 +52,7 @@ def figure_of(audit: Audit) -> Any:
     return figure
 
 
-def _edges(decades: Iterable[Sequence[float]]) -> tuple[float, float]:
+def _compute_axis_limits(decades: Iterable[Sequence[float]]) -> tuple[float, float]:
     """From where to where the axis goes, in powers of ten."""
     found = [each for draws in decades for each in draws if math.isfinite(each)]
     low, high = min(found, default=0.0), max(found, default=0.0)
@@ -67,7 +67,7 @@ def _draw_row(axis: Any, row: int, line: AuditLine, kinds: Sequence[str], edges:
     for index, kind in enumerate(kinds):
         place = row + (2 * index - len(kinds) + 1) * shift / 2
         colour = COLOURS.get(kind, "black")
-        decades = line.decades(kind)
+        decades = line.compute_draw_decades(kind)
         inside = [each for each in decades if edges[0] <= each <= edges[1]]
         axis.plot(
             inside,
@@ -86,29 +86,29 @@ def _draw_row(axis: Any, row: int, line: AuditLine, kinds: Sequence[str], edges:
         ):
             if beyond:
                 axis.plot([edge], [place], shape, color=colour, markersize=6, clip_on=False, zorder=4)
-    lost = _lost(line)
+    lost = _format_lost_draws(line)
     if lost:
         axis.text(edges[1], row, f"{lost}  ", fontsize=7, ha="right", va="center", color=FAINT, zorder=4)
 
 
-def _lost(line: AuditLine) -> str:
+def _format_lost_draws(line: AuditLine) -> str:
     """Why a row has fewer dots than draws."""
     if set(line.verdicts.values()) <= {UNDEFINED, UNMEASURED}:
         return ", ".join(dict.fromkeys(line.verdicts.values()))
-    count = sum(math.isnan(each) for kind in line.changes for each in line.decades(kind))
+    count = sum(math.isnan(each) for kind in line.changes for each in line.compute_draw_decades(kind))
     return f"{count} draw{'s' * (count != 1)} undefined or of another sign" if count else ""
 
 
 def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edges: tuple[float, float]) -> None:
-    tickers = package("matplotlib.ticker", "plot()")
+    tickers = import_optional("matplotlib.ticker", "plot()")
     axis.axvline(0, color="black", linewidth=0.8, zorder=2)
     axis.set_xlim(*edges)
     axis.set_ylim(len(names) - 0.5, -0.5)
     if edges[1] - edges[0] > FEW_DECADES:
         axis.xaxis.set_major_locator(tickers.MaxNLocator(9, integer=True))
-        axis.xaxis.set_major_formatter(tickers.FuncFormatter(_power))
+        axis.xaxis.set_major_formatter(tickers.FuncFormatter(_format_power_tick))
     else:
-        plain = _plain_ticks(edges)
+        plain = _compute_plain_ticks(edges)
         axis.set_xticks([math.log10(each) for each in plain], [f"{each:g}" for each in plain])
     axis.set_xlabel("value after the rescaling / value before", fontsize=9)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=1)
@@ -117,7 +117,7 @@ def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edge
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     labels = [
-        _short(printable(name)) + (" (e^difference)" if line.logarithmic else "")
+        _truncate_end(make_printable(name)) + (" (e^difference)" if line.logarithmic else "")
         for name, line in zip(names, lines, strict=True)
     ]
     axis.set_yticks(range(len(names)), labels, fontsize=8, parse_math=False)
@@ -128,11 +128,11 @@ def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edge
             label.set_fontweight("bold")
 
 
-def _plain_ticks(edges: tuple[float, float]) -> list[float]:
+def _compute_plain_ticks(edges: tuple[float, float]) -> list[float]:
     """1, 2, 5, 10 and so on, in both directions, as far as the axis goes.
 
     Example:
-        >>> _plain_ticks((-0.5, 0.5))
+        >>> _compute_plain_ticks((-0.5, 0.5))
         [0.5, 1.0, 2.0]
     """
     decades = range(math.floor(edges[0]), math.ceil(edges[1]) + 1)
@@ -140,7 +140,7 @@ def _plain_ticks(edges: tuple[float, float]) -> list[float]:
     return [tick for tick in ticks if edges[0] <= math.log10(tick) <= edges[1]]
 
 
-def _power(decade: float, _: int) -> str:
+def _format_power_tick(decade: float, _: int) -> str:
     return "1" if decade == 0 else f"$10^{{{decade:g}}}$"
 
 
@@ -185,7 +185,7 @@ def _draw_header(axis: Any, text: str, place: float, above: float, colour: str) 
 
 
 def _draw_legend(figure: Any, audit: Audit, kinds: Sequence[str]) -> None:
-    line = package("matplotlib.lines", "plot()").Line2D
+    line = import_optional("matplotlib.lines", "plot()").Line2D
     handles = [
         line(
             [],
@@ -210,5 +210,5 @@ def _draw_legend(figure: Any, audit: Audit, kinds: Sequence[str]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
-def _short(name: str) -> str:
+def _truncate_end(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."

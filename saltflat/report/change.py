@@ -46,11 +46,11 @@ class Change:
     converged: bool
 
     @property
-    def stays(self) -> bool:
+    def is_unchanged(self) -> bool:
         return self.verdict in (STAYS, UNCLAIMED)
 
 
-def change_of(
+def compute_change(
     before: Reading, after: Sequence[Reading | None], claimed: bool, logarithmic: bool, tolerance: float = TOLERANCE
 ) -> Change:
     """What the draws did to a reading.
@@ -63,13 +63,13 @@ def change_of(
         tolerance: the largest change that counts as none.
 
     Example:
-        >>> change_of(Reading("trace", 2.0), [Reading("trace", 8.0), Reading("trace", 1.0)], False, False).verdict
+        >>> compute_change(Reading("trace", 2.0), [Reading("trace", 8.0), Reading("trace", 1.0)], False, False).verdict
         'moves, as expected'
     """
     measured = [each for each in after if each is not None]
     values = [each.value for each in measured]
-    steps = [step for value in values if not math.isnan(step := step_between(before.value, value, logarithmic))]
-    moved = [each for each in measured if not _same(before.value, each.value, logarithmic, tolerance)]
+    steps = [step for value in values if not math.isnan(step := compute_step(before.value, value, logarithmic))]
+    moved = [each for each in measured if not _is_same_value(before.value, each.value, logarithmic, tolerance)]
     if not measured:
         verdict = UNMEASURED
     elif math.isnan(before.value) and not moved:
@@ -79,23 +79,23 @@ def change_of(
     elif not claimed:
         verdict = MOVES
     else:
-        verdict = WITHIN if all(_excused(before, each) for each in moved) else BROKEN
+        verdict = WITHIN if all(_is_within_errors(before, each) for each in moved) else BROKEN
     return Change(
         claimed,
         tuple(None if each is None else each.value for each in after),
         min(steps, default=math.nan),
         max(steps, default=math.nan),
-        max((_size(before.value, value, logarithmic) for value in values), default=math.nan),
+        max((_compute_relative_change(before.value, value, logarithmic) for value in values), default=math.nan),
         verdict,
         all(each.converged for each in [before, *measured]),
     )
 
 
-def step_between(old: float, new: float, logarithmic: bool) -> float:
+def compute_step(old: float, new: float, logarithmic: bool) -> float:
     """From the value before to the value after: a ratio, or the difference of logarithms; nan where one is not defined.
 
     Example:
-        >>> step_between(2.0, 8.0, logarithmic=False), step_between(2.0, 8.0, logarithmic=True)
+        >>> compute_step(2.0, 8.0, logarithmic=False), compute_step(2.0, 8.0, logarithmic=True)
         (4.0, 6.0)
     """
     if logarithmic:
@@ -105,16 +105,16 @@ def step_between(old: float, new: float, logarithmic: bool) -> float:
     return new / old if old else math.copysign(math.inf, new)
 
 
-def decades_between(old: float, new: float, logarithmic: bool) -> float:
+def compute_decades(old: float, new: float, logarithmic: bool) -> float:
     """By how many powers of ten a measure was multiplied; nan where no ratio tells, infinite from or to 0.
 
     Logarithmic measures count the powers of what they are the logarithm of.
 
     Example:
-        >>> decades_between(2.0, 200.0, logarithmic=False), decades_between(1e200, 1e-200, logarithmic=False)
+        >>> compute_decades(2.0, 200.0, logarithmic=False), compute_decades(1e200, 1e-200, logarithmic=False)
         (2.0, -400.0)
     """
-    step = step_between(old, new, logarithmic)
+    step = compute_step(old, new, logarithmic)
     if logarithmic:
         return step / math.log(10)
     if math.isfinite(old) and math.isfinite(new) and old * math.copysign(1.0, new) > 0 and new:
@@ -123,7 +123,7 @@ def decades_between(old: float, new: float, logarithmic: bool) -> float:
     return math.nan if math.isnan(step) or step < 0 else math.log10(step) if step else -math.inf
 
 
-def _size(old: float, new: float, logarithmic: bool) -> float:
+def _compute_relative_change(old: float, new: float, logarithmic: bool) -> float:
     if old == new or (math.isnan(old) and math.isnan(new)):
         return 0.0
     gap = abs(new - old)
@@ -131,14 +131,14 @@ def _size(old: float, new: float, logarithmic: bool) -> float:
     return math.inf if math.isnan(part) else part
 
 
-def _same(old: float, new: float, logarithmic: bool, tolerance: float) -> bool:
+def _is_same_value(old: float, new: float, logarithmic: bool, tolerance: float) -> bool:
     # Logarithms differ by what the numbers they are of differ by in part, and are rounded as parts of themselves.
     least = 1.0 if logarithmic else 0.0
     slack = tolerance * max(least, abs(old), abs(new)) if math.isfinite(old) and math.isfinite(new) else 0.0
     return old == new or (math.isnan(old) and math.isnan(new)) or abs(new - old) <= slack
 
 
-def _excused(one: Reading, other: Reading) -> bool:
+def _is_within_errors(one: Reading, other: Reading) -> bool:
     """Whether a difference says nothing: a solver stopped early, or the standard errors are larger."""
     if not (one.converged and other.converged):
         return True

@@ -9,7 +9,7 @@ from itertools import count
 from saltflat.report.change import UNDEFINED, UNMEASURED, Change
 
 
-def change_told(change: Change, logarithmic: bool, brief: bool = False) -> str:
+def format_change(change: Change, logarithmic: bool, brief: bool = False) -> str:
     """How far it moved: a part of itself where it stayed, else from which to which factor.
 
     Args:
@@ -19,8 +19,8 @@ def change_told(change: Change, logarithmic: bool, brief: bool = False) -> str:
     """
     if change.verdict in (UNDEFINED, UNMEASURED):
         return ""
-    if change.stays:
-        return "exactly" if change.moved == 0 else f"within {short(change.moved, 1)}"
+    if change.is_unchanged:
+        return "exactly" if change.moved == 0 else f"within {format_short(change.moved, 1)}"
     if math.isnan(change.smallest):
         return "undefined"
     lost = ", or undefined" if any(value is not None and math.isnan(value) for value in change.values) else ""
@@ -28,21 +28,21 @@ def change_told(change: Change, logarithmic: bool, brief: bool = False) -> str:
         return "away from 0" + lost
     ends = list(dict.fromkeys([change.smallest, change.largest]))
     if brief:
-        ends = [max(ends, key=abs if logarithmic else _reach)]
-    told = [short(end, 3, "+") if logarithmic else factor(end) for end in ends]
+        ends = [max(ends, key=abs if logarithmic else _compute_ratio_distance)]
+    told = [format_short(end, 3, "+") if logarithmic else format_factor(end) for end in ends]
     return "x " * (not logarithmic) + " to ".join(dict.fromkeys(told)) + lost
 
 
-def _reach(ratio: float) -> float:
+def _compute_ratio_distance(ratio: float) -> float:
     """How far a ratio is from 1; what changed its sign or vanished is farthest."""
     return abs(math.log(ratio)) if ratio > 0 else math.inf
 
 
-def short(value: float, digits: int = 2, sign: str = "") -> str:
+def format_short(value: float, digits: int = 2, sign: str = "") -> str:
     """A number in as few letters as can be.
 
     Example:
-        >>> short(12345.0), short(123.0), short(2.4e-12, 1)
+        >>> format_short(12345.0), format_short(123.0), format_short(2.4e-12, 1)
         ('1.2e4', '120', '2e-12')
     """
     if 10**digits <= abs(value) < 1e4:
@@ -50,35 +50,35 @@ def short(value: float, digits: int = 2, sign: str = "") -> str:
     return re.sub(r"e([+-])0*", lambda found: "e" + found[1].strip("+"), f"{value:{sign}.{digits}g}")
 
 
-def factor(value: float) -> str:
+def format_factor(value: float) -> str:
     """The same for a ratio: what is not 1 is not printed as 1.
 
     Example:
-        >>> factor(1.00034), factor(0.99), factor(1.0)
+        >>> format_factor(1.00034), format_factor(0.99), format_factor(1.0)
         ('1.0003', '0.99', '1')
     """
-    told = (short(value, digits) for digits in count(2))
+    told = (format_short(value, digits) for digits in count(2))
     return next(each for each in told if value == 1 or float(each) != 1)
 
 
-def power(decades: float) -> str:
+def format_power(decades: float) -> str:
     """Ten to a power, which may be beyond all floating point numbers.
 
     Example:
-        >>> power(3.0), power(400.5)
+        >>> format_power(3.0), format_power(400.5)
         ('1000', '3.2e400')
     """
     if decades < 300:
-        return factor(10**decades)
+        return format_factor(10**decades)
     whole = math.floor(decades)
     return f"{10 ** (decades - whole):.2g}e{whole}"
 
 
-def many(amount: int, what: str) -> str:
+def format_count(amount: int, what: str) -> str:
     """A number of things.
 
     Example:
-        >>> many(1, "draw"), many(3, "draw")
+        >>> format_count(1, "draw"), format_count(3, "draw")
         ('1 draw', '3 draws')
     """
     return f"{amount} {what}{'s' * (amount != 1)}"

@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from saltflat.amounts import is_choice
-from saltflat.errors import ReportError, unknown
-from saltflat.report.answer import answer_of
-from saltflat.report.doubts import doubts_about, reservations
-from saltflat.report.frame import TOTAL, frame_of, rows_of
-from saltflat.report.plain import coded
-from saltflat.report.plot import figure_of, ratio_figure
+from saltflat.errors import ReportError, make_unknown_name_error
+from saltflat.report.answer import format_answer
+from saltflat.report.doubts import find_doubts, find_reservations
+from saltflat.report.frame import TOTAL, build_frame, build_frame_rows
+from saltflat.report.plain import encode_nonfinite
+from saltflat.report.plot import draw_ratios, draw_readings
 from saltflat.report.reading import Reading
-from saltflat.report.report import Report, absent, known_as, listed_names
-from saltflat.report.side_by_side import SideBySide, page_of
-from saltflat.report.table import rendered
-from saltflat.report.text import listed, printable
-from saltflat.report.verdict import ROUNDING, difference, error_of_difference, flattest, judge, ratio
+from saltflat.report.report import Report, make_missing_measure_error, normalize_measure_name, parse_measure_names
+from saltflat.report.side_by_side import ComparisonTable, render_comparison_html
+from saltflat.report.table import render_text
+from saltflat.report.text import join_words, make_printable
+from saltflat.report.verdict import (
+    ROUNDING,
+    compute_difference,
+    compute_difference_error,
+    compute_ratio,
+    find_flattest,
+    judge_difference,
+)
 
 Source = Report | str | os.PathLike[str]
 
@@ -74,20 +81,20 @@ class Comparison(Mapping[str, Contrast]):
     @property
     def answer(self) -> str:
         """Which network is flatter, by the measures that rescaling cannot fool, in one sentence."""
-        said, but = answer_of(self.contrasts.values()), reservations(self.reports)
-        return f"{said} But {listed(but)}." if but else said
+        said, but = format_answer(self.contrasts.values()), find_reservations(self.reports)
+        return f"{said} But {join_words(but)}." if but else said
 
     def __getitem__(self, name: str) -> Contrast:
-        key = known_as(name, self.contrasts)
+        key = normalize_measure_name(name, self.contrasts)
         if key not in self.contrasts:
-            raise unknown("measure", name, self.contrasts)
+            raise make_unknown_name_error("measure", name, self.contrasts)
         return self.contrasts[key]
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        return self.contrasts.get(known_as(name, self.contrasts), default)
+        return self.contrasts.get(normalize_measure_name(name, self.contrasts), default)
 
     def __contains__(self, name: object) -> bool:
-        return known_as(name, self.contrasts) in self.contrasts
+        return normalize_measure_name(name, self.contrasts) in self.contrasts
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.contrasts)
@@ -96,16 +103,16 @@ class Comparison(Mapping[str, Contrast]):
         return len(self.contrasts)
 
     def __repr__(self) -> str:
-        return f"<Comparison of {printable(', '.join(self.reports))}: {len(self)} measures; print() shows it>"
+        return f"<Comparison of {make_printable(', '.join(self.reports))}: {len(self)} measures; print() shows it>"
 
     def __str__(self) -> str:
-        return rendered(SideBySide(self))
+        return render_text(ComparisonTable(self))
 
-    def __rich__(self) -> SideBySide:
-        return SideBySide(self)
+    def __rich__(self) -> ComparisonTable:
+        return ComparisonTable(self)
 
     def _repr_html_(self) -> str:
-        return page_of(self)
+        return render_comparison_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
@@ -123,7 +130,7 @@ class Comparison(Mapping[str, Contrast]):
             }
             for name, each in self.items()
         }
-        plain: dict[str, Any] = coded(
+        plain: dict[str, Any] = encode_nonfinite(
             {
                 "schema": "saltflat.comparison/1",
                 "models": {label: report.model for label, report in self.reports.items()},
@@ -137,9 +144,9 @@ class Comparison(Mapping[str, Contrast]):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the comparison as one page for a browser, which loads nothing, and give the path back."""
-        from saltflat.report.html import comparison_page, write_page  # not needed to compare
+        from saltflat.report.html import render_comparison_page, write_page  # not needed to compare
 
-        return write_page(comparison_page(self), path)
+        return write_page(render_comparison_page(self), path)
 
     def to_frame(self) -> Any:
         """A ``pandas.DataFrame`` with a row per measure, layer and report; a whole network is the layer ``""``.
@@ -147,7 +154,7 @@ class Comparison(Mapping[str, Contrast]):
         Differences, ratios and verdicts are against the same row of the first report that has the measure.
         """
         columns = ["measure", "layer", "report", "value", "stderr", "difference", "ratio", "verdict"]
-        return frame_of(self._rows(), columns)
+        return build_frame(self._build_rows(), columns)
 
     def plot(self, names: str | Sequence[str] | None = None, by: str = "measure") -> Any:
         """A ``matplotlib`` Figure; nothing is shown or kept.
@@ -157,34 +164,39 @@ class Comparison(Mapping[str, Contrast]):
             by: ``"measure"``: the ratio to the first report with its 99 % interval, a row per measure; or ``"layer"``:
                 one panel per measure with a bar per layer and report.
         """
-        wanted = list(self) if names is None else listed_names(names)
+        wanted = list(self) if names is None else parse_measure_names(names)
         if not is_choice(by, ("measure", "layer")):
-            raise unknown("choice of by", by, ("measure", "layer"))
+            raise make_unknown_name_error("choice of by", by, ("measure", "layer"))
         if by == "layer":
-            return figure_of({name: self[name].readings for name in wanted}, " / ".join(self.reports))
-        return ratio_figure([self[name] for name in wanted], list(self.reports), self.answer)
+            return draw_readings({name: self[name].readings for name in wanted}, " / ".join(self.reports))
+        return draw_ratios([self[name] for name in wanted], list(self.reports), self.answer)
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _build_rows(self) -> Iterator[dict[str, Any]]:
         for name, contrast in self.items():
             first = next(iter(contrast.readings.values()))
             for label, reading in contrast.readings.items():
-                for row in rows_of([reading]):
-                    ours, theirs = _part(reading, row["layer"]), _part(first, row["layer"])
+                for row in build_frame_rows([reading]):
+                    ours, theirs = _make_layer_reading(reading, row["layer"]), _make_layer_reading(first, row["layer"])
                     yield {
                         **{key: row[key] for key in ("layer", "value", "stderr")},
                         "measure": name,
                         "report": label,
-                        "difference": difference(theirs, ours),
-                        "ratio": ratio(theirs, ours),
-                        "verdict": "" if reading is first else self._judge_part(name, label, row["layer"]),
+                        "difference": compute_difference(theirs, ours),
+                        "ratio": compute_ratio(theirs, ours),
+                        "verdict": "" if reading is first else self._judge_layer(name, label, row["layer"]),
                     }
 
-    def _judge_part(self, name: str, label: str, layer: str) -> str:
+    def _judge_layer(self, name: str, label: str, layer: str) -> str:
         contrast = self[name]
         first, other = next(iter(contrast.readings.values())), contrast.readings[label]
         if layer == TOTAL:
             return contrast.verdicts[label]
-        return judge(_part(first, layer), _part(other, layer), None, _rounding(self.reports))
+        return judge_difference(
+            _make_layer_reading(first, layer),
+            _make_layer_reading(other, layer),
+            None,
+            _find_rounding_tolerance(self.reports),
+        )
 
 
 def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] | None = None) -> Comparison:
@@ -199,47 +211,49 @@ def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] 
     examples do to both networks cancels. Otherwise the errors of both add up. Where an error is not known, or a solver
     stopped early, the difference is not judged.
     """
-    found = _labelled(reports)
+    found = _load_labelled_reports(reports)
     if len(found) < 2:
         raise ReportError(f"Got {len(found)} report{'s' * (len(found) != 1)}. Want two or more. Do: give another.")
     known = list(dict.fromkeys(name for report in found.values() for name in report))
-    given = known if names is None else listed_names(names)
-    wanted = list(dict.fromkeys(known_as(name, known) for name in given))
+    given = known if names is None else parse_measure_names(names)
+    wanted = list(dict.fromkeys(normalize_measure_name(name, known) for name in given))
     for name in wanted:
         if name not in known:
-            raise absent(name, {k: v for report in found.values() for k, v in report.left_out.items()}, known)
-    sizes = _shared_groups(list(found.values()))
-    contrasts = {name: _contrast(name, found, sizes) for name in wanted}
-    return Comparison(found, contrasts, tuple(doubts_about(found, contrasts)), paired=sizes is not None)
+            raise make_missing_measure_error(
+                name, {k: v for report in found.values() for k, v in report.left_out.items()}, known
+            )
+    sizes = _find_shared_groups(list(found.values()))
+    contrasts = {name: _build_contrast(name, found, sizes) for name in wanted}
+    return Comparison(found, contrasts, tuple(find_doubts(found, contrasts)), paired=sizes is not None)
 
 
-def _shared_groups(reports: Sequence[Report]) -> list[int] | None:
+def _find_shared_groups(reports: Sequence[Report]) -> list[int] | None:
     """The sizes of the groups of examples, if all reports saw the same examples."""
     first, *others = (report.sample for report in reports)
     same = bool(first.get("fingerprint")) and bool(first.get("groups")) and all(each == first for each in others)
     return list(first["groups"]) if same else None
 
 
-def _rounding(reports: Mapping[str, Report]) -> float:
+def _find_rounding_tolerance(reports: Mapping[str, Report]) -> float:
     return max(ROUNDING.get(str(report.settings.get("dtype")), ROUNDING["float64"]) for report in reports.values())
 
 
-def _contrast(name: str, reports: Mapping[str, Report], sizes: Sequence[int] | None) -> Contrast:
+def _build_contrast(name: str, reports: Mapping[str, Report], sizes: Sequence[int] | None) -> Contrast:
     readings = {label: report[name] for label, report in reports.items() if name in report}
     (start, first), *others = readings.items()
     legend: Mapping[str, Any] = next((r.legend[name] for r in reports.values() if name in r.legend), {})
 
-    def judged(one: str, two: str) -> str:
-        return judge(readings[one], readings[two], sizes, _rounding(reports))
+    def judge_pair(one: str, two: str) -> str:
+        return judge_difference(readings[one], readings[two], sizes, _find_rounding_tolerance(reports))
 
-    best, sure = flattest(readings, legend.get("smaller"), judged)
+    best, sure = find_flattest(readings, legend.get("smaller"), judge_pair)
     return Contrast(
         name,
         readings,
-        {label: difference(first, other) for label, other in others},
-        {label: ratio(first, other) for label, other in others},
-        {label: error_of_difference(first, other, sizes) for label, other in others},
-        {label: judged(start, label) for label, _ in others},
+        {label: compute_difference(first, other) for label, other in others},
+        {label: compute_ratio(first, other) for label, other in others},
+        {label: compute_difference_error(first, other, sizes) for label, other in others},
+        {label: judge_pair(start, label) for label, _ in others},
         tuple(legend.get("invariant_to", ())),
         bool(legend.get("logarithmic")),
         best,
@@ -247,7 +261,7 @@ def _contrast(name: str, reports: Mapping[str, Report], sizes: Sequence[int] | N
     )
 
 
-def _part(reading: Reading, layer: str) -> Reading:
+def _make_layer_reading(reading: Reading, layer: str) -> Reading:
     """The reading of one layer, as uncertain as the whole; undefined where the layer has none."""
     if layer == TOTAL:
         return reading
@@ -262,20 +276,20 @@ def _part(reading: Reading, layer: str) -> Reading:
     )
 
 
-def _labelled(given: Sequence[Source | Mapping[str, Source]]) -> dict[str, Report]:
+def _load_labelled_reports(given: Sequence[Source | Mapping[str, Source]]) -> dict[str, Report]:
     """Reports by label: the mapping's own, else the name of the file, else the place in the list."""
     if len(given) == 1 and isinstance(given[0], Mapping) and not isinstance(given[0], Report):
-        return {str(label): _report(source) for label, source in given[0].items()}
+        return {str(label): _load_report(source) for label, source in given[0].items()}
     found: dict[str, Report] = {}
     for place, source in enumerate(given, 1):
         label = Path(source).stem if isinstance(source, str | os.PathLike) else str(place)
         while label in found:
             label += f" ({place})"
-        found[label] = _report(source)
+        found[label] = _load_report(source)
     return found
 
 
-def _report(source: object) -> Report:
+def _load_report(source: object) -> Report:
     if isinstance(source, Report):
         return source
     if isinstance(source, str | os.PathLike):

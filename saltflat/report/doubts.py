@@ -9,7 +9,7 @@ from saltflat.doubtful_input import GUESSING
 from saltflat.loan import TRAIN_MODE
 from saltflat.report.reading import Reading
 from saltflat.report.report import Report
-from saltflat.report.text import listed
+from saltflat.report.text import join_words
 from saltflat.report.verdict import DIFFERENT
 from saltflat.sampling import TOO_SMALL
 
@@ -38,64 +38,66 @@ LOSS_RATIO = 1.25
 AGREEMENT = 0.005
 
 
-def doubts_about(reports: Mapping[str, Report], contrasts: Mapping[str, Contrast]) -> list[str]:
+def find_doubts(reports: Mapping[str, Report], contrasts: Mapping[str, Contrast]) -> list[str]:
     """Every reason to be careful, the weightiest first."""
     names = list(contrasts)
     found = [
-        *_split(reports, "models", lambda r: r.model, "sums over layers grow with the network"),
-        *_data(reports),
-        *_groups(reports),
-        *_losses(reports),
-        *_minima(reports),
-        *_notes(reports),
-        *_settings(reports),
-        *_certificates(reports),
-        *_formulas(reports, names),
-        *_readings(reports, names),
-        *_rounding(reports, contrasts.values()),
-        *_split(reports, "devices", lambda r: r.device, "rounding differs"),
+        *_find_disagreement(reports, "models", lambda r: r.model, "sums over layers grow with the network"),
+        *_find_data_doubts(reports),
+        *_find_group_doubts(reports),
+        *_find_loss_doubts(reports),
+        *_find_minimum_doubts(reports),
+        *_find_note_doubts(reports),
+        *_find_setting_doubts(reports),
+        *_find_certificate_doubts(reports),
+        *_find_formula_doubts(reports, names),
+        *_find_reading_doubts(reports, names),
+        *_find_rounding_doubts(reports, contrasts.values()),
+        *_find_disagreement(reports, "devices", lambda r: r.device, "rounding differs"),
     ]
     for name in dict.fromkeys(name for report in reports.values() for name in report.versions):
-        found += _split(reports, f"versions of {name}", _entry("versions", name), "")
+        found += _find_disagreement(reports, f"versions of {name}", _make_entry_getter("versions", name), "")
     return found
 
 
-def reservations(reports: Mapping[str, Report]) -> list[str]:
+def find_reservations(reports: Mapping[str, Report]) -> list[str]:
     """What makes a verdict worth little, in a few words each."""
     found = {
-        "the models differ": _split(reports, "models", lambda r: r.model, ""),
-        "the loss functions differ": _split(reports, "losses", _entry("settings", "loss"), ""),
-        "the examples differ": _data(reports),
-        "the losses are unequal": _losses(reports),
-        "not all are at a minimum": _minima(reports),
-        "not all do better than guessing": [note for note in _notes(reports) if GUESSING in note],
+        "the models differ": _find_disagreement(reports, "models", lambda r: r.model, ""),
+        "the loss functions differ": _find_disagreement(reports, "losses", _make_entry_getter("settings", "loss"), ""),
+        "the examples differ": _find_data_doubts(reports),
+        "the losses are unequal": _find_loss_doubts(reports),
+        "not all are at a minimum": _find_minimum_doubts(reports),
+        "not all do better than guessing": [note for note in _find_note_doubts(reports) if GUESSING in note],
     }
     return [words for words, sentences in found.items() if sentences]
 
 
-def _split(reports: Mapping[str, Report], what: str, of: Callable[[Report], Any], why: str) -> list[str]:
+def _find_disagreement(reports: Mapping[str, Report], what: str, of: Callable[[Report], Any], why: str) -> list[str]:
     """One sentence if the reports differ in this, saying which has which."""
     sides: dict[str, list[str]] = {}
     for label, report in reports.items():
-        sides.setdefault(_brief(of(report)), []).append(label)
+        sides.setdefault(_format_brief(of(report)), []).append(label)
     if len(sides) == 1:
         return []
-    said = "; ".join(f"{value} in {listed(labels)}" for value, labels in sides.items())
+    said = "; ".join(f"{value} in {join_words(labels)}" for value, labels in sides.items())
     return [f"Different {what}{f' ({why})' if why else ''}: {said}."]
 
 
-def _data(reports: Mapping[str, Report]) -> list[str]:
-    numbers = _split(reports, "numbers of examples", lambda r: r.examples, "not the same data")
+def _find_data_doubts(reports: Mapping[str, Report]) -> list[str]:
+    numbers = _find_disagreement(reports, "numbers of examples", lambda r: r.examples, "not the same data")
     prints = {report.sample.get("fingerprint") for report in reports.values()}
     if numbers or len(prints) == 1:
         return numbers
     unknown = [label for label, report in reports.items() if not report.sample]
     if unknown:
-        return [f"Whether these are the same examples is not known of {listed(unknown)}: measure again to find out."]
+        return [
+            f"Whether these are the same examples is not known of {join_words(unknown)}: measure again to find out."
+        ]
     return ["Different examples, or in another order: errors are those of independent samples, not of pairs."]
 
 
-def _groups(reports: Mapping[str, Report]) -> list[str]:
+def _find_group_doubts(reports: Mapping[str, Report]) -> list[str]:
     """The same examples, but not in groups that can be compared one by one."""
     samples = [report.sample for report in reports.values()]
     if len({each.get("fingerprint") for each in samples}) > 1 or all(each == samples[0] for each in samples):
@@ -105,7 +107,7 @@ def _groups(reports: Mapping[str, Report]) -> list[str]:
     ]
 
 
-def _losses(reports: Mapping[str, Report]) -> list[str]:
+def _find_loss_doubts(reports: Mapping[str, Report]) -> list[str]:
     """Curvature falls with the loss, whatever the minimum is like."""
     losses = {label: report.loss for label, report in reports.items() if report.loss > 0}
     if len(losses) < 2 or max(losses.values()) <= LOSS_RATIO * min(losses.values()):
@@ -114,7 +116,7 @@ def _losses(reports: Mapping[str, Report]) -> list[str]:
     return [f"Unequal loss (curvature falls as the outputs grow more certain; compare at equal training loss): {said}."]
 
 
-def _minima(reports: Mapping[str, Report]) -> list[str]:
+def _find_minimum_doubts(reports: Mapping[str, Report]) -> list[str]:
     moving = {
         label: report
         for label, report in reports.items()
@@ -128,36 +130,38 @@ def _minima(reports: Mapping[str, Report]) -> list[str]:
     ]
 
 
-def _notes(reports: Mapping[str, Report]) -> list[str]:
+def _find_note_doubts(reports: Mapping[str, Report]) -> list[str]:
     """What the reports themselves say against their numbers."""
     return [
         f"{label}: {note}" for label, report in reports.items() for note in report.notes if note not in HARMLESS_NOTES
     ]
 
 
-def _entry(table: str, key: str) -> Callable[[Report], Any]:
+def _make_entry_getter(table: str, key: str) -> Callable[[Report], Any]:
     return lambda report: getattr(report, table).get(key, "not said")
 
 
-def _settings(reports: Mapping[str, Report]) -> list[str]:
+def _find_setting_doubts(reports: Mapping[str, Report]) -> list[str]:
     keys = dict.fromkeys(key for report in reports.values() for key in report.settings if key not in HARMLESS)
     return [
         sentence
         for key in sorted(keys, key=lambda key: key not in WHY)
-        for sentence in _split(reports, f"settings of {key}", _entry("settings", key), WHY.get(key, ""))
+        for sentence in _find_disagreement(
+            reports, f"settings of {key}", _make_entry_getter("settings", key), WHY.get(key, "")
+        )
     ]
 
 
-def _certificates(reports: Mapping[str, Report]) -> list[str]:
-    def state(report: Report) -> str:
+def _find_certificate_doubts(reports: Mapping[str, Report]) -> list[str]:
+    def format_state(report: Report) -> str:
         if report.certificate is None:
             return "not asked for"
         return "holds" if report.certificate.get("holds") else "does not hold"
 
-    return _split(reports, "certificates", state, "curvature is the Hessian's only where it holds")
+    return _find_disagreement(reports, "certificates", format_state, "curvature is the Hessian's only where it holds")
 
 
-def _formulas(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
+def _find_formula_doubts(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
     found = []
     for name in names:
         formulas = {str(r.legend[name].get("formula")) for r in reports.values() if name in r and name in r.legend}
@@ -166,7 +170,7 @@ def _formulas(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _readings(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
+def _find_reading_doubts(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
     # What is said of which reports: one sentence for all that it is true of.
     said: dict[tuple[str, str], list[str]] = {}
     for label, report in reports.items():
@@ -175,42 +179,44 @@ def _readings(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
         unknown = [each for each in taken if each.stderr is None and each.sampling_stderr is None]
         blind = [each.name for each in unknown if each.converged and not each.exact]
         if loose:
-            said.setdefault(("Not converged", f"{listed(loose)}."), []).append(label)
+            said.setdefault(("Not converged", f"{join_words(loose)}."), []).append(label)
         if blind:
-            said.setdefault(("Estimates, bounds or searches of unknown error", f"{listed(blind)}."), []).append(label)
-        endless = [each.name for each in taken if _attained(each) is False]
+            said.setdefault(("Estimates, bounds or searches of unknown error", f"{join_words(blind)}."), []).append(
+                label
+            )
+        endless = [each.name for each in taken if _is_attained(each) is False]
         heavy = [each.name for each in taken if any(note.endswith(TOO_SMALL) for note in each.notes)]
         floored = [each.name for each in taken if each.details.get("floored_eigenvalues")]
         blank = [each.name for each in unknown if each.converged and each.exact]
         if endless:
-            said.setdefault(("Infima that no finite rescaling attains", f"{listed(endless)}."), []).append(label)
+            said.setdefault(("Infima that no finite rescaling attains", f"{join_words(endless)}."), []).append(label)
         if heavy:
-            what = f"A few examples carry most of {listed(heavy)}"
+            what = f"A few examples carry most of {join_words(heavy)}"
             said.setdefault((what, "standard errors are underestimates, and verdicts too bold."), []).append(label)
         if floored:
-            said.setdefault(("Eigenvalues at the floor of rounding (upper bounds)", f"{listed(floored)}."), []).append(
-                label
-            )
+            said.setdefault(
+                ("Eigenvalues at the floor of rounding (upper bounds)", f"{join_words(floored)}."), []
+            ).append(label)
         if blank:
             why = "no standard error over examples, so differences are not judged."
-            said.setdefault((f"{listed(blank)}", why), []).append(label)
+            said.setdefault((f"{join_words(blank)}", why), []).append(label)
         missing: dict[str, list[str]] = {}
         for name in names:
             if name not in report:
                 missing.setdefault(report.left_out.get(name, "not asked for."), []).append(name)
         for reason, absent in missing.items():
-            said.setdefault((f"No {listed(absent)}", reason), []).append(label)
-    return [f"{what} in {listed(labels)}: {which}" for (what, which), labels in said.items()]
+            said.setdefault((f"No {join_words(absent)}", reason), []).append(label)
+    return [f"{what} in {join_words(labels)}: {which}" for (what, which), labels in said.items()]
 
 
-def _attained(reading: Reading) -> bool | None:
+def _is_attained(reading: Reading) -> bool | None:
     """Whether a minimum is attained in every layer; None for what is no minimum."""
     details = [reading.details, *(each for each in reading.details.values() if isinstance(each, dict))]
     known = [bool(each["attained"]) for each in details if "attained" in each]
     return all(known) if known else None
 
 
-def _rounding(reports: Mapping[str, Report], contrasts: Iterable[Contrast]) -> list[str]:
+def _find_rounding_doubts(reports: Mapping[str, Report], contrasts: Iterable[Contrast]) -> list[str]:
     """Differences that count as such but are of the size of rounding in single precision."""
     coarse = [label for label, report in reports.items() if report.settings.get("dtype") == "float32"]
     tiny = [
@@ -220,10 +226,10 @@ def _rounding(reports: Mapping[str, Report], contrasts: Iterable[Contrast]) -> l
     ]
     if not (coarse and tiny):
         return []
-    return [f"Measured in float32 in {listed(coarse)}: the differences of {listed(tiny)} may be rounding."]
+    return [f"Measured in float32 in {join_words(coarse)}: the differences of {join_words(tiny)} may be rounding."]
 
 
-def _brief(value: Any) -> str:
+def _format_brief(value: Any) -> str:
     if isinstance(value, list) and len(value) > 4:
         return f"[{', '.join(map(str, value[:3]))}, ... {value[-1]}] ({len(value)})"
     text = str(value)

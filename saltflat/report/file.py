@@ -18,7 +18,7 @@ from saltflat.errors import ReportError, SaltflatError
 
 
 @dataclass(frozen=True)
-class Form:
+class FileFormat:
     """A kind of file: what it calls itself, and what people call it."""
 
     schema: str
@@ -35,23 +35,23 @@ class Form:
         return self.schema.partition("/")[0]
 
 
-REPORT = Form("saltflat.report/1", "a report", "Report.save")
-AUDIT = Form("saltflat.audit/1", "an audit", "Audit.save")
-LANDSCAPE = Form("saltflat.landscape/1", "a landscape", "Landscape.save")
-SPECTRUM = Form("saltflat.spectrum/1", "a spectrum", "Spectrum.save")
+REPORT = FileFormat("saltflat.report/1", "a report", "Report.save")
+AUDIT = FileFormat("saltflat.audit/1", "an audit", "Audit.save")
+LANDSCAPE = FileFormat("saltflat.landscape/1", "a landscape", "Landscape.save")
+SPECTRUM = FileFormat("saltflat.spectrum/1", "a spectrum", "Spectrum.save")
 # Reading a file takes a few stack frames per level; how many there are differs between versions of Python.
 MAX_DEPTH = 100
 
 
-def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+def write_json(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write the content as JSON; whoever reads sees the old file or the new one, never half of it."""
     text = json.dumps(content, allow_nan=False, indent=1)
-    with replacing(path) as part, part.open("x", encoding="utf-8", newline="\n") as file:
+    with replace_atomically(path) as part, part.open("x", encoding="utf-8", newline="\n") as file:
         file.write(text + "\n")
     return Path(path)
 
 
-def path_from(given: Any, error: type[SaltflatError] = ReportError) -> Path:
+def parse_path(given: Any, error: type[SaltflatError] = ReportError) -> Path:
     """A path as the user gave it; what can be no path on this system is refused with the kind of error given."""
     try:
         path = Path(given)
@@ -65,12 +65,12 @@ def path_from(given: Any, error: type[SaltflatError] = ReportError) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, follow_links: bool = True) -> Iterator[Path]:
+def replace_atomically(path: str | os.PathLike[str], *, follow_links: bool = True) -> Iterator[Path]:
     """A name beside the place to write to; what was written there is renamed to the place if all went well.
 
     Without ``follow_links`` a link at the place is itself replaced, and what it leads to is left alone.
     """
-    target = checked(path, follow_links=follow_links)
+    target = check_writable_path(path, follow_links=follow_links)
     part = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
         try:
@@ -81,12 +81,12 @@ def replacing(path: str | os.PathLike[str], *, follow_links: bool = True) -> Ite
         finally:
             part.unlink(missing_ok=True)
     except OSError as problem:
-        raise _unwritable("the path", path, problem) from problem
+        raise _make_unwritable_error("the path", path, problem) from problem
 
 
-def checked(path: str | os.PathLike[str], what: str = "the path", *, follow_links: bool = True) -> Path:
+def check_writable_path(path: str | os.PathLike[str], what: str = "the path", *, follow_links: bool = True) -> Path:
     """Where the file will be, links followed, if one can be there; ``what`` names the path in the error."""
-    given = path_from(path)
+    given = parse_path(path)
     target, shown = Path(os.path.realpath(given)) if follow_links else given, f"{what} {os.fspath(path)!r}"
     try:
         if not target.parent.is_dir():
@@ -106,33 +106,33 @@ def checked(path: str | os.PathLike[str], what: str = "the path", *, follow_link
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as problem:
-        raise _unwritable(what, path, problem) from problem
+        raise _make_unwritable_error(what, path, problem) from problem
     return target
 
 
-def _unwritable(what: str, path: str | os.PathLike[str], problem: OSError) -> ReportError:
+def _make_unwritable_error(what: str, path: str | os.PathLike[str], problem: OSError) -> ReportError:
     return ReportError(
         f"Got {what} {os.fspath(path)!r}, which cannot be written ({problem.strerror}). "
         "Want a place that can. Do: choose another, or free this one."
     )
 
 
-def read(path: str | os.PathLike[str], form: Form = REPORT) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str], form: FileFormat = REPORT) -> dict[str, Any]:
     """What was written, once it is known to be whole and of the form understood here."""
-    content = _parsed(path_from(path), f"{form.what} written by {form.writer}")
+    content = _parse_json(parse_path(path), f"{form.what} written by {form.writer}")
     check_schema(content, f"the file {os.fspath(path)!r}", form)
     return dict(content)
 
 
-def form_of(path: str | os.PathLike[str], *forms: Form) -> Form:
+def find_file_format(path: str | os.PathLike[str], *forms: FileFormat) -> FileFormat:
     """Which of these forms the file has; the first where it has none of them, which then says what is wrong with it."""
-    content = _parsed(path_from(path), " or ".join(f"{form.what} written by {form.writer}" for form in forms))
+    content = _parse_json(parse_path(path), " or ".join(f"{form.what} written by {form.writer}" for form in forms))
     schema = content.get("schema") if isinstance(content, Mapping) else None
     family = schema.partition("/")[0] if isinstance(schema, str) else None
     return next((form for form in forms if form.family == family), forms[0])
 
 
-def check_schema(content: Any, source: str, form: Form = REPORT) -> None:
+def check_schema(content: Any, source: str, form: FileFormat = REPORT) -> None:
     """Refuse what was not written in this form, or was written in a version of it that is not known here."""
     schema = content.get("schema") if isinstance(content, Mapping) else None
     if schema == form.schema:
@@ -153,10 +153,10 @@ def check_schema(content: Any, source: str, form: Form = REPORT) -> None:
     )
 
 
-def _parsed(path: str | os.PathLike[str], want: str) -> Any:
+def _parse_json(path: str | os.PathLike[str], want: str) -> Any:
     shown = os.fspath(path)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         _check_depth(content)
         return content
     except OSError as problem:
@@ -183,5 +183,5 @@ def _check_depth(content: Any) -> None:
     raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")

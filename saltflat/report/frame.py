@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from saltflat.report.optional import package
+from saltflat.report.optional import import_optional
 from saltflat.report.reading import Reading
 
 # The layer's name in the row of the whole network.
 TOTAL = ""
 
 
-def rows_of(readings: Iterable[Reading]) -> Iterator[dict[str, Any]]:
+def build_frame_rows(readings: Iterable[Reading]) -> Iterator[dict[str, Any]]:
     """One row per measure and layer, that of the whole network first."""
     for reading in readings:
         shared = {"exact": reading.exact, "converged": reading.converged}
@@ -24,6 +24,6 @@ def rows_of(readings: Iterable[Reading]) -> Iterator[dict[str, Any]]:
             yield {"measure": reading.name, "layer": layer, "value": value, "stderr": stderr, **shared}
 
 
-def frame_of(rows: Iterable[dict[str, Any]], columns: list[str]) -> Any:
+def build_frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> Any:
     """A ``pandas.DataFrame`` of the rows; the columns are there even where no row is."""
-    return package("pandas", "to_frame()").DataFrame(list(rows), columns=columns)
+    return import_optional("pandas", "to_frame()").DataFrame(list(rows), columns=columns)

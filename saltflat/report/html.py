@@ -7,13 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saltflat.report.file import replacing
-from saltflat.report.html_audit import audited
-from saltflat.report.html_bars import chart
-from saltflat.report.html_page import filled, told
-from saltflat.report.html_study import study_content
-from saltflat.report.side_by_side import difference_with_error, unchanged_by
-from saltflat.report.view import SIGNS, certified, facts, layers_of, marks, notes_of, signs
+from saltflat.report.file import replace_atomically
+from saltflat.report.html_audit import build_audit_view
+from saltflat.report.html_bars import build_chart
+from saltflat.report.html_page import format_quantity_html, render_page
+from saltflat.report.html_study import build_study_content
+from saltflat.report.side_by_side import format_difference, format_invariances
+from saltflat.report.view import (
+    SIGNS,
+    collect_layers,
+    collect_notes,
+    format_certificate,
+    format_report_facts,
+    format_report_marks,
+    format_signs,
+)
 
 if TYPE_CHECKING:
     from saltflat.landscape import Landscape
@@ -29,7 +37,7 @@ MOST_CELLS = 12_000
 ACROSS = 7
 
 
-def study_page(
+def render_study_page(
     title: str,
     facts: Mapping[str, Any],
     rows: Sequence[Row],
@@ -54,27 +62,29 @@ def study_page(
         again: the command that makes the study again.
     """
     known = {name: value for name, value in facts.items() if name != "made with"}  # the rows know better
-    island, content = study_content(rows, axes, scores, audits or {}, landscapes or {}, warnings)
-    return filled("study.html", ("page.js", "scatter.js"), island, title=title, facts=known, again=again, **content)
+    island, content = build_study_content(rows, axes, scores, audits or {}, landscapes or {}, warnings)
+    return render_page(
+        "study.html", ("page.js", "scatter.js"), island, title=title, facts=known, again=again, **content
+    )
 
 
-def report_page(report: Report) -> str:
+def render_report_page(report: Report) -> str:
     """One network: its measures, what each layer contributes, the certificate, and how it was measured."""
-    notes, layers = notes_of(report), layers_of(report.values())
-    used = "".join(map(signs, report.values()))
-    charts = [chart(name, {"": reading}, [""]) for name, reading in report.items() if reading.layers]
+    notes, layers = collect_notes(report), collect_layers(report.values())
+    used = "".join(map(format_signs, report.values()))
+    charts = [build_chart(name, {"": reading}, [""]) for name, reading in report.items() if reading.layers]
     apart = [(name, reading) for name, reading in report.items() if reading.layers]
     left_out: dict[str, list[str]] = {}
     for name, reason in report.left_out.items():
         left_out.setdefault(reason, []).append(name)
-    return filled(
+    return render_page(
         "report.html",
         ("page.js",),
         title=report.model,
         report=report,
-        facts=facts(report),
+        facts=format_report_facts(report),
         lines=[
-            (name, marks(reading, notes), reading.value, reading, dict(report.legend.get(name, {})))
+            (name, format_report_marks(reading, notes), reading.value, reading, dict(report.legend.get(name, {})))
             for name, reading in report.items()
         ],
         sampled=any(reading.sampling_stderr is not None for reading in report.values()),
@@ -85,45 +95,49 @@ def report_page(report: Report) -> str:
         parts=layers if len(layers) * len(report) <= MOST_CELLS else [],
         groups=[apart[start : start + ACROSS] for start in range(0, len(apart), ACROSS)],
         left_out=left_out,
-        certified=certified(report.certificate),
+        certified=format_certificate(report.certificate),
     )
 
 
-def comparison_page(comparison: Comparison) -> str:
+def render_comparison_page(comparison: Comparison) -> str:
     """Networks side by side: values with bars, what differs by more than its errors, and what speaks against it."""
     labels = list(comparison.reports)
     lines = [
         {
             "contrast": each,
             "values": [
-                told(each.readings[label].value, each.readings[label].stderr) if label in each.readings else ""
+                format_quantity_html(each.readings[label].value, each.readings[label].stderr)
+                if label in each.readings
+                else ""
                 for label in labels
             ],
-            "unchanged_by": unchanged_by(each),
-            "apart": {label: difference_with_error(each, label) for label in each.verdicts},
-            "whole": chart(each.name, each.readings, labels, layers=False),
-            "layers": chart(each.name, each.readings, labels) if layers_of(each.readings.values()) else None,
+            "unchanged_by": format_invariances(each),
+            "apart": {label: format_difference(each, label) for label in each.verdicts},
+            "whole": build_chart(each.name, each.readings, labels, layers=False),
+            "layers": build_chart(each.name, each.readings, labels) if collect_layers(each.readings.values()) else None,
         }
         for each in comparison.values()
     ]
-    return filled(
+    return render_page(
         "comparison.html",
         ("page.js",),
         title=" / ".join(labels),
         comparison=comparison,
         labels=labels,
-        facts={label: facts(report) for label, report in comparison.reports.items()},
+        facts={label: format_report_facts(report) for label, report in comparison.reports.items()},
         lines=lines,
     )
 
 
-def audit_page(audit: Audit) -> str:
+def render_audit_page(audit: Audit) -> str:
     """What random rescalings did to every measure of one network."""
-    return filled("audit.html", ("page.js",), title=audit.report.model, audit=audited(audit), source=audit)
+    return render_page(
+        "audit.html", ("page.js",), title=audit.report.model, audit=build_audit_view(audit), source=audit
+    )
 
 
 def write_page(page: str, path: str | os.PathLike[str]) -> Path:
     """Write a page; a file that was there is replaced, whole or not at all."""
-    with replacing(path) as part:
+    with replace_atomically(path) as part:
         part.write_text(page, encoding="utf-8", newline="\n")
     return Path(path)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from saltflat.report.html_drawn import logarithmic
-from saltflat.report.html_page import told as quantity
+from saltflat.report.html_drawn import is_log_scaled
+from saltflat.report.html_page import format_quantity_html as quantity
 from saltflat.report.reading import Reading
-from saltflat.report.table import foremost
-from saltflat.report.view import layers_of
+from saltflat.report.table import find_main_layers
+from saltflat.report.view import collect_layers
 
 MOST_LAYERS = 24
 
@@ -39,7 +39,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Chart:
+class BarChart:
     """Bars by layer, or of whole networks; ``hidden`` layers with less are not among them."""
 
     name: str
@@ -48,7 +48,7 @@ class Chart:
     hidden: int
 
 
-def chart(name: str, series: Mapping[str, Reading], labels: Sequence[str], layers: bool = True) -> Chart:
+def build_chart(name: str, series: Mapping[str, Reading], labels: Sequence[str], layers: bool = True) -> BarChart:
     """The bars of one measure.
 
     Args:
@@ -58,33 +58,33 @@ def chart(name: str, series: Mapping[str, Reading], labels: Sequence[str], layer
         layers: a row per layer; else one row for the networks as wholes.
     """
     readings = list(series.values())
-    known = layers_of(readings) if layers else []
-    shown = foremost(readings, known, MOST_LAYERS) if layers else [""]
-    parts = {row: {label: _part(reading, row) for label, reading in series.items()} for row in shown}
+    known = collect_layers(readings) if layers else []
+    shown = find_main_layers(readings, known, MOST_LAYERS) if layers else [""]
+    parts = {row: {label: _get_value_and_error(reading, row) for label, reading in series.items()} for row in shown}
     values = [v for row in parts.values() for v, _ in row.values() if v is not None and math.isfinite(v)]
-    log = bool(values) and logarithmic([value for value in values if value] or [0.0])
+    log = bool(values) and is_log_scaled([value for value in values if value] or [0.0])
     # Room for intervals, too; one that reaches below zero has no such end on a logarithmic axis.
-    ends = [end for row in parts.values() for each in row.values() for end in _ends(*each)]
-    scale = _scale([value for value in [*values, *ends] if value > 0 or not log], log)
+    ends = [end for row in parts.values() for each in row.values() for end in _compute_interval_ends(*each)]
+    scale = _compute_axis_range([value for value in [*values, *ends] if value > 0 or not log], log)
     rows = [
-        (row, [_bar(labels.index(label), label, *each, scale, log) for label, each in found.items()])
+        (row, [_build_bar(labels.index(label), label, *each, scale, log) for label, each in found.items()])
         for row, found in parts.items()
     ]
-    return Chart(name, rows, log, len(known) - len(shown) if layers else 0)
+    return BarChart(name, rows, log, len(known) - len(shown) if layers else 0)
 
 
-def _part(reading: Reading, row: str) -> tuple[float | None, float | None]:
+def _get_value_and_error(reading: Reading, row: str) -> tuple[float | None, float | None]:
     return (reading.layers.get(row), reading.layer_stderr.get(row)) if row else (reading.value, reading.stderr)
 
 
-def _scale(values: Sequence[float], log: bool) -> tuple[float, float]:
+def _compute_axis_range(values: Sequence[float], log: bool) -> tuple[float, float]:
     """The ends of the axis; a logarithmic one begins below the smallest, so that this has a bar, too."""
     if log:
         return math.log10(min(values)) - 0.3, math.log10(max(values))
     return min([0.0, *values]), max([0.0, *values])
 
 
-def _bar(
+def _build_bar(
     series: int, label: str, value: float | None, stderr: float | None, scale: tuple[float, float], log: bool
 ) -> Bar:
     if value is None:
@@ -93,25 +93,27 @@ def _bar(
     if not math.isfinite(value) or (log and not value) or scale[0] == scale[1]:
         return Bar(series, label, 0.0, 0.0, None, None, told)
     begin, end = (
-        (0.0, _place(value, scale, log)) if log else sorted([_place(0.0, scale, log), _place(value, scale, log)])
+        (0.0, _compute_position(value, scale, log))
+        if log
+        else sorted([_compute_position(0.0, scale, log), _compute_position(value, scale, log)])
     )
-    low, high = _interval(value, stderr, scale, log) if stderr and math.isfinite(stderr) else (None, None)
+    low, high = _place_interval(value, stderr, scale, log) if stderr and math.isfinite(stderr) else (None, None)
     return Bar(series, label, round(begin, 2), round(max(end - begin, 0.4), 2), low, high, told)
 
 
-def _interval(value: float, stderr: float, scale: tuple[float, float], log: bool) -> tuple[float, float]:
-    low, high = (round(_place(end, scale, log), 2) for end in _ends(value, stderr))
+def _place_interval(value: float, stderr: float, scale: tuple[float, float], log: bool) -> tuple[float, float]:
+    low, high = (round(_compute_position(end, scale, log), 2) for end in _compute_interval_ends(value, stderr))
     return low, high
 
 
-def _ends(value: float | None, stderr: float | None) -> list[float]:
+def _compute_interval_ends(value: float | None, stderr: float | None) -> list[float]:
     """Of the 95 % interval; none where it is not known."""
     if value is None or not stderr or not math.isfinite(value) or not math.isfinite(stderr):
         return []
     return [value - 1.96 * stderr, value + 1.96 * stderr]
 
 
-def _place(value: float, scale: tuple[float, float], log: bool) -> float:
+def _compute_position(value: float, scale: tuple[float, float], log: bool) -> float:
     if log and value <= 0:
         return 0.0
     # Halved, so that the span of the largest numbers is one.

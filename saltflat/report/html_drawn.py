@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltflat.report.optional import package
-from saltflat.report.text import number
+from saltflat.report.optional import import_optional
+from saltflat.report.text import format_number
 
 WIDTH, HEIGHT, EDGE = 180, 120, 8
 # Beyond two decades a linear axis shows a heap at zero.
@@ -20,7 +20,7 @@ LARGEST_SVG = 60_000
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallScatter:
     """A small scatter plot of a measure against the gap.
 
     Attributes:
@@ -39,7 +39,7 @@ class Small:
     drawn: int
 
 
-def small(name: str, values: Sequence[float | None], gaps: Sequence[float | None]) -> Small:
+def build_small_scatter(name: str, values: Sequence[float | None], gaps: Sequence[float | None]) -> SmallScatter:
     """The measure from left to right, the gap upwards."""
     pairs = [
         (x, y)
@@ -47,31 +47,35 @@ def small(name: str, values: Sequence[float | None], gaps: Sequence[float | None
         if x is not None and y is not None and math.isfinite(x) and math.isfinite(y)
     ]
     if not pairs:
-        return Small(name, "", "", "", False, 0)
+        return SmallScatter(name, "", "", "", False, 0)
     across, up = [x for x, _ in pairs], [y for _, y in pairs]
-    log = logarithmic(across)
-    places = zip(_spread([math.log(x) for x in across] if log else across, WIDTH), _spread(up, HEIGHT), strict=True)
+    log = is_log_scaled(across)
+    places = zip(
+        _scale_to_pixels([math.log(x) for x in across] if log else across, WIDTH),
+        _scale_to_pixels(up, HEIGHT),
+        strict=True,
+    )
     # Dots in the same place look like one.
     path = "".join(dict.fromkeys(f"M{x:.0f} {HEIGHT - y:.0f}h0" for x, y in places))
-    return Small(name, path, number(min(across), 3), number(max(across), 3), log, len(pairs))
+    return SmallScatter(name, path, format_number(min(across), 3), format_number(max(across), 3), log, len(pairs))
 
 
-def logarithmic(values: Sequence[float]) -> bool:
+def is_log_scaled(values: Sequence[float]) -> bool:
     """Whether the values are positive and span more than two decades."""
     return min(values) > 0 and math.log10(max(values)) - math.log10(min(values)) > DECADES
 
 
-def picture(figure: Any) -> str:
+def encode_picture(figure: Any) -> str:
     """A figure as a data address for an image: SVG where that is small, else PNG."""
-    drawn = _saved(figure, "svg")
+    drawn = _render_figure(figure, "svg")
     if len(drawn) <= LARGEST_SVG:
         return "data:image/svg+xml;base64," + base64.b64encode(drawn).decode()
-    return "data:image/png;base64," + base64.b64encode(_saved(figure, "png")).decode()
+    return "data:image/png;base64," + base64.b64encode(_render_figure(figure, "png")).decode()
 
 
-def _saved(figure: Any, kind: str) -> bytes:
+def _render_figure(figure: Any, kind: str) -> bytes:
     file = io.BytesIO()
-    matplotlib = package("matplotlib", "pictures in a page")
+    matplotlib = import_optional("matplotlib", "pictures in a page")
     # Without a date and random names the same figure is the same page.
     with matplotlib.rc_context({"svg.hashsalt": "saltflat"}):
         figure.savefig(
@@ -80,7 +84,7 @@ def _saved(figure: Any, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _spread(values: Sequence[float], size: int) -> list[float]:
+def _scale_to_pixels(values: Sequence[float], size: int) -> list[float]:
     low, span = min(values), max(values) - min(values)
     if not span or not math.isfinite(span):
         return [size / 2] * len(values)

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from saltflat.report.text import number, printable, quantity
+from saltflat.report.text import format_number, format_quantity, make_printable
 
 # Characters that could end a script element, begin a comment in it, or end a line of JavaScript.
 DANGEROUS = {each: f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
@@ -22,7 +22,7 @@ DANGEROUS = {each: f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
 EARLY = 'document.documentElement.className = "scripted";'
 
 
-def filled(template: str, scripts: tuple[str, ...], island: Any = None, **content: Any) -> str:
+def render_page(template: str, scripts: tuple[str, ...], island: Any = None, **content: Any) -> str:
     """The page that a template makes of its content.
 
     Nothing is fetched from anywhere, and no script runs but our own: the page's policy names it by its hash, so that
@@ -34,37 +34,37 @@ def filled(template: str, scripts: tuple[str, ...], island: Any = None, **conten
         island: what the scripts draw, as JSON has it.
         content: what the template asks for.
     """
-    script = "\n".join(_text(each) for each in scripts)
-    data = None if island is None else Markup(inert(island))
-    page = _templates().get_template(template)
+    script = "\n".join(_read_template_text(each) for each in scripts)
+    data = None if island is None else Markup(encode_inert_json(island))
+    page = _load_templates().get_template(template)
     text = page.render(
-        style=Markup(_text("style.css")),
+        style=Markup(_read_template_text("style.css")),
         script=Markup(script),
         early=Markup(EARLY),
         data=data,
-        digests=Markup(" ".join(f"'sha256-{_digest(each)}'" for each in (EARLY, script))),
+        digests=Markup(" ".join(f"'sha256-{_compute_digest(each)}'" for each in (EARLY, script))),
         **content,
     )
     # Names may hold halves of characters, which no file can.
     return text.encode("utf-8", "replace").decode()
 
 
-def inert(value: Any) -> str:
+def encode_inert_json(value: Any) -> str:
     """JSON that no HTML parser sees anything in.
 
     Example:
-        >>> print(inert({"name": "</script>"}))
+        >>> print(encode_inert_json({"name": "</script>"}))
         {"name":"\\u003c/script\\u003e"}
     """
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return "".join(DANGEROUS.get(each, each) for each in text)
 
 
-def rounded(value: float | None, digits: int = 5) -> float | int | None:
+def round_digits(value: float | None, digits: int = 5) -> float | int | None:
     """A number with few digits, for the eye; None where there is none to draw.
 
     Example:
-        >>> rounded(0.123456789), rounded(1e6), rounded(float("nan"))
+        >>> round_digits(0.123456789), round_digits(1e6), round_digits(float("nan"))
         (0.12346, 1000000, None)
     """
     if value is None or not math.isfinite(value):
@@ -73,11 +73,11 @@ def rounded(value: float | None, digits: int = 5) -> float | int | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def setting(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """A setting as a person reads it.
 
     Example:
-        >>> setting((64, 32)), setting(None), setting(1e-3), setting(True)
+        >>> format_setting((64, 32)), format_setting(None), format_setting(1e-3), format_setting(True)
         ('64, 32', 'none', '0.001', 'yes')
     """
     if isinstance(value, bool):
@@ -85,36 +85,36 @@ def setting(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, float):
-        return number(value, 6)
+        return format_number(value, 6)
     if isinstance(value, list | tuple):
-        return ", ".join(map(setting, value))
+        return ", ".join(map(format_setting, value))
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {setting(each)}" for key, each in value.items())
-    return printable(str(value))
+        return "; ".join(f"{key}: {format_setting(each)}" for key, each in value.items())
+    return make_printable(str(value))
 
 
-def told(value: float, stderr: float | None) -> str:
+def format_quantity_html(value: float, stderr: float | None) -> str:
     """A number and its error, with the sign that terminals may lack."""
-    return quantity(value, stderr).replace(" +- ", " ± ")
+    return format_quantity(value, stderr).replace(" +- ", " ± ")
 
 
-def plainly(text: str) -> str:
+def strip_markup(text: str) -> str:
     """A sentence of a docstring without its marks.
 
     Example:
-        >>> plainly("Of :math:`w`, as ``rho`` has it.")
+        >>> strip_markup("Of :math:`w`, as ``rho`` has it.")
         'Of w, as rho has it.'
     """
-    return re.sub(r":math:`([^`]*)`|``([^`]*)``", lambda found: found[1] or found[2] or "", printable(text))
+    return re.sub(r":math:`([^`]*)`|``([^`]*)``", lambda found: found[1] or found[2] or "", make_printable(text))
 
 
-def name(text: str) -> Markup:
+def format_breakable_name(text: str) -> Markup:
     """A name that may be broken after underscores, where there is no room for all of it."""
-    return Markup("_<wbr>").join(printable(text).split("_"))
+    return Markup("_<wbr>").join(make_printable(text).split("_"))
 
 
 @cache
-def _templates() -> Environment:
+def _load_templates() -> Environment:
     found = Environment(
         loader=PackageLoader("saltflat.report", "templates"),
         autoescape=True,
@@ -123,21 +123,21 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     found.filters.update(
-        name=name,
-        number=number,
-        quantity=told,
-        setting=setting,
-        shown=lambda text: printable(str(text)),
-        plainly=plainly,
+        name=format_breakable_name,
+        number=format_number,
+        quantity=format_quantity_html,
+        setting=format_setting,
+        shown=lambda text: make_printable(str(text)),
+        plainly=strip_markup,
     )
     return found
 
 
-def _digest(script: str) -> str:
+def _compute_digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _text(name: str) -> str:
-    environment = _templates()
+def _read_template_text(name: str) -> str:
+    environment = _load_templates()
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]

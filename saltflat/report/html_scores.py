@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from saltflat.report.html_summary import HEADLINE, strength, two_digits, verdict
+from saltflat.report.html_summary import HEADLINE, compute_strength, format_two_digits, judge_score
 
 if TYPE_CHECKING:
     from saltflat.studies.scores import Score, Scores
@@ -29,7 +29,7 @@ TINTS = 5
 
 
 @dataclass(frozen=True)
-class Cell:
+class ScoreCell:
     """A number as it is shown, what it is sorted by, its interval, and how strongly it is tinted.
 
     Attributes:
@@ -46,36 +46,36 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class ScoreLine:
     """One measure or control in a table; ``bar`` is value, low and high for a bar from -1 to 1, if known."""
 
     name: str
     control: bool
     runs: int
     verdict: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ScoreCell, ...]
     bar: tuple[float, float | None, float | None] | None
 
 
-def score_lines(scores: Scores) -> tuple[list[tuple[str, str, str]], list[Line]]:
+def build_score_lines(scores: Scores) -> tuple[list[tuple[str, str, str]], list[ScoreLine]]:
     """Headings (attribute, heading, meaning) and lines, the strongest first; columns that nobody has are left out."""
     found = list(scores.scores.values())
-    columns = [name for name in COLUMNS if any(_known(getattr(each, name)) for each in found)]
+    columns = [name for name in COLUMNS if any(_is_known(getattr(each, name)) for each in found)]
     lines = [
-        Line(
+        ScoreLine(
             each.name,
             each.kind != "measure",
             each.runs,
-            verdict(each),
-            tuple(_cell(getattr(each, name), each.intervals.get(name)) for name in columns),
-            _bar(each),
+            judge_score(each),
+            tuple(_build_score_cell(getattr(each, name), each.intervals.get(name)) for name in columns),
+            _build_score_bar(each),
         )
-        for each in _strongest_first(found)
+        for each in _sort_by_strength(found)
     ]
     return [(name, *COLUMNS[name]) for name in columns], lines
 
 
-def notes_told(scores: Scores) -> dict[str, list[str]]:
+def group_notes(scores: Scores) -> dict[str, list[str]]:
     """Each note once, with the names it is about."""
     found: dict[str, list[str]] = {}
     for each in scores.scores.values():
@@ -84,56 +84,56 @@ def notes_told(scores: Scores) -> dict[str, list[str]]:
     return found
 
 
-def axis_lines(scores: Scores, axes: Sequence[str]) -> tuple[list[str], list[Line]]:
+def build_axis_lines(scores: Scores, axes: Sequence[str]) -> tuple[list[str], list[ScoreLine]]:
     """The granulated score of each axis; a column per axis that somebody has a score of."""
-    found = _strongest_first(list(scores.scores.values()))
+    found = _sort_by_strength(list(scores.scores.values()))
     known = dict.fromkeys([*axes, *(axis for each in found for axis in each.granulated_by_axis)])
-    columns = [axis for axis in known if any(_known(each.granulated_by_axis.get(axis)) for each in found)]
-    return columns, [_line(each, [each.granulated_by_axis.get(axis) for axis in columns]) for each in found]
+    columns = [axis for axis in known if any(_is_known(each.granulated_by_axis.get(axis)) for each in found)]
+    return columns, [_build_score_line(each, [each.granulated_by_axis.get(axis) for axis in columns]) for each in found]
 
 
-def set_lines(scores: Scores) -> tuple[list[str], list[Line]]:
+def build_set_lines(scores: Scores) -> tuple[list[str], list[ScoreLine]]:
     """What the measure says beyond each set of settings."""
-    found = _strongest_first(list(scores.scores.values()))
+    found = _sort_by_strength(list(scores.scores.values()))
     sets = dict.fromkeys(name for each in found for name in each.cmi_by_set)
-    return [_set_told(each) for each in sets], [
-        _line(one, [one.cmi_by_set.get(each) for each in sets]) for one in found
+    return [_format_setting_set(each) for each in sets], [
+        _build_score_line(one, [one.cmi_by_set.get(each) for each in sets]) for one in found
     ]
 
 
-def _line(score: Score, values: Sequence[float | None]) -> Line:
-    cells = tuple(_cell(each, None) for each in values)
-    return Line(score.name, score.kind != "measure", score.runs, verdict(score), cells, None)
+def _build_score_line(score: Score, values: Sequence[float | None]) -> ScoreLine:
+    cells = tuple(_build_score_cell(each, None) for each in values)
+    return ScoreLine(score.name, score.kind != "measure", score.runs, judge_score(score), cells, None)
 
 
-def _set_told(name: object) -> str:
+def _format_setting_set(name: object) -> str:
     """Settings that are held fixed; of none, that there are none."""
     told = name if isinstance(name, str) else " + ".join(map(str, name)) if isinstance(name, tuple) else str(name)
     return told or "nothing"
 
 
-def _strongest_first(scores: Sequence[Score]) -> list[Score]:
-    return sorted(scores, key=lambda each: -strength(each) if _known(strength(each)) else math.inf)
+def _sort_by_strength(scores: Sequence[Score]) -> list[Score]:
+    return sorted(scores, key=lambda each: -compute_strength(each) if _is_known(compute_strength(each)) else math.inf)
 
 
-def _known(value: float | None) -> bool:
+def _is_known(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-def _cell(value: float | None, interval: tuple[float, float] | None) -> Cell:
+def _build_score_cell(value: float | None, interval: tuple[float, float] | None) -> ScoreCell:
     if value is None or math.isnan(value):
-        return Cell("", None)
+        return ScoreCell("", None)
     tint = max(-TINTS, min(TINTS, round(TINTS * value))) if abs(value) <= 1 else 0
     # Of scores up to 100, such as PGDL's, the interval has as many digits as the number.
     large = max(abs(value), *map(abs, interval or (0.0, 0.0))) > 1
-    digits = "{:.1f}".format if large else two_digits
+    digits = "{:.1f}".format if large else format_two_digits
     told = "" if interval is None or any(map(math.isnan, interval)) else " to ".join(map(digits, interval))
-    return Cell(digits(value), value, told, 0 if large else tint)
+    return ScoreCell(digits(value), value, told, 0 if large else tint)
 
 
-def _bar(score: Score) -> tuple[float, float | None, float | None] | None:
+def _build_score_bar(score: Score) -> tuple[float, float | None, float | None] | None:
     value = getattr(score, HEADLINE)
-    if not _known(value):
+    if not _is_known(value):
         return None
     low, high = score.intervals.get(HEADLINE, (math.nan, math.nan))
     return (value, None, None) if math.isnan(low) else (value, low, high)

@@ -15,7 +15,7 @@ class MissingPackageError(SaltflatError, ImportError):
     """A package that this output needs is not installed."""
 
 
-def package(name: str, purpose: str) -> ModuleType:
+def import_optional(name: str, purpose: str) -> ModuleType:
     """The package or module, imported when it is first needed."""
     try:
         return import_module(name)

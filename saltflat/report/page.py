@@ -6,8 +6,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from saltflat.report.text import number, printable, quantity
-from saltflat.report.view import below, facts, layers_of, marks, notes_of
+from saltflat.report.text import format_number, format_quantity, make_printable
+from saltflat.report.view import (
+    collect_layers,
+    collect_notes,
+    format_report_facts,
+    format_report_footer,
+    format_report_marks,
+)
 
 if TYPE_CHECKING:
     from saltflat.report.report import Report
@@ -25,47 +31,49 @@ STYLE = """
 """
 
 
-def page_of(report: Report) -> str:
+def render_report_html(report: Report) -> str:
     """Title, facts, one table with all layers, and what stands below it."""
-    notes, layers = notes_of(report), layers_of(report.values())
+    notes, layers = collect_notes(report), collect_layers(report.values())
     rows = [
         [
             name,
-            marks(reading, notes),
-            quantity(reading.value, reading.stderr),
-            *(number(reading.layers[layer]) if layer in reading.layers else "" for layer in layers),
+            format_report_marks(reading, notes),
+            format_quantity(reading.value, reading.stderr),
+            *(format_number(reading.layers[layer]) if layer in reading.layers else "" for layer in layers),
         ]
         for name, reading in report.items()
     ]
     hints = [str(report.legend.get(name, {}).get("meaning", "")) for name in report]
     parts = [
-        f"<p><b>{safe(report.model)}</b></p>",
-        paragraph(" | ".join(facts(report))),
-        table(["measure", "", "value", *layers], rows, hints) if rows else paragraph("Nothing was measured."),
-        *map(paragraph, below(report)),
+        f"<p><b>{escape_text(report.model)}</b></p>",
+        render_paragraph(" | ".join(format_report_facts(report))),
+        render_html_table(["measure", "", "value", *layers], rows, hints)
+        if rows
+        else render_paragraph("Nothing was measured."),
+        *map(render_paragraph, format_report_footer(report)),
     ]
-    return framed(parts)
+    return wrap_html(parts)
 
 
-def framed(parts: Iterable[str]) -> str:
+def wrap_html(parts: Iterable[str]) -> str:
     """The pieces with their style around them."""
     return f'<div class="saltflat"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], hints: Sequence[str]) -> str:
+def render_html_table(header: Sequence[str], rows: Sequence[Sequence[str]], hints: Sequence[str]) -> str:
     """A table; the hints show when one points at the first cell of a row."""
-    head = "".join(f"<th>{safe(each)}</th>" for each in header)
+    head = "".join(f"<th>{escape_text(each)}</th>" for each in header)
     body = "\n".join(
-        f'<tr title="{safe(hint)}">' + "".join(f"<td>{safe(each)}</td>" for each in row) + "</tr>"
+        f'<tr title="{escape_text(hint)}">' + "".join(f"<td>{escape_text(each)}</td>" for each in row) + "</tr>"
         for row, hint in zip(rows, hints, strict=True)
     )
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
 
-def paragraph(text: str) -> str:
-    return f"<p>{safe(text)}</p>"
+def render_paragraph(text: str) -> str:
+    return f"<p>{escape_text(text)}</p>"
 
 
-def safe(text: str) -> str:
+def escape_text(text: str) -> str:
     """Text that a browser shows as it is."""
-    return escape(printable(text), quote=True)
+    return escape(make_printable(text), quote=True)

@@ -16,12 +16,12 @@ from saltflat.errors import ReportError
 NUMBER = "$float"
 
 
-def plain(value: Any, where: str) -> Any:
+def to_plain_types(value: Any, where: str) -> Any:
     """The value in Python's own types: tensors and arrays become numbers and lists, tuples become lists.
 
     Example:
         >>> import torch
-        >>> plain({"scales": torch.ones(2), "sides": ("row", 3)}, "the details")
+        >>> to_plain_types({"scales": torch.ones(2), "sides": ("row", 3)}, "the details")
         {'scales': [1.0, 1.0], 'sides': ['row', 3]}
     """
     if value is None or isinstance(value, bool):
@@ -30,43 +30,43 @@ def plain(value: Any, where: str) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(each, f"{where}, {key!r}") for key, each in value.items()}
+        return {str(key): to_plain_types(each, f"{where}, {key!r}") for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each, where) for each in value]
+        return [to_plain_types(each, where) for each in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist(), where)
+        return to_plain_types(value.tolist(), where)
     raise ReportError(
         f"Got a {type(value).__name__} in {where}. Want numbers, texts, lists and mappings, which a file can hold. "
         "Do: write it as a text, str(...)."
     )
 
 
-def coded(value: Any) -> Any:
+def encode_nonfinite(value: Any) -> Any:
     """A plain value with its nan and infinities coded.
 
     Example:
-        >>> coded({"gap": float("inf"), "$cost": 3})
+        >>> encode_nonfinite({"gap": float("inf"), "$cost": 3})
         {'gap': {'$float': 'inf'}, '$$cost': 3}
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {NUMBER: repr(value)}
     if isinstance(value, Mapping):
-        return {coded_key(key): coded(each) for key, each in value.items()}
+        return {encode_key(key): encode_nonfinite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [coded(each) for each in value]
+        return [encode_nonfinite(each) for each in value]
     return value
 
 
-def coded_key(key: str) -> str:
+def encode_key(key: str) -> str:
     return "$" + key if key.startswith("$") else key
 
 
-def decoded(value: Any) -> Any:
-    """What ``coded`` was given, with lists for tuples."""
+def decode_nonfinite(value: Any) -> Any:
+    """What ``encode_nonfinite`` was given, with lists for tuples."""
     if isinstance(value, Mapping):
         if list(value) == [NUMBER]:
             return float(value[NUMBER])
-        return {key.removeprefix("$"): decoded(each) for key, each in value.items()}
+        return {key.removeprefix("$"): decode_nonfinite(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [decoded(each) for each in value]
+        return [decode_nonfinite(each) for each in value]
     return value

@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from saltflat.report.optional import package
+from saltflat.report.optional import import_optional
 from saltflat.report.reading import Reading
-from saltflat.report.table import foremost
-from saltflat.report.text import printable, quantity
+from saltflat.report.table import find_main_layers
+from saltflat.report.text import format_quantity, make_printable
 from saltflat.report.verdict import WIDTH
-from saltflat.report.view import layers_of
+from saltflat.report.view import collect_layers
 
 if TYPE_CHECKING:
     from saltflat.report.compare import Contrast
@@ -25,20 +25,20 @@ BEYOND = 1.5  # times the outermost ratios: the ends of the axis at most
 WIDE = 5.0  # ratio between the ends of an axis from which on it is logarithmic
 
 
-def figure_of(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Any:
+def draw_readings(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Any:
     """A Figure of panels by measure, each with a reading by label; the only label is left unsaid.
 
     Made without pyplot: there is no window, no current figure, and nothing to close.
     """
-    figures = package("matplotlib.figure", "plot()")
+    figures = import_optional("matplotlib.figure", "plot()")
     # Measures with layers need tall panels, those of the network alone flat ones: rows are of one kind.
-    tall = [name for name, series in panels.items() if layers_of(series.values())]
+    tall = [name for name, series in panels.items() if collect_layers(series.values())]
     flat = [name for name in panels if name not in tall]
     rows = [names[i : i + ACROSS] for names in (tall, flat) for i in range(0, len(names), ACROSS)]
-    heights = [max(_height(panels[name]) for name in row) for row in rows]
+    heights = [max(_compute_panel_height(panels[name]) for name in row) for row in rows]
     across = max((len(row) for row in rows), default=1)
     figure = figures.Figure(figsize=(max(4.6 * across, 6), sum(heights) + 0.6), layout="constrained")
-    figure.suptitle(_short(printable(title), 100), parse_math=False)
+    figure.suptitle(_truncate_start(make_printable(title), 100), parse_math=False)
     if not rows:
         figure.text(0.5, 0.4, "Nothing was measured.", ha="center")
         return figure
@@ -48,30 +48,32 @@ def figure_of(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Any:
     grid = figure.add_gridspec(len(rows), across, height_ratios=heights)
     axes = [figure.add_subplot(grid[i, j]) for i, row in enumerate(rows) for j in range(len(row))]
     for axis, name in zip(axes, [name for row in rows for name in row], strict=True):
-        _draw(axis, name, panels[name], colours)
+        _draw_panel(axis, name, panels[name], colours)
     if len(labels) > 1:
-        patch = package("matplotlib.patches", "plot()").Patch
-        handles = [patch(color=colour, label=_short(printable(label))) for label, colour in colours.items()]
+        patch = import_optional("matplotlib.patches", "plot()").Patch
+        handles = [
+            patch(color=colour, label=_truncate_start(make_printable(label))) for label, colour in colours.items()
+        ]
         for text in figure.legend(handles=handles, loc="outside lower center", ncols=min(len(labels), 6)).get_texts():
             text.set_parse_math(False)
     return figure
 
 
-def _bars(series: Mapping[str, Reading]) -> list[str]:
+def _find_bar_layers(series: Mapping[str, Reading]) -> list[str]:
     readings = list(series.values())
-    return foremost(readings, layers_of(readings), MOST_LAYERS) or [NETWORK]
+    return find_main_layers(readings, collect_layers(readings), MOST_LAYERS) or [NETWORK]
 
 
-def _height(series: Mapping[str, Reading]) -> float:
-    return 0.7 + 0.15 * len(series) + 0.2 * len(_bars(series)) * (1 + 0.5 * (len(series) - 1))
+def _compute_panel_height(series: Mapping[str, Reading]) -> float:
+    return 0.7 + 0.15 * len(series) + 0.2 * len(_find_bar_layers(series)) * (1 + 0.5 * (len(series) - 1))
 
 
-def _draw(axis: Any, name: str, series: Mapping[str, Reading], colours: Mapping[str, str]) -> None:
-    bars = _bars(series)
+def _draw_panel(axis: Any, name: str, series: Mapping[str, Reading], colours: Mapping[str, str]) -> None:
+    bars = _find_bar_layers(series)
     thick = 0.8 / len(series)
     drawn: list[tuple[float, float]] = []
     for index, (label, reading) in enumerate(series.items()):
-        values, errors = _values(reading, bars)
+        values, errors = _collect_bar_values(reading, bars)
         places = [place + (index + 0.5) * thick - 0.4 for place in range(len(bars))]
         seen = [value if math.isfinite(value) else 0.0 for value in values]
         axis.barh(places, seen, thick * 0.95, color=colours[label])
@@ -84,16 +86,18 @@ def _draw(axis: Any, name: str, series: Mapping[str, Reading], colours: Mapping[
                 word = "undefined" if math.isnan(value) else "infinite"
                 axis.annotate(word, (0.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=7)
         drawn += [(value, error) for value, error in zip(seen, errors, strict=True) if value]
-    _scale(axis, drawn)
-    axis.set_yticks(range(len(bars)), [_short(printable(each)) for each in bars], fontsize=8, parse_math=False)
+    _set_axis_scale(axis, drawn)
+    axis.set_yticks(
+        range(len(bars)), [_truncate_start(make_printable(each)) for each in bars], fontsize=8, parse_math=False
+    )
     axis.set_ylim(len(bars) - 0.5, -0.5)
     axis.tick_params(axis="x", labelsize=8)
     axis.margins(y=0.02)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(_heading(name, series, len(bars)), fontsize=9, loc="left", parse_math=False)
+    axis.set_title(_format_panel_title(name, series, len(bars)), fontsize=9, loc="left", parse_math=False)
 
 
-def _scale(axis: Any, drawn: Sequence[tuple[float, float]]) -> None:
+def _set_axis_scale(axis: Any, drawn: Sequence[tuple[float, float]]) -> None:
     """Logarithmic where values are positive and span more than two decades; zeros have no bar there."""
     values = [value for value, _ in drawn]
     if not values:
@@ -103,7 +107,7 @@ def _scale(axis: Any, drawn: Sequence[tuple[float, float]]) -> None:
         axis.set_xlim(min(values) / 3, max(value + error for value, error in drawn) * 1.5)
 
 
-def _values(reading: Reading, bars: Sequence[str]) -> tuple[list[float], list[float]]:
+def _collect_bar_values(reading: Reading, bars: Sequence[str]) -> tuple[list[float], list[float]]:
     if reading.layers:
         values = [reading.layers.get(layer, 0.0) for layer in bars]
         errors = [reading.layer_stderr.get(layer, 0.0) for layer in bars]
@@ -117,27 +121,29 @@ def _values(reading: Reading, bars: Sequence[str]) -> tuple[list[float], list[fl
     return values, [1.96 * error for error in kept]
 
 
-def _heading(name: str, series: Mapping[str, Reading], bars: int) -> str:
-    lines = [printable(name)]
+def _format_panel_title(name: str, series: Mapping[str, Reading], bars: int) -> str:
+    lines = [make_printable(name)]
     for label, reading in series.items():
-        lines.append(f"{_short(printable(label), 20)} {quantity(reading.value, reading.stderr)}".strip())
-    layers = len(layers_of(series.values()))
+        lines.append(
+            f"{_truncate_start(make_printable(label), 20)} {format_quantity(reading.value, reading.stderr)}".strip()
+        )
+    layers = len(collect_layers(series.values()))
     if layers > bars:
         lines.append(f"the {bars} largest of {layers} layers")
     return "\n".join(lines)
 
 
-def _short(name: str, longest: int = LONGEST_NAME) -> str:
+def _truncate_start(name: str, longest: int = LONGEST_NAME) -> str:
     """The end of a long name, which tells layers apart."""
     return name if len(name) <= longest else "..." + name[3 - longest :]
 
 
-def ratio_figure(contrasts: Sequence[Contrast], labels: Sequence[str], title: str) -> Any:
+def draw_ratios(contrasts: Sequence[Contrast], labels: Sequence[str], title: str) -> Any:
     """The ratio of every report to the first, with the 99 % interval that verdicts are made with: a row per measure.
 
     Logarithmic measures have no ratio, and are left out, as is what is undefined or zero in the first report.
     """
-    figures = package("matplotlib.figure", "plot()")
+    figures = import_optional("matplotlib.figure", "plot()")
     shown = [each for each in contrasts if any(_has_ratio(each, label) for label in each.verdicts)]
     figure = figures.Figure(figsize=(7.5, 1.3 + 0.28 * max(len(shown), 1)), layout="constrained")
     axis = figure.add_subplot()
@@ -165,7 +171,7 @@ def ratio_figure(contrasts: Sequence[Contrast], labels: Sequence[str], title: st
                 # Without a known error the place is all there is to see.
                 fillstyle="none" if width is None else "full",
             )
-    names = [f"{printable(each.name)}{'' if 'unit_scale' in each.invariant_to else ' *'}" for each in shown]
+    names = [f"{make_printable(each.name)}{'' if 'unit_scale' in each.invariant_to else ' *'}" for each in shown]
     axis.set_yticks(range(len(shown)), names, fontsize=8, parse_math=False)
     axis.set_ylim(len(shown) - 0.4, -0.6)
     if shown:
@@ -174,7 +180,7 @@ def ratio_figure(contrasts: Sequence[Contrast], labels: Sequence[str], title: st
         low, high = max(low, min(ends)), min(high, max(ends))
         if high > WIDE * low:
             axis.set_xscale("log", nonpositive="clip")
-            ticks = package("matplotlib.ticker", "plot()")
+            ticks = import_optional("matplotlib.ticker", "plot()")
             axis.xaxis.set_major_locator(ticks.LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.xaxis.set_major_formatter(ticks.FuncFormatter(lambda value, _: f"{value:g}"))
             axis.xaxis.set_minor_locator(ticks.NullLocator())
@@ -183,10 +189,16 @@ def ratio_figure(contrasts: Sequence[Contrast], labels: Sequence[str], title: st
             margin = 0.05 * (high - low) or 0.05
             axis.set_xlim(low - margin, high + margin)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("\n".join(textwrap.wrap(printable(title), 95)), fontsize=9, x=0.01, ha="left", parse_math=False)
-    axis.set_xlabel(f"ratio to {_short(printable(labels[0]))}, 99 % interval (* rescaling can change it)", fontsize=8)
-    patch = package("matplotlib.patches", "plot()").Patch
-    handles = [patch(color=f"C{i}", label=_short(printable(label))) for i, label in enumerate(labels) if i]
+    figure.suptitle(
+        "\n".join(textwrap.wrap(make_printable(title), 95)), fontsize=9, x=0.01, ha="left", parse_math=False
+    )
+    axis.set_xlabel(
+        f"ratio to {_truncate_start(make_printable(labels[0]))}, 99 % interval (* rescaling can change it)", fontsize=8
+    )
+    patch = import_optional("matplotlib.patches", "plot()").Patch
+    handles = [
+        patch(color=f"C{i}", label=_truncate_start(make_printable(label))) for i, label in enumerate(labels) if i
+    ]
     for text in axis.legend(handles=handles, fontsize=8).get_texts():
         text.set_parse_math(False)
     return figure

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from saltflat.errors import ReportError
-from saltflat.report.plain import coded, decoded, plain
-from saltflat.report.schema import EACH, check
+from saltflat.report.plain import decode_nonfinite, encode_nonfinite, to_plain_types
+from saltflat.report.schema import EACH, check_structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Reading:
             "converged": bool(self.converged),
             "residual": None if self.residual is None else float(self.residual),
             "notes": (self.notes,) if isinstance(self.notes, str) else tuple(str(note) for note in self.notes),
-            "details": plain(self.details, f"the details of {self.name!r}"),
+            "details": to_plain_types(self.details, f"the details of {self.name!r}"),
         }
         for key, value in tidy.items():
             object.__setattr__(self, key, value)
@@ -82,16 +82,20 @@ class Reading:
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        return {each.name: coded(getattr(self, each.name)) for each in fields(self) if not _is_unknown(self, each.name)}
+        return {
+            each.name: encode_nonfinite(getattr(self, each.name))
+            for each in fields(self)
+            if not _is_unknown(self, each.name)
+        }
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Reading:
         """The reading that ``to_dict`` was called on."""
         try:
-            values = {key: decoded(value) for key, value in given.items()}
+            values = {key: decode_nonfinite(value) for key, value in given.items()}
             for key, form in NUMBERS.items():
                 if key in values:
-                    check(values[key], form, repr(key))
+                    check_structure(values[key], form, repr(key))
             found = cls(**values)
             errors = [found.stderr, found.sampling_stderr, *found.layer_stderr.values()]
             if any(each is not None and each < 0 for each in [*errors, *found.layer_sampling_stderr.values()]):

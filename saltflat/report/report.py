@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from saltflat.errors import OptionError, ReportError, UnknownNameError, unknown
-from saltflat.report.file import REPORT, check_schema, read, write
-from saltflat.report.frame import frame_of, rows_of
-from saltflat.report.page import page_of
-from saltflat.report.plain import coded, coded_key, decoded, plain
-from saltflat.report.plot import figure_of
+from saltflat.errors import OptionError, ReportError, UnknownNameError, make_unknown_name_error
+from saltflat.report.file import REPORT, check_schema, read_json, write_json
+from saltflat.report.frame import build_frame, build_frame_rows
+from saltflat.report.page import render_report_html
+from saltflat.report.plain import decode_nonfinite, encode_key, encode_nonfinite, to_plain_types
+from saltflat.report.plot import draw_readings
 from saltflat.report.reading import Reading
-from saltflat.report.schema import CERTIFICATE, LEGEND, MAPPING, SAMPLE, check
-from saltflat.report.table import Printed, rendered
-from saltflat.report.text import printable
+from saltflat.report.schema import CERTIFICATE, LEGEND, MAPPING, SAMPLE, check_structure
+from saltflat.report.table import ReportTable, render_text
+from saltflat.report.text import make_printable
 
 # Files written before these were known do without them.
 LATER = ("accuracy", "gradient_norm", "gradient_agreement", "sample")
@@ -75,35 +75,35 @@ class Report(Mapping[str, Reading]):
         tidy: dict[str, Any] = {
             "readings": dict(self.readings),
             "left_out": {str(name): str(reason) for name, reason in self.left_out.items()},
-            "legend": plain(self.legend, "the legend"),
+            "legend": to_plain_types(self.legend, "the legend"),
             "model": str(self.model),
             "examples": int(self.examples),
             "loss": float(self.loss),
-            "settings": plain(self.settings, "the settings"),
+            "settings": to_plain_types(self.settings, "the settings"),
             "versions": {str(name): str(version) for name, version in self.versions.items()},
             "device": str(self.device),
             "seconds": float(self.seconds),
             "seconds_by_step": {str(step): float(value) for step, value in self.seconds_by_step.items()},
-            "certificate": plain(self.certificate, "the certificate"),
+            "certificate": to_plain_types(self.certificate, "the certificate"),
             "notes": (self.notes,) if isinstance(self.notes, str) else tuple(str(note) for note in self.notes),
             "created": str(self.created),
             **{name: None if (value := getattr(self, name)) is None else float(value) for name in LATER[:-1]},
-            "sample": plain(self.sample, "the sample"),
+            "sample": to_plain_types(self.sample, "the sample"),
         }
         for key, value in tidy.items():
             object.__setattr__(self, key, value)
 
     def __getitem__(self, name: str) -> Reading:
-        key = known_as(name, self.readings)
+        key = normalize_measure_name(name, self.readings)
         if key in self.readings:
             return self.readings[key]
-        raise absent(key, self.left_out, self.readings)
+        raise make_missing_measure_error(key, self.left_out, self.readings)
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        return self.readings.get(known_as(name, self.readings), default)
+        return self.readings.get(normalize_measure_name(name, self.readings), default)
 
     def __contains__(self, name: object) -> bool:
-        return known_as(name, self.readings) in self.readings
+        return normalize_measure_name(name, self.readings) in self.readings
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.readings)
@@ -117,45 +117,44 @@ class Report(Mapping[str, Reading]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return (
-            f"<Report of {printable(self.model)}: {len(self)} measures on {self.examples} examples; print() shows it>"
-        )
+        model = make_printable(self.model)
+        return f"<Report of {model}: {len(self)} measures on {self.examples} examples; print() shows it>"
 
     def __str__(self) -> str:
-        return rendered(Printed(self))
+        return render_text(ReportTable(self))
 
-    def __rich__(self) -> Printed:
-        return Printed(self)
+    def __rich__(self) -> ReportTable:
+        return ReportTable(self)
 
     def _repr_html_(self) -> str:
-        return page_of(self)
+        return render_report_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
         parts = {
-            each.name: coded(getattr(self, each.name))
+            each.name: encode_nonfinite(getattr(self, each.name))
             for each in fields(self)
             if each.name != "readings" and (each.name not in LATER or getattr(self, each.name) not in (None, {}))
         }
-        readings = {coded_key(name): reading.to_dict() for name, reading in self.items()}
+        readings = {encode_key(name): reading.to_dict() for name, reading in self.items()}
         return {"schema": REPORT.schema, "readings": readings, **parts}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Report:
         """The report that ``to_dict`` was called on."""
-        return cls._from(given, "a mapping")
+        return cls._parse_dict(given, "a mapping")
 
     @classmethod
-    def _from(cls, given: Mapping[str, Any], source: str) -> Report:
+    def _parse_dict(cls, given: Mapping[str, Any], source: str) -> Report:
         check_schema(given, source)
         try:
-            parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "readings")}
+            parts = {key: decode_nonfinite(value) for key, value in given.items() if key not in ("schema", "readings")}
             names = {name.removeprefix("$"): reading for name, reading in given["readings"].items()}
             report = cls({name: Reading.from_dict(reading) for name, reading in names.items()}, **parts)
-            check(report.legend, LEGEND, "the legend")
-            check(report.settings, MAPPING, "the settings")
-            check(report.certificate, (CERTIFICATE, None), "the certificate")
-            check(report.sample, SAMPLE, "the sample")
+            check_structure(report.legend, LEGEND, "the legend")
+            check_structure(report.settings, MAPPING, "the settings")
+            check_structure(report.certificate, (CERTIFICATE, None), "the certificate")
+            check_structure(report.sample, SAMPLE, "the sample")
             if not all(size > 0 for size in report.sample.get("groups", [])):
                 raise ValueError("a group of the sample is empty")
             # Reading is lenient (bool("no") is True): what does not come out again as it went in was not written by us.
@@ -172,34 +171,34 @@ class Report(Mapping[str, Reading]):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON and give the path back; a file that was there is replaced, whole or not at all."""
-        return write(self.to_dict(), path)
+        return write_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """The report that was saved there."""
-        return cls._from(read(path), f"the file {os.fspath(path)!r}")
+        return cls._parse_dict(read_json(path), f"the file {os.fspath(path)!r}")
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as one page for a browser, which loads nothing, and give the path back."""
-        from saltflat.report.html import report_page, write_page  # not needed to measure
+        from saltflat.report.html import render_report_page, write_page  # not needed to measure
 
-        return write_page(report_page(self), path)
+        return write_page(render_report_page(self), path)
 
     def to_frame(self) -> Any:
         """A ``pandas.DataFrame`` with one row per measure and layer; the whole network is the layer ``""``."""
         columns = ["measure", "layer", "value", "stderr", "exact", "converged"]
-        return frame_of(rows_of(self.values()), columns)
+        return build_frame(build_frame_rows(self.values()), columns)
 
     def plot(self, names: str | Sequence[str] | None = None) -> Any:
         """A ``matplotlib`` Figure, one panel per measure with a bar per layer; nothing is shown or kept.
 
         Bars are on a logarithmic axis where their values are positive and span more than two decades.
         """
-        wanted = list(self) if names is None else listed_names(names)
-        return figure_of({name: {"": self[name]} for name in wanted}, self.model)
+        wanted = list(self) if names is None else parse_measure_names(names)
+        return draw_readings({name: {"": self[name]} for name in wanted}, self.model)
 
 
-def listed_names(names: str | Sequence[str]) -> list[str]:
+def parse_measure_names(names: str | Sequence[str]) -> list[str]:
     """One or several names of measures as a list."""
     listed = [names] if isinstance(names, str) or not isinstance(names, Sequence) else list(names)
     if not all(isinstance(name, str) for name in listed):
@@ -207,21 +206,21 @@ def listed_names(names: str | Sequence[str]) -> list[str]:
     return listed
 
 
-def known_as(name: Any, taken: Iterable[str]) -> Any:
+def normalize_measure_name(name: Any, taken: Iterable[str]) -> Any:
     """The name of a measure as readings have it: however its options are written, and without the usual ones."""
     if not isinstance(name, str):
         return name if isinstance(name, Hashable) else repr(name)
     if name in taken:
         return name
-    from saltflat.measures.request import key_of  # measures need reports
+    from saltflat.measures.request import get_measure_key  # measures need reports
 
-    return key_of(name)
+    return get_measure_key(name)
 
 
-def absent(name: str, left_out: Mapping[str, str], taken: Iterable[str]) -> UnknownNameError:
+def make_missing_measure_error(name: str, left_out: Mapping[str, str], taken: Iterable[str]) -> UnknownNameError:
     """The error for a measure that has no reading: why it was left out, or the nearest name that has one."""
     if name not in left_out:
-        return unknown("measure", name, taken)
+        return make_unknown_name_error("measure", name, taken)
     return UnknownNameError(
         f"Got the measure {name!r}, which was left out: {left_out[name]} "
         f"Want one that was taken ({', '.join(taken) or 'there is none'}). Do: remove the reason and measure again."

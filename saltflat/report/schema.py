@@ -24,7 +24,7 @@ SAMPLE = {"fingerprint": str, "groups": [int]}
 MAPPING = {EACH: ANY}
 
 
-def check(value: Any, form: Any, where: str) -> None:
+def check_structure(value: Any, form: Any, where: str) -> None:
     """Raise a TypeError that says what is wrong with a value, if anything is.
 
     Args:
@@ -34,32 +34,32 @@ def check(value: Any, form: Any, where: str) -> None:
         where: what the value is called.
 
     Example:
-        >>> check({"meaning": "How sharp.", "invariant_to": 3}, LEGEND[EACH], "the legend")
+        >>> check_structure({"meaning": "How sharp.", "invariant_to": 3}, LEGEND[EACH], "the legend")
         Traceback (most recent call last):
         TypeError: the legend, 'invariant_to' is no list
     """
-    for wrong in _wrongs(value, form, where):
+    for wrong in _find_structure_errors(value, form, where):
         raise TypeError(wrong)
 
 
-def _wrongs(value: Any, form: Any, where: str) -> Iterator[str]:
+def _find_structure_errors(value: Any, form: Any, where: str) -> Iterator[str]:
     if form is ANY:
         return
     if isinstance(form, tuple):
-        if all(any(_wrongs(value, each, where)) for each in form):
+        if all(any(_find_structure_errors(value, each, where)) for each in form):
             yield f"{where} is {_NAMES.get(type(value), 'a value')}, which it cannot be"
     elif isinstance(form, list):
         if not isinstance(value, list):
             yield f"{where} is no list"
             return
         for entry in value:
-            yield from _wrongs(entry, form[0], f"an entry of {where}")
+            yield from _find_structure_errors(entry, form[0], f"an entry of {where}")
     elif isinstance(form, dict):
         if not isinstance(value, dict):
             yield f"{where} is no mapping"
             return
         for key, entry in value.items():
-            yield from _wrongs(entry, form.get(EACH, form.get(key, ANY)), f"{where}, {key!r}")
+            yield from _find_structure_errors(entry, form.get(EACH, form.get(key, ANY)), f"{where}, {key!r}")
     elif form is None:
         if value is not None:
             yield f"{where} is not null"

@@ -21,7 +21,7 @@ ROUNDING = {"float64": 1e-9, "float32": 1e-4}
 WIDTH = 2.58
 
 
-def judge(
+def judge_difference(
     first: Reading, other: Reading, sizes: Sequence[int] | None = None, rounding: float = ROUNDING["float64"]
 ) -> str:
     """The verdict on the difference.
@@ -34,25 +34,26 @@ def judge(
 
     Example:
         >>> one = Reading("trace", 1.0, sampling_stderr=0.1)
-        >>> judge(one, Reading("trace", 1.2, sampling_stderr=0.1)), judge(one, Reading("trace", 2.0))
-        ('within errors', 'not judged')
+        >>> others = Reading("trace", 1.2, sampling_stderr=0.1), Reading("trace", 2.0)
+        >>> [judge_difference(one, other) for other in others]
+        ['within errors', 'not judged']
     """
     if math.isnan(first.value) or math.isnan(other.value):
         return UNDEFINED
-    gap = abs(difference(first, other))
+    gap = abs(compute_difference(first, other))
     slack = rounding * max(abs(first.value), abs(other.value)) if math.isfinite(gap) else 0.0
     if not first.converged or not other.converged:
         return UNJUDGED
     exact = first.exact and other.exact and first.stderr is None and other.stderr is None
     if exact and gap <= slack:
         return SAME
-    error = error_of_difference(first, other, sizes)
+    error = compute_difference_error(first, other, sizes)
     if error is None:
         return UNJUDGED
     return DIFFERENT if gap > max(WIDTH * error, slack) else WITHIN
 
 
-def error_of_difference(first: Reading, other: Reading, sizes: Sequence[int] | None = None) -> float | None:
+def compute_difference_error(first: Reading, other: Reading, sizes: Sequence[int] | None = None) -> float | None:
     """The standard error of the difference, over examples and random draws; None where it is not known.
 
     With ``sizes`` the readings are of the same examples: what the choice of the examples does to both cancels, and the
@@ -71,17 +72,17 @@ def error_of_difference(first: Reading, other: Reading, sizes: Sequence[int] | N
     return None if math.isnan(error) else error
 
 
-def difference(first: Reading, other: Reading) -> float:
+def compute_difference(first: Reading, other: Reading) -> float:
     """How much the other exceeds the first."""
     return 0.0 if first.value == other.value else other.value - first.value
 
 
-def ratio(first: Reading, other: Reading) -> float:
+def compute_ratio(first: Reading, other: Reading) -> float:
     """How many times the first the other is; nan where the first is zero or both are infinite."""
     return other.value / first.value if first.value else math.nan
 
 
-def flattest(
+def find_flattest(
     readings: Mapping[str, Reading], smaller: object, judged: Callable[[str, str], str]
 ) -> tuple[str | None, bool]:
     """The label of the flattest, and whether its lead exceeds the errors.

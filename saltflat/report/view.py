@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from saltflat.report.text import listed, number, printable
+from saltflat.report.text import format_number, join_words, make_printable
 
 if TYPE_CHECKING:
     from saltflat.report.reading import Reading
@@ -18,63 +18,63 @@ SIGNS = {
 }
 
 
-def facts(report: Report) -> list[str]:
+def format_report_facts(report: Report) -> list[str]:
     """What was measured, and how, in a line."""
     settings = report.settings
     kind = f" ({settings['loss']})" if "loss" in settings else ""
-    said = [f"{report.examples} example{'s' * (report.examples != 1)}", f"loss {number(report.loss)}{kind}"]
+    said = [f"{report.examples} example{'s' * (report.examples != 1)}", f"loss {format_number(report.loss)}{kind}"]
     if report.accuracy is not None:
         said.append(f"accuracy {report.accuracy:.2%}")
     if report.gradient_norm is not None:
-        said.append(f"gradient norm {number(report.gradient_norm, 3)}")
+        said.append(f"gradient norm {format_number(report.gradient_norm, 3)}")
     if "columns" in settings:
         said.append(f"columns {settings['columns']}")
     if "dtype" in settings:
         said.append(str(settings["dtype"]))
-    said += [report.device, f"{number(report.seconds, 3)} s"]
-    return [printable(each) for each in said]
+    said += [report.device, f"{format_number(report.seconds, 3)} s"]
+    return [make_printable(each) for each in said]
 
 
-def head_notes(report: Report) -> list[str]:
+def format_head_notes(report: Report) -> list[str]:
     """What a reader should know before the numbers."""
-    return [printable(f"Note: {note}") for note in report.notes]
+    return [make_printable(f"Note: {note}") for note in report.notes]
 
 
-def layers_of(readings: Iterable[Reading]) -> list[str]:
+def collect_layers(readings: Iterable[Reading]) -> list[str]:
     """Every layer that has a value, in the order of the network as far as the readings tell it."""
     return list(dict.fromkeys(layer for reading in readings for layer in reading.layers))
 
 
-def notes_of(report: Report) -> list[str]:
+def collect_notes(report: Report) -> list[str]:
     """The notes of all readings, each once: note 1 is the first."""
     return list(dict.fromkeys(note for reading in report.values() for note in reading.notes))
 
 
-def signs(reading: Reading) -> str:
+def format_signs(reading: Reading) -> str:
     """Signs for what is not exact or not converged; what has no value is neither."""
     return "" if math.isnan(reading.value) else "~" * (not reading.exact) + "!" * (not reading.converged)
 
 
-def marks(reading: Reading, notes: list[str]) -> str:
+def format_report_marks(reading: Reading, notes: list[str]) -> str:
     """Signs for what is not exact or not converged, and the numbers of its notes."""
-    return signs(reading) + "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(reading.notes))
+    return format_signs(reading) + "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(reading.notes))
 
 
-def below(report: Report) -> list[str]:
+def format_report_footer(report: Report) -> list[str]:
     """What stands below the numbers: signs, notes, what was left out and the certificate."""
-    used = "".join(map(signs, report.values()))
+    used = "".join(map(format_signs, report.values()))
     lines = [f"{sign} {meaning}" for sign, meaning in SIGNS.items() if sign in used]
-    lines += [f"[{count}] {note}" for count, note in enumerate(notes_of(report), 1)]
+    lines += [f"[{count}] {note}" for count, note in enumerate(collect_notes(report), 1)]
     if any(reading.sampling_stderr is not None for reading in report.values()):
         lines.append("+- (examples): standard error over the choice of the examples; elsewhere +- is over random draws")
     by_reason: dict[str, list[str]] = {}
     for name, reason in report.left_out.items():
         by_reason.setdefault(reason, []).append(name)
-    lines += [f"Left out: {listed(names)}: {reason}" for reason, names in by_reason.items()]
-    return [printable(line) for line in [*lines, certified(report.certificate)]]
+    lines += [f"Left out: {join_words(names)}: {reason}" for reason, names in by_reason.items()]
+    return [make_printable(line) for line in [*lines, format_certificate(report.certificate)]]
 
 
-def certified(certificate: Mapping[str, object] | None) -> str:
+def format_certificate(certificate: Mapping[str, object] | None) -> str:
     """Whether curvature by Gauss-Newton is the Hessian's here, in a sentence."""
     if certificate is None:
         return "Certificate: not asked for."

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.amounts import check_count
-from saltflat.columns import plan_from
-from saltflat.errors import ModelError, OptionError, unknown
-from saltflat.lanczos import LEAST, Extremes, Vectors, extreme_eigenvalues, quadratures
-from saltflat.loan import loan
-from saltflat.measuring import version
+from saltflat.columns import parse_column_plan
+from saltflat.errors import ModelError, OptionError, make_unknown_name_error
+from saltflat.lanczos import LEAST, ExtremeEigenvalues, Vectors, compute_quadratures, find_extreme_eigenvalues
+from saltflat.loan import open_session
+from saltflat.measuring import get_package_version
 from saltflat.problem import Problem
-from saltflat.progress import steps_shown
-from saltflat.selection import select
+from saltflat.progress import show_steps
+from saltflat.selection import select_examples
 from saltflat.setting import NotDefinedError, Setting
-from saltflat.spectrum.operators import Operator
+from saltflat.spectrum.operators import CurvatureOperator
 from saltflat.spectrum.result import Block, Eigenvalue, Spectrum
-from saltflat.sweep import bytes_from, check_seed, described
-from saltflat.turns import in_turn
-from saltflat.whole import check_loss, check_symmetric
+from saltflat.sweep import check_seed, describe_setting, parse_bytes
+from saltflat.turns import take_turns
+from saltflat.whole import check_finite_loss, check_symmetric
 
 MATRICES = ("hessian", "gauss_newton")
 PER = ("network", "layer")
@@ -40,8 +40,8 @@ SEARCH = 500  # products at most in each search for eigenvalues
 TOLERANCE = {torch.float32: (1e-6, 1.0, 1e-6), torch.float64: (1e-8, 1e-3, 1e-14)}
 
 
-@in_turn
-def spectrum(
+@take_turns
+def compute_spectrum(
     model: nn.Module,
     data: Any,
     loss: Any = "cross_entropy",
@@ -95,34 +95,34 @@ def spectrum(
     Example:
         >>> net = nn.Linear(3, 1, bias=False).double()
         >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0])).double(), torch.zeros(3, 1).double()
-        >>> found = spectrum(net, data, "mse", k=2, smallest=1)  # 2 / 3 of 9, 4 and 1
+        >>> found = compute_spectrum(net, data, "mse", k=2, smallest=1)  # 2 / 3 of 9, 4 and 1
         >>> found.eigenvalues.round(6).tolist(), round(found.trace, 6)
         ([6.0, 2.666667, 0.666667], 9.333333)
     """
     started = time.perf_counter()
-    _check_options(k, smallest, matrix, per, density, draws, steps)
-    room, seed = bytes_from(memory), check_seed(seed)
-    data = select(data, limit=limit)
-    with loan(model, mode, data) as notes, steps_shown(progress) as tick:
-        problem = Problem.of(model, data, loss, layers, dtype, mode)
+    _check_spectrum_options(k, smallest, matrix, per, density, draws, steps)
+    room, seed = parse_bytes(memory), check_seed(seed)
+    data = select_examples(data, limit=limit)
+    with open_session(model, mode, data) as notes, show_steps(progress) as tick:
+        problem = Problem.build(model, data, loss, layers, dtype, mode)
         # Half of the memory for passes over the data, half for the vectors.
-        setting = Setting(problem, plan_from("exact"), seed, max(1, room // 2), tick=tick)
+        setting = Setting(problem, parse_column_plan("exact"), seed, max(1, room // 2), tick=tick)
         # The first examples are tried before anything long: what is wrong with model or data is said here.
-        setting.probe(next(iter(problem.batches())))
-        check_loss(setting.mean_loss)
-        operator = Operator(setting, matrix, per)
-        largest, smallest = _counts(operator, k, smallest, matrix)
+        setting.get_probe(next(iter(problem.read_batches())))
+        check_finite_loss(setting.mean_loss)
+        operator = CurvatureOperator(setting, matrix, per)
+        largest, smallest = _choose_counts(operator, k, smallest, matrix)
         try:
-            found = _extremes(operator, largest, smallest)
-            nodes = _density(operator, found, draws, steps, notes) if density else {}
+            found = _find_extremes(operator, largest, smallest)
+            nodes = _estimate_density(operator, found, draws, steps, notes) if density else {}
         except NotDefinedError as error:
             raise ModelError(
                 f"Got a model without a spectrum: the curvature {str(error).rstrip('.')}. "
                 "Want a loss with second derivatives. Do: matrix='gauss_newton' with per='layer', which needs none."
             ) from error
-        blocks = {name: _block(name, each, nodes.get(name)) for name, each in found.items()}
-        notes += _doubts(blocks)
-        settings = {**described(setting), "memory": room}
+        blocks = {name: _make_spectrum_block(name, each, nodes.get(name)) for name, each in found.items()}
+        notes += _format_doubts(blocks)
+        settings = {**describe_setting(setting), "memory": room}
         if matrix == "hessian":  # there are no columns in it, and no sweep
             del settings["columns"], settings["way"]
         return Spectrum(
@@ -139,7 +139,7 @@ def spectrum(
                 **({"draws": draws, "steps": steps} if density else {}),
             },
             versions={
-                "saltflat": version(),
+                "saltflat": get_package_version(),
                 "torch": torch.__version__,
                 "numpy": numpy.__version__,
                 "python": platform.python_version(),
@@ -150,19 +150,21 @@ def spectrum(
         )
 
 
-def _check_options(k: int, smallest: int | None, matrix: str, per: str, density: bool, draws: int, steps: int) -> None:
+def _check_spectrum_options(
+    k: int, smallest: int | None, matrix: str, per: str, density: bool, draws: int, steps: int
+) -> None:
     check_count(1, k=k)
     if smallest is not None:
         check_count(0, smallest=smallest)
     check_count(2, draws=draws, steps=steps)
     for kind, given, known in (("matrix", matrix, MATRICES), ("per", per, PER)):
         if not isinstance(given, str) or given not in known:
-            raise unknown(kind, given, known)
+            raise make_unknown_name_error(kind, given, known)
     if not isinstance(density, bool):
         raise OptionError(f"Got density={density!r}. Want True or False. Do: leave it out for True.")
 
 
-def _counts(operator: Operator, k: int, smallest: int | None, matrix: str) -> tuple[int, int]:
+def _choose_counts(operator: CurvatureOperator, k: int, smallest: int | None, matrix: str) -> tuple[int, int]:
     """How many eigenvalues at each end; a layer of fewer parameters has them all."""
     size = max(operator.sizes.values())
     what = "parameters" if operator.whole else "parameters in the largest layer"
@@ -178,14 +180,14 @@ def _counts(operator: Operator, k: int, smallest: int | None, matrix: str) -> tu
     return k, smallest
 
 
-def _vectors_within(operator: Operator) -> int:
+def _count_fitting_vectors(operator: CurvatureOperator) -> int:
     """How many vectors of all blocks fit in memory."""
     return operator.setting.limit // (8 * sum(operator.sizes.values()))
 
 
-def _extremes(operator: Operator, largest: int, smallest: int) -> dict[str, Extremes]:
+def _find_extremes(operator: CurvatureOperator, largest: int, smallest: int) -> dict[str, ExtremeEigenvalues]:
     setting, wanted = operator.setting, largest + smallest
-    room = _vectors_within(operator) - 2 * wanted
+    room = _count_fitting_vectors(operator) - 2 * wanted
     need = 2 * 8 * sum(operator.sizes.values()) * (3 * wanted + LEAST)
     if room < wanted + LEAST and need > SMALL:
         raise OptionError(
@@ -195,18 +197,18 @@ def _extremes(operator: Operator, largest: int, smallest: int) -> dict[str, Extr
     seen: Vectors | None = None
     products: Vectors = {}
 
-    def product(vectors: Vectors) -> Vectors:
+    def multiply_and_keep_first(vectors: Vectors) -> Vectors:
         nonlocal seen, products
-        found = operator.product(vectors)
+        found = operator.multiply(vectors)
         if seen is None:
             seen, products = vectors, found
         return found
 
     tolerance, relative, rounding = max(TOLERANCE[each.dtype] for each in setting.problem.network.measured.values())
     what = "Eigenvalues of the network" if operator.whole else "Eigenvalues of the layers"
-    found = extreme_eigenvalues(
-        product,
-        operator.draw,
+    found = find_extreme_eigenvalues(
+        multiply_and_keep_first,
+        operator.draw_vectors,
         largest,
         smallest,
         tolerance=tolerance,
@@ -217,12 +219,12 @@ def _extremes(operator: Operator, largest: int, smallest: int) -> dict[str, Extr
         tick=lambda done: setting.tick(what, done, None),
     )
     assert seen is not None
-    images = operator.product({name: each.vectors[:1] for name, each in found.items()})
-    _check_symmetric(setting, seen, products, {name: each.vectors for name, each in found.items()}, images)
+    images = operator.multiply({name: each.vectors[:1] for name, each in found.items()})
+    _check_blocks_symmetric(setting, seen, products, {name: each.vectors for name, each in found.items()}, images)
     return found
 
 
-def _check_symmetric(setting: Setting, u: Vectors, Hu: Vectors, v: Vectors, Hv: Vectors) -> None:
+def _check_blocks_symmetric(setting: Setting, u: Vectors, Hu: Vectors, v: Vectors, Hv: Vectors) -> None:
     """Compare u'Hv with v'Hu in every block, relative to the lengths of the products."""
     sizes = {name: float((Hu[name][0].square().sum() + Hv[name][0].square().sum()).sqrt()) for name in Hu}
     # A block without curvature holds nothing but the rounding of the others.
@@ -232,21 +234,21 @@ def _check_symmetric(setting: Setting, u: Vectors, Hu: Vectors, v: Vectors, Hv: 
         check_symmetric(setting, off / max(size, least) if off else 0.0)
 
 
-def _density(
-    operator: Operator, found: dict[str, Extremes], draws: int, steps: int, notes: list[str]
+def _estimate_density(
+    operator: CurvatureOperator, found: dict[str, ExtremeEigenvalues], draws: int, steps: int, notes: list[str]
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Nodes and weights of each probe, in the complement of the eigenvectors that are known well."""
     setting = operator.setting
     known = {name: each.vectors[each.converged] for name, each in found.items()}
-    room = _vectors_within(operator) - 3 * max(len(each.values) for each in found.values())
+    room = _count_fitting_vectors(operator) - 3 * max(len(each.values) for each in found.values())
     fits = max(LEAST, room - 2)
     if fits < steps:
         notes.append(f"Only {fits} steps of each probe fit in memory, not {steps}: the density is less resolved.")
         steps = fits
     open_ = {name: each for name, each in known.items() if len(each) < each.shape[1]}
-    return quadratures(
-        operator.product,
-        lambda number: operator.draw(-1 - number),  # not those that the eigenvalues were found with
+    return compute_quadratures(
+        operator.multiply,
+        lambda number: operator.draw_vectors(-1 - number),  # not those that the eigenvalues were found with
         draws if open_ else 0,
         steps,
         {name: torch.linalg.qr(each.mT).Q.mT for name, each in open_.items()},
@@ -256,7 +258,7 @@ def _density(
     )
 
 
-def _block(name: str, found: Extremes, measures: list[tuple[Tensor, Tensor]] | None) -> Block:
+def _make_spectrum_block(name: str, found: ExtremeEigenvalues, measures: list[tuple[Tensor, Tensor]] | None) -> Block:
     pairs = [
         Eigenvalue(*row)
         for row in zip(
@@ -276,7 +278,7 @@ def _block(name: str, found: Extremes, measures: list[tuple[Tensor, Tensor]] | N
     )
 
 
-def _doubts(blocks: dict[str, Block]) -> list[str]:
+def _format_doubts(blocks: dict[str, Block]) -> list[str]:
     """What a reader should know of eigenvalues that were not found well."""
     said = []
     loose = {name: sum(not pair.converged for pair in block.pairs) for name, block in blocks.items()}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from saltflat.report.optional import package
-from saltflat.report.text import number, printable
-from saltflat.spectrum.view import MATRIX, shown
+from saltflat.report.optional import import_optional
+from saltflat.report.text import format_number, make_printable
+from saltflat.spectrum.view import MATRIX, select_largest_blocks
 
 if TYPE_CHECKING:
     from saltflat.spectrum.result import Block, Spectrum
@@ -17,18 +17,18 @@ MOST = 12  # layers in one picture
 ACROSS = 3
 
 
-def figure_of(spectrum: Spectrum, width: float | None = None) -> Any:
+def plot_spectrum(spectrum: Spectrum, width: float | None = None) -> Any:
     """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
-    blocks = shown(spectrum, MOST)
+    blocks = select_largest_blocks(spectrum, MOST)
     across = min(ACROSS, len(blocks))
     down = -(-len(blocks) // across)
     size = (6.4, 4.2) if len(blocks) == 1 else (3.6 * across, 0.6 + 2.6 * down)
-    figure = package("matplotlib.figure", "plot()").Figure(figsize=size, layout="constrained")
+    figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=size, layout="constrained")
     for place, block in enumerate(blocks, 1):
         axis = figure.add_subplot(down, across, place)
-        _draw(axis, block, width)
+        _draw_block(axis, block, width)
         title = spectrum.model if len(blocks) == 1 else block.name
-        axis.set_title(printable(title), fontsize=10 if len(blocks) == 1 else 9, parse_math=False)
+        axis.set_title(make_printable(title), fontsize=10 if len(blocks) == 1 else 9, parse_math=False)
         if place == 1:
             axis.legend(frameon=False, fontsize=8)
     figure.supxlabel(f"eigenvalue of the {MATRIX.get(str(spectrum.settings.get('matrix')), 'curvature')}", fontsize=10)
@@ -36,16 +36,22 @@ def figure_of(spectrum: Spectrum, width: float | None = None) -> Any:
         figure.supylabel("density", fontsize=10)
     left = len(spectrum) - len(blocks)
     if left:
-        figure.suptitle(f"{printable(spectrum.model)}: {len(blocks)} layers, and {left} more with less", fontsize=10)
+        figure.suptitle(
+            f"{make_printable(spectrum.model)}: {len(blocks)} layers, and {left} more with less", fontsize=10
+        )
     return figure
 
 
-def _draw(axis: Any, block: Block, width: float | None) -> None:
+def _draw_block(axis: Any, block: Block, width: float | None) -> None:
     if block.has_density:
         found = block.density(width=width)
         axis.fill_between(found.grid, found.low, found.high, color=LINE, alpha=0.25, linewidth=0, label="95 % interval")
         axis.plot(
-            found.grid, found.value, color=LINE, linewidth=1.2, label=f"density, smoothed by {number(found.width, 2)}"
+            found.grid,
+            found.value,
+            color=LINE,
+            linewidth=1.2,
+            label=f"density, smoothed by {format_number(found.width, 2)}",
         )
         axis.set_yscale("log", nonpositive="clip")
         # Below a part of what a single eigenvalue adds there is nothing to see.

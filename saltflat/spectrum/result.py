@@ -14,15 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import t
 
 from saltflat.amounts import check_positive
-from saltflat.errors import OptionError, ReportError, unknown
-from saltflat.noise import mean_and_error
-from saltflat.report.file import SPECTRUM, check_schema, read, write
-from saltflat.report.plain import coded, decoded, plain
-from saltflat.report.schema import MAPPING, check
-from saltflat.report.table import rendered
-from saltflat.report.text import printable
-from saltflat.spectrum.plot import figure_of
-from saltflat.spectrum.view import Described, page_of
+from saltflat.errors import OptionError, ReportError, make_unknown_name_error
+from saltflat.noise import compute_mean_and_error
+from saltflat.report.file import SPECTRUM, check_schema, read_json, write_json
+from saltflat.report.plain import decode_nonfinite, encode_nonfinite, to_plain_types
+from saltflat.report.schema import MAPPING, check_structure
+from saltflat.report.table import render_text
+from saltflat.report.text import make_printable
+from saltflat.spectrum.plot import plot_spectrum
+from saltflat.spectrum.view import SpectrumRenderable, format_spectrum_html
 
 Array = NDArray[np.float64]
 
@@ -111,19 +111,19 @@ class Block:
     @property
     def trace(self) -> float:
         """The sum of all eigenvalues; unbiased, and exact if all were searched for. Nan without a density."""
-        return self._trace()[0]
+        return self._estimate_trace()[0]
 
     @property
     def trace_stderr(self) -> float:
         """Its standard error over the probes, such that trace +- 1.96 stderr is a 95 % interval."""
-        return self._trace()[1]
+        return self._estimate_trace()[1]
 
-    def _trace(self) -> tuple[float, float]:
+    def _estimate_trace(self) -> tuple[float, float]:
         if not self.has_density:
             return float("nan"), float("nan")
         rest = self.parameters - len(self.exact)
         sums = [rest * float(np.dot(n, w)) for n, w in zip(self.nodes, self.weights, strict=True)]
-        mean, error = mean_and_error(sums) if sums else (0.0, 0.0)
+        mean, error = compute_mean_and_error(sums) if sums else (0.0, 0.0)
         return float(np.sum(self.exact)) + mean, error
 
     def density(self, grid: ArrayLike | None = None, width: float | None = None) -> Density:
@@ -144,10 +144,10 @@ class Block:
         check_positive(width=width)
         if grid is None:
             grid = np.linspace(low - REACH * width, high + REACH * width, POINTS)
-        at = _grid(grid)
-        exact = _gaussians(at, self.exact, np.ones(len(self.exact)), width) / self.parameters
+        at = _check_grid(grid)
+        exact = _sum_gaussians(at, self.exact, np.ones(len(self.exact)), width) / self.parameters
         share = 1 - len(self.exact) / self.parameters
-        each = [share * _gaussians(at, n, w, width) for n, w in zip(self.nodes, self.weights, strict=True)]
+        each = [share * _sum_gaussians(at, n, w, width) for n, w in zip(self.nodes, self.weights, strict=True)]
         if not each:
             return Density(at, exact, exact, exact, float(width))
         mean, count = np.mean(each, 0), len(each)
@@ -196,7 +196,7 @@ class Spectrum(Mapping[str, Block]):
             "model": str(self.model),
             "examples": int(self.examples),
             "loss": float(self.loss),
-            "settings": plain(self.settings, "the settings"),
+            "settings": to_plain_types(self.settings, "the settings"),
             "versions": {str(name): str(each) for name, each in self.versions.items()},
             "seconds": float(self.seconds),
             "notes": tuple(str(note) for note in self.notes),
@@ -207,7 +207,7 @@ class Spectrum(Mapping[str, Block]):
 
     def __getitem__(self, name: str) -> Block:
         if name not in self.blocks:
-            raise unknown("block", name, self.blocks)
+            raise make_unknown_name_error("block", name, self.blocks)
         return self.blocks[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -217,7 +217,7 @@ class Spectrum(Mapping[str, Block]):
         return len(self.blocks)
 
     @property
-    def only(self) -> Block:
+    def only_block(self) -> Block:
         """The only block; an error if there are several."""
         if len(self.blocks) != 1:
             some = next(iter(self.blocks))
@@ -229,17 +229,17 @@ class Spectrum(Mapping[str, Block]):
     @property
     def eigenvalues(self) -> Array:
         """The eigenvalues that were searched for, in descending order."""
-        return self.only.eigenvalues
+        return self.only_block.eigenvalues
 
     @property
     def largest(self) -> tuple[Eigenvalue, ...]:
         """The largest eigenvalues with their errors, in descending order."""
-        return self.only.largest
+        return self.only_block.largest
 
     @property
     def smallest(self) -> tuple[Eigenvalue, ...]:
         """The smallest eigenvalues with their errors, in ascending order."""
-        return self.only.smallest
+        return self.only_block.smallest
 
     @property
     def complete(self) -> bool:
@@ -249,16 +249,16 @@ class Spectrum(Mapping[str, Block]):
     @property
     def trace(self) -> float:
         """The sum of all eigenvalues, estimated from the probes."""
-        return self.only.trace
+        return self.only_block.trace
 
     @property
     def trace_stderr(self) -> float:
         """The standard error of the trace over the probes."""
-        return self.only.trace_stderr
+        return self.only_block.trace_stderr
 
     def density(self, grid: ArrayLike | None = None, width: float | None = None) -> Density:
         """The smoothed density of all eigenvalues; see :meth:`Block.density`."""
-        return self.only.density(grid, width)
+        return self.only_block.density(grid, width)
 
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if isinstance(other, Spectrum) else NotImplemented
@@ -267,16 +267,16 @@ class Spectrum(Mapping[str, Block]):
 
     def __repr__(self) -> str:
         what = "the network" if self.settings.get("per") == "network" else f"{len(self)} layers"
-        return f"<Spectrum of {what}, {printable(self.model)}; print() describes it, .plot() draws it>"
+        return f"<Spectrum of {what}, {make_printable(self.model)}; print() describes it, .plot() draws it>"
 
     def __str__(self) -> str:
-        return rendered(Described(self))
+        return render_text(SpectrumRenderable(self))
 
-    def __rich__(self) -> Described:
-        return Described(self)
+    def __rich__(self) -> SpectrumRenderable:
+        return SpectrumRenderable(self)
 
     def _repr_html_(self) -> str:
-        return page_of(self)
+        return format_spectrum_html(self)
 
     def plot(self, width: float | None = None) -> Any:
         """A ``matplotlib`` Figure: density on a logarithmic scale with its band, and the eigenvalues as marks.
@@ -284,32 +284,37 @@ class Spectrum(Mapping[str, Block]):
         Args:
             width: standard deviation of the Gaussian that smooths the density.
         """
-        return figure_of(self, width)
+        return plot_spectrum(self, width)
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        parts = {each.name: coded(plain(getattr(self, each.name), each.name)) for each in fields(self)[1:]}
-        blocks = [{each.name: _written(getattr(block, each.name)) for each in fields(block)} for block in self.values()]
+        parts = {
+            each.name: encode_nonfinite(to_plain_types(getattr(self, each.name), each.name))
+            for each in fields(self)[1:]
+        }
+        blocks = [
+            {each.name: _encode_field(getattr(block, each.name)) for each in fields(block)} for block in self.values()
+        ]
         return {"schema": SPECTRUM.schema, "blocks": blocks, **parts}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Spectrum:
         """The spectrum that ``to_dict`` was called on."""
-        return cls._from(given, "a mapping")
+        return cls._parse_dict(given, "a mapping")
 
     @classmethod
-    def _from(cls, given: Mapping[str, Any], source: str) -> Spectrum:
+    def _parse_dict(cls, given: Mapping[str, Any], source: str) -> Spectrum:
         check_schema(given, source, SPECTRUM)
         try:
-            blocks = [_read(each) for each in given["blocks"]]
-            rest = {key: decoded(value) for key, value in given.items() if key not in ("schema", "blocks")}
+            blocks = [_decode_block(each) for each in given["blocks"]]
+            rest = {key: decode_nonfinite(value) for key, value in given.items() if key not in ("schema", "blocks")}
             found = cls(blocks={block.name: block for block in blocks}, **rest)
             # Reading is lenient: what does not come out again as it went in was not written by us.
             if found.to_dict() != given or not blocks:
                 raise TypeError("a field has a value of another kind")
-            check(found.settings, MAPPING, "the settings")
+            check_structure(found.settings, MAPPING, "the settings")
             for block in blocks:
-                _check(block)
+                _check_block(block)
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
             raise ReportError(
                 f"Got {source}, a spectrum that cannot be understood ({type(problem).__name__}: {problem}). "
@@ -319,32 +324,32 @@ class Spectrum(Mapping[str, Block]):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON and give the path back; a file that was there is replaced, whole or not at all."""
-        return write(self.to_dict(), path)
+        return write_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Spectrum:
         """The spectrum that was saved there."""
-        return cls._from(read(path, SPECTRUM), f"the file {os.fspath(path)!r}")
+        return cls._parse_dict(read_json(path, SPECTRUM), f"the file {os.fspath(path)!r}")
 
 
-def _written(value: Any) -> Any:
+def _encode_field(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], Eigenvalue):
         return [{each.name: getattr(pair, each.name) for each in fields(pair)} for pair in value]
-    return plain(value, "a block")
+    return to_plain_types(value, "a block")
 
 
-def _read(given: Mapping[str, Any]) -> Block:
+def _decode_block(given: Mapping[str, Any]) -> Block:
     ends = {key: tuple(Eigenvalue(**each) for each in given[key]) for key in ("largest", "smallest")}
     lists = {key: tuple(map(tuple, given[key])) for key in ("nodes", "weights")}
     return Block(**{**given, **ends, **lists, "exact": tuple(given["exact"])})
 
 
-def _check(block: Block) -> None:
+def _check_block(block: Block) -> None:
     """Raise an error that says what is wrong with a block that was read from a file, if anything is."""
-    check(block.name, str, "the name of a block")
-    check(block.parameters, int, "the number of parameters of a block")
-    check(block.complete, bool, "whether a block is complete")
-    check([pair.converged for pair in block.pairs], [bool], "whether eigenvalues have converged")
+    check_structure(block.name, str, "the name of a block")
+    check_structure(block.parameters, int, "the number of parameters of a block")
+    check_structure(block.complete, bool, "whether a block is complete")
+    check_structure([pair.converged for pair in block.pairs], [bool], "whether eigenvalues have converged")
     if not 0 < block.parameters < 2**63:
         raise ValueError(f"a block has {block.parameters} parameters")
     numbers = [*block.exact, *(value for pair in block.pairs for value in (pair.value, pair.residual, pair.bound))]
@@ -359,7 +364,7 @@ def _check(block: Block) -> None:
         raise ValueError("the weights of a quadrature do not sum to one")
 
 
-def _grid(given: ArrayLike) -> Array:
+def _check_grid(given: ArrayLike) -> Array:
     try:
         grid = np.array(given, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -372,7 +377,7 @@ def _grid(given: ArrayLike) -> Array:
     return grid
 
 
-def _gaussians(grid: Array, centers: ArrayLike, weights: ArrayLike, width: float) -> Array:
+def _sum_gaussians(grid: Array, centers: ArrayLike, weights: ArrayLike, width: float) -> Array:
     apart = (grid[:, None] - np.asarray(centers, dtype=np.float64)) / width
     found: Array = np.exp(-(apart**2) / 2) @ np.asarray(weights, dtype=np.float64) / (width * (2 * np.pi) ** 0.5)
     return found

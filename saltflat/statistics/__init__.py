@@ -2,7 +2,9 @@
 
 Most are contractions of per-example gradients (:mod:`saltflat.forms`), summed over the data in one shared sweep:
 
-    curvature_diagonal = register(Statistic("curvature_diagonal", of="curvature", total=..., spread=..., meaning="..."))
+    curvature_diagonal = register_statistic(
+        Statistic("curvature_diagonal", of="curvature", total=..., spread=..., meaning="...")
+    )
 
 ``of`` says which columns it is about: ``"curvature"`` (columns whose squares make the loss's curvature at the outputs)
 or ``"gradient"`` (the one column that is the loss's gradient). Others need passes of their own and are functions of a
@@ -17,9 +19,27 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from saltflat.statistic import COMPUTED, STATISTICS, Computed, Site, Statistic, keywords, register, statistic
+from saltflat.statistic import (
+    COMPUTED,
+    STATISTICS,
+    ComputedStatistic,
+    ParameterSite,
+    Statistic,
+    find_keyword_defaults,
+    register_statistic,
+    statistic,
+)
 
-__all__ = ["COMPUTED", "STATISTICS", "Computed", "Site", "Statistic", "keywords", "register", "statistic"]
+__all__ = [
+    "COMPUTED",
+    "STATISTICS",
+    "ComputedStatistic",
+    "ParameterSite",
+    "Statistic",
+    "find_keyword_defaults",
+    "register_statistic",
+    "statistic",
+]
 
 for _file in iter_modules(__path__):
     import_module(f"{__name__}.{_file.name}")

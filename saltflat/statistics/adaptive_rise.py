@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from saltflat.errors import unknown
-from saltflat.setting import Found, Setting
+from saltflat.errors import make_unknown_name_error
+from saltflat.setting import Setting, StatisticResult
 from saltflat.statistics import statistic
 from saltflat.statistics.average_rise import average_rise
 from saltflat.statistics.worst_rise import worst_rise
@@ -16,10 +16,10 @@ from saltflat.statistics.worst_rise import worst_rise
 )
 def adaptive_rise(
     setting: Setting, *, case: str = "average", radius: float = 0.05, draws: int = 20, steps: int = 20
-) -> Found:
+) -> StatisticResult:
     """:func:`average_rise` or :func:`worst_rise`, whichever ``case`` names."""
     if case == "average":
         return average_rise(setting, radius=radius, draws=draws)
     if case == "worst":
         return worst_rise(setting, radius=radius, steps=steps)
-    raise unknown("case", case, ("average", "worst"))
+    raise make_unknown_name_error("case", case, ("average", "worst"))

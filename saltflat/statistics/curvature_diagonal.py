@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from saltflat.statistics import Statistic, register
+from saltflat.statistics import Statistic, register_statistic
 
-curvature_diagonal = register(
+curvature_diagonal = register_statistic(
     Statistic(
         "curvature_diagonal",
         of="curvature",
-        total=lambda form, site: form.squares(),
-        spread=lambda form, layout: form.spread(layout),
+        total=lambda form, site: form.sum_squares(),
+        spread=lambda form, layout: form.compute_spread(layout),
         meaning="How fast the mean loss bends along each single parameter.",
     )
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from saltflat.statistics import Statistic, register
+from saltflat.statistics import Statistic, register_statistic
 
-gradient_along_weights = register(
+gradient_along_weights = register_statistic(
     Statistic(
         "gradient_along_weights",
         of="gradient",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from saltflat.statistics import Statistic, register
+from saltflat.statistics import Statistic, register_statistic
 
-gradient_norms = register(
+gradient_norms = register_statistic(
     Statistic(
         "gradient_norms",
         of="gradient",
-        total=lambda form, site: form.norms([slice(None)])[0],
+        total=lambda form, site: form.compute_squared_norms([slice(None)])[0],
         spread=None,
         meaning="How large each single example's gradient is, squared.",
         kind="example",

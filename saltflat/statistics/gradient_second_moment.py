@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from saltflat.statistics import Statistic, register
+from saltflat.statistics import Statistic, register_statistic
 
-gradient_second_moment = register(
+gradient_second_moment = register_statistic(
     Statistic(
         "gradient_second_moment",
         of="gradient",
-        total=lambda form, site: form.squares(),
+        total=lambda form, site: form.sum_squares(),
         spread=None,
         meaning="How large the gradients of single examples are, in the mean square, for each parameter.",
     )

@@ -9,55 +9,55 @@ from torch import Tensor
 
 from saltflat.data import Batch
 from saltflat.losses import CrossEntropy
-from saltflat.sampling import ByGroup
-from saltflat.setting import Found, NotDefinedError, Setting
+from saltflat.sampling import GroupedMean
+from saltflat.setting import NotDefinedError, Setting, StatisticResult
 from saltflat.statistics import statistic
 
 
 @statistic(
     per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.", passes=25
 )
-def input_jacobian(setting: Setting) -> Found:
+def input_jacobian(setting: Setting) -> StatisticResult:
     """The mean over the examples of the largest squared singular value of d softmax(f(x)) / dx, as a number."""
     loss = setting.problem.loss
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
-    by_group, done, room = ByGroup(setting.groups), 0, setting.limit // 2
+    by_group, done, room = GroupedMean(setting.groups), 0, setting.limit // 2
     with setting.reserve(room):
-        for batch in setting.chunks(0):
-            for part in _cut(setting, batch, room):
-                found = _squared_norms(setting, loss, part)
+        for batch in setting.read_chunks(0):
+            for part in _split_batch(setting, batch, room):
+                found = _compute_squared_norms(setting, loss, part)
                 by_group.add(part, found, torch.ones_like(found))
                 done += part.examples
                 setting.tick("Derivatives by the inputs", done, None)
-    return Found(by_group.mean(), without=by_group.without())
+    return StatisticResult(by_group.compute_mean(), without=by_group.make_leave_one_out())
 
 
-def _cut(setting: Setting, batch: Batch, room: int) -> Iterator[Batch]:
+def _split_batch(setting: Setting, batch: Batch, room: int) -> Iterator[Batch]:
     """Parts of a chunk whose Jacobians fit in so many bytes."""
     with torch.no_grad():
         outputs = setting.problem.network(batch.cut(0, 1))
     # The rows as they are found, stacked, and in float64.
-    size = 24 * outputs.numel() * _input(batch)[0].numel()
+    size = 24 * outputs.numel() * _get_only_input(batch)[0].numel()
     step = max(1, room // size)
     for start in range(0, batch.examples, step):
         yield batch.cut(start, start + step)
 
 
-def _input(batch: Batch) -> Tensor:
+def _get_only_input(batch: Batch) -> Tensor:
     """The only input, which must be a tensor of real numbers."""
-    tensors = batch.tensors()
+    tensors = batch.list_tensors()
     if len(tensors) != 1 or not tensors[0].is_floating_point():
         got = ", ".join(str(each.dtype) for each in tensors)
         raise NotDefinedError(f"needs one input of real numbers to differentiate by; the inputs are {got}")
     return tensors[0]
 
 
-def _squared_norms(setting: Setting, loss: CrossEntropy, batch: Batch) -> Tensor:
-    free = _input(batch).detach().requires_grad_()
-    args, kwargs = batch.map(lambda tensor: free)
+def _compute_squared_norms(setting: Setting, loss: CrossEntropy, batch: Batch) -> Tensor:
+    free = _get_only_input(batch).detach().requires_grad_()
+    args, kwargs = batch.map_tensors(lambda tensor: free)
     outputs = setting.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
-    axis = loss.class_axis(outputs, batch.targets)
+    axis = loss.find_class_axis(outputs, batch.targets)
     probabilities = outputs.softmax(axis).reshape(batch.examples, -1).sum(0)
     rows = [torch.autograd.grad(each, free, retain_graph=True)[0].reshape(batch.examples, -1) for each in probabilities]
     jacobian = torch.stack(rows, 1).double()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saltflat.forms import Form
-from saltflat.statistics import Site, Statistic, register
+from saltflat.forms import FactoredGradient
+from saltflat.statistics import ParameterSite, Statistic, register_statistic
 
 
-def _total(form: Form, site: Site) -> Tensor:
-    return form.expand(site.value.new_ones(form.columns, form.examples))
+def _sum_gradients(form: FactoredGradient, site: ParameterSite) -> Tensor:
+    return form.sum_weighted(site.value.new_ones(form.columns, form.examples))
 
 
-mean_gradient = register(
+mean_gradient = register_statistic(
     Statistic(
         "mean_gradient",
         of="gradient",
-        total=_total,
+        total=_sum_gradients,
         spread=None,
         meaning="How fast the mean loss changes with each single parameter: 0 at a minimum.",
         degree=1,

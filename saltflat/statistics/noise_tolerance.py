@@ -8,10 +8,10 @@ from torch import Tensor
 
 from saltflat.amounts import check_count, check_positive
 from saltflat.errors import OptionError
-from saltflat.noise import normals
-from saltflat.setting import Found, Setting
+from saltflat.noise import draw_normals
+from saltflat.setting import Setting, StatisticResult
 from saltflat.statistics import statistic
-from saltflat.whole import accuracy_at, moved, norm_of
+from saltflat.whole import compute_accuracy_at, compute_moved_weights, compute_norm
 
 DOUBLINGS = 10
 HALVINGS = 30
@@ -30,7 +30,7 @@ def noise_tolerance(
     magnitude_aware: bool = False,
     epsilon: float = 1e-3,
     depth: int = 20,
-) -> Found:
+) -> StatisticResult:
     r"""The largest :math:`\sigma` with a mean drop of the accuracy of at most ``drop`` under random noise.
 
     The noise is :math:`N(0, \sigma^2)`, or :math:`N(0, \sigma^2 w_i^2 + \epsilon^2)` if ``magnitude_aware``. The same
@@ -53,50 +53,55 @@ def noise_tolerance(
         raise OptionError(f"Got magnitude_aware={magnitude_aware!r}. Want True or False. Do: leave it out for False.")
     check_count(1, draws=draws, depth=depth)
     measured = setting.problem.network.measured
-    here, done = accuracy_at(setting), 0
+    here, done = compute_accuracy_at(setting), 0
 
-    def disturbed(sigma: float) -> float:
+    def compute_noisy_accuracy(sigma: float) -> float:
         nonlocal done
         found = 0.0
         for draw in range(draws):
-            noise = normals(setting, draw)
-            step = {name: _size(each, sigma, magnitude_aware, epsilon) * noise[name] for name, each in measured.items()}
-            found += accuracy_at(setting, moved(setting, step)) / draws
+            noise = draw_normals(setting, draw)
+            step = {
+                name: _compute_noise_size(each, sigma, magnitude_aware, epsilon) * noise[name]
+                for name, each in measured.items()
+            }
+            found += compute_accuracy_at(setting, compute_moved_weights(setting, step)) / draws
         done += 1
         setting.tick("Noise that the accuracy bears", done, None)
         return found
 
-    def borne(accuracy: float) -> bool:
+    def is_tolerated(accuracy: float) -> bool:
         return accuracy >= here - drop - 1e-12
 
-    def result(low: float, high: float, reason: str = "") -> Found:
+    def make_result(low: float, high: float, reason: str = "") -> StatisticResult:
         ends = [seen.get(low, nan), seen.get(high, nan)]
         value = {"sigma": nan if reason else low, "bracket": [low, high], "accuracy": here, "accuracies": ends}
-        return Found(value, exact=False, notes=(reason,) if reason else ())
+        return StatisticResult(value, exact=False, notes=(reason,) if reason else ())
 
     seen: dict[float, float] = {}
     if here - drop <= 0:
-        return result(0.0, nan, f"The accuracy is {here:.3g} and cannot drop by {drop:g}.")
+        return make_result(0.0, nan, f"The accuracy is {here:.3g} and cannot drop by {drop:g}.")
     numbers = sum(each.numel() for each in measured.values())
     # Weights that are all zero have no size to begin with.
-    sigma = 0.1 if magnitude_aware else 0.1 * norm_of(measured) / sqrt(numbers) or 0.1
+    sigma = 0.1 if magnitude_aware else 0.1 * compute_norm(measured) / sqrt(numbers) or 0.1
     low, high = 0.0, 0.0
     while not (low and high):
-        seen[sigma] = disturbed(sigma)
-        if borne(seen[sigma]):
+        seen[sigma] = compute_noisy_accuracy(sigma)
+        if is_tolerated(seen[sigma]):
             low, sigma = sigma, 2 * sigma
         else:
             high, sigma = sigma, sigma / 2
         if len(seen) > DOUBLINGS and not high:
-            return result(low, nan, f"The accuracy never drops by {drop:g}, up to noise of {low:.3g}.")
+            return make_result(low, nan, f"The accuracy never drops by {drop:g}, up to noise of {low:.3g}.")
         if len(seen) > HALVINGS and not low:
-            return result(0.0, high, f"The accuracy drops by more than {drop:g} under noise as small as {high:.3g}.")
+            return make_result(
+                0.0, high, f"The accuracy drops by more than {drop:g} under noise as small as {high:.3g}."
+            )
     for _ in range(depth):
         middle = (low + high) / 2
-        seen[middle] = disturbed(middle)
-        low, high = (middle, high) if borne(seen[middle]) else (low, middle)
-    return result(low, high)
+        seen[middle] = compute_noisy_accuracy(middle)
+        low, high = (middle, high) if is_tolerated(seen[middle]) else (low, middle)
+    return make_result(low, high)
 
 
-def _size(weight: Tensor, sigma: float, magnitude_aware: bool, epsilon: float) -> Tensor | float:
+def _compute_noise_size(weight: Tensor, sigma: float, magnitude_aware: bool, epsilon: float) -> Tensor | float:
     return (sigma**2 * weight.double().square() + epsilon**2).sqrt() if magnitude_aware else sigma

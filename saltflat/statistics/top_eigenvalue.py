@@ -8,28 +8,35 @@ import torch
 from torch import Tensor
 
 from saltflat.amounts import check_count, check_positive
-from saltflat.forms import Form
-from saltflat.geometry import geometries
-from saltflat.lanczos import block_products, curvature_along, room_for_basis, rounding, start_vectors, top_eigenvalues
-from saltflat.setting import Found, Setting
-from saltflat.statistics import Site, Statistic, statistic
-from saltflat.totals import Totals
+from saltflat.forms import FactoredGradient
+from saltflat.geometry import find_geometries
+from saltflat.lanczos import (
+    compute_curvature_replicates,
+    draw_start_vectors,
+    find_top_eigenvalues,
+    get_rounding_tolerance,
+    make_block_product,
+    reserve_basis,
+)
+from saltflat.setting import Setting, StatisticResult
+from saltflat.statistics import ParameterSite, Statistic, statistic
+from saltflat.totals import SweepTotals
 
 
 @statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.", passes=100)
-def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: int = 500) -> Found:
+def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: int = 500) -> StatisticResult:
     """``(5,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, steps, converged.
 
     ``tolerance`` is of that bound; what the precision allows if None.
     """
     check_count(1, steps=steps)
-    tolerance = rounding(setting) if tolerance is None else tolerance
+    tolerance = get_rounding_tolerance(setting) if tolerance is None else tolerance
     check_positive(tolerance=tolerance)
-    names = geometries(setting.problem.network)
-    starts = start_vectors(setting, names)
-    with room_for_basis(setting, names) as basis:
-        tops = top_eigenvalues(
-            block_products(setting),
+    names = find_geometries(setting.problem.network)
+    starts = draw_start_vectors(setting, names)
+    with reserve_basis(setting, names) as basis:
+        tops = find_top_eigenvalues(
+            make_block_product(setting),
             starts,
             tolerance,
             steps,
@@ -37,39 +44,41 @@ def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: i
             basis,
         )
 
-    def row(value: float | Tensor, name: str) -> Tensor:
+    def make_row(value: float | Tensor, name: str) -> Tensor:
         top = tops[name]
         return torch.tensor([float(value), top.residual, top.bound, top.steps, top.converged], dtype=torch.float64)
 
     replicates = None
-    if setting.plan.random:
-        found = curvature_along(setting, {name: top.vector for name, top in tops.items()})
-        replicates = tuple({name: row(each[name], name) for name in names} for each in found or ()) or None
+    if setting.plan.is_random:
+        found = compute_curvature_replicates(setting, {name: top.vector for name, top in tops.items()})
+        replicates = tuple({name: make_row(each[name], name) for name in names} for each in found or ()) or None
     silent = [name for name, top in tops.items() if top.value == 0]
     notes = (f"no curvature at all in {', '.join(silent[:4])}{' and others' * (len(silent) > 4)}",) if silent else ()
-    if setting.plan.random:
+    if setting.plan.is_random:
         notes = (*notes, "random columns bias a largest eigenvalue upwards: it picks out what is large by chance")
-    return Found(
-        {name: row(top.value, name) for name, top in tops.items()},
+    return StatisticResult(
+        {name: make_row(top.value, name) for name, top in tops.items()},
         replicates,
-        exact=not setting.plan.random,
+        exact=not setting.plan.is_random,
         notes=notes,
-        without=_without(setting, {name: top.vector for name, top in tops.items()}, row),
+        without=_make_leave_out(setting, {name: top.vector for name, top in tops.items()}, make_row),
     )
 
 
-def _without(
+def _make_leave_out(
     setting: Setting, vectors: Mapping[str, Tensor], row: Callable[[float | Tensor, str], Tensor]
 ) -> Callable[[int], dict[str, Tensor]] | None:
     """The eigenvalues with one group of examples left out, to first order: v' G v with the vectors as they are."""
     if setting.groups is None:
         return None
 
-    def total(form: Form, site: Site) -> Tensor:
+    def sum_curvature(form: FactoredGradient, site: ParameterSite) -> Tensor:
         return form.project(vectors[site.name].to(site.value)).double().square().sum()
 
-    along = Statistic("along", of="curvature", total=total, spread=None, meaning="v' G v", kind="scalar")
-    left_out = Totals(setting, [along], only=vectors.keys(), groups=setting.groups).sweep().without(along)
+    along = Statistic("along", of="curvature", total=sum_curvature, spread=None, meaning="v' G v", kind="scalar")
+    left_out = (
+        SweepTotals(setting, [along], only=vectors.keys(), groups=setting.groups).sweep().make_leave_one_out(along)
+    )
     if left_out is None:
         return None
     return lambda group: {name: row(value, name) for name, value in left_out(group).items()}

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saltflat.forms import Form
-from saltflat.statistics import Site, Statistic, register
+from saltflat.forms import FactoredGradient
+from saltflat.statistics import ParameterSite, Statistic, register_statistic
 
 
-def _total(form: Form, site: Site, axis: str = "column") -> Tensor:
+def _sum_unit_forms(form: FactoredGradient, site: ParameterSite, axis: str = "column") -> Tensor:
     assert site.geometry is not None
-    unit, units = site.geometry.units(axis)
-    return form.unit_squares(site.value, unit.to(site.value.device), units).double()
+    unit, units = site.geometry.index_units(axis)
+    return form.sum_unit_squares(site.value, unit.to(site.value.device), units).double()
 
 
-unit_forms = register(
+unit_forms = register_statistic(
     Statistic(
         "unit_forms",
         of="curvature",
-        total=_total,
+        total=_sum_unit_forms,
         spread=None,
         meaning="How fast the mean loss bends when all weights of one unit grow together.",
         kind="matrix",

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from saltflat.amounts import check_count, check_positive
-from saltflat.noise import normals
-from saltflat.setting import Found, Setting
+from saltflat.noise import draw_normals
+from saltflat.setting import Setting, StatisticResult
 from saltflat.statistics import statistic
-from saltflat.whole import Weights, check_loss, gradient_at, moved, norm_of, scales_of
+from saltflat.whole import (
+    Weights,
+    check_finite_loss,
+    compute_gradient_at,
+    compute_moved_weights,
+    compute_norm,
+    compute_scales,
+)
 
 
 @statistic(
@@ -19,7 +26,7 @@ from saltflat.whole import Weights, check_loss, gradient_at, moved, norm_of, sca
     meaning="Largest rise of the loss that was found within a ball around the weights.",
     passes=lambda steps, **_: 3 * steps,
 )
-def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adaptive: bool = True) -> Found:
+def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adaptive: bool = True) -> StatisticResult:
     r"""The largest L(w + d) - L(w) found with :math:`|d / c|_2 \le \rho`; c is \|w\|, or 1 if not ``adaptive``.
 
     Projected ascent in the coordinates u = d / c. The first step leads to SAM's (or ASAM's) point; a step that raises
@@ -38,28 +45,30 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
     """
     check_positive(radius=radius)
     check_count(1, steps=steps)
-    scales = scales_of(setting)
+    scales = compute_scales(setting)
     if not adaptive:
         scales = {name: torch.ones_like(each) for name, each in scales.items()}
 
-    def at(u: Weights) -> tuple[float, dict[str, Tensor]]:
-        loss, gradient = gradient_at(setting, moved(setting, {name: scales[name] * u[name] for name in u}))
+    def compute_loss_and_gradient(u: Weights) -> tuple[float, dict[str, Tensor]]:
+        loss, gradient = compute_gradient_at(
+            setting, compute_moved_weights(setting, {name: scales[name] * u[name] for name in u})
+        )
         return loss, {name: scales[name] * each for name, each in gradient.items()}
 
     u = {name: torch.zeros_like(each) for name, each in scales.items()}
-    here, uphill = at(u)
-    best = check_loss(here)
-    slope, first = norm_of(uphill), 0.0
+    here, uphill = compute_loss_and_gradient(u)
+    best = check_finite_loss(here)
+    slope, first = compute_norm(uphill), 0.0
     # At a minimum the slope is rounding: any direction serves to start from, provided that it is not a special one.
     if slope * radius <= 1e-12 * max(abs(here), 1e-12):
-        uphill = normals(setting, 0)
+        uphill = draw_normals(setting, 0)
     step = radius
     for number in range(steps):
-        length = norm_of(uphill)
+        length = compute_norm(uphill)
         if length == 0:
             break
-        tried = _into({name: u[name] + (step / length) * uphill[name] for name in u}, radius)
-        loss, there = at(tried)
+        tried = _project_into_ball({name: u[name] + (step / length) * uphill[name] for name in u}, radius)
+        loss, there = compute_loss_and_gradient(tried)
         if number == 0:
             first = loss - here
         if best < loss < inf:
@@ -68,14 +77,14 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
             step /= 4
         setting.tick("Search for the largest rise", number + 1, steps)
     rise = max(best - here, 0.0)
-    promised = radius * norm_of(uphill) - sum(float((uphill[name] * u[name]).sum()) for name in u)
+    promised = radius * compute_norm(uphill) - sum(float((uphill[name] * u[name]).sum()) for name in u)
     gap = max(promised, 0.0) / rise if rise > 0 else 0.0
     note = "The largest rise found by a search within the ball: a lower bound of the largest there is."
     found = {"value": rise, "first_step": first, "slope": slope, "gap": gap}
-    return Found(found, exact=False, notes=(note,))
+    return StatisticResult(found, exact=False, notes=(note,))
 
 
-def _into(u: Weights, radius: float) -> dict[str, Tensor]:
+def _project_into_ball(u: Weights, radius: float) -> dict[str, Tensor]:
     """The nearest point of the ball."""
-    shrink = min(1.0, radius / norm_of(u))
+    shrink = min(1.0, radius / compute_norm(u))
     return {name: shrink * each for name, each in u.items()}

@@ -12,31 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saltflat.studies.augmentation import Changes, changed
-from saltflat.studies.building import built
+from saltflat.studies.augmentation import Augmentation, augment_images
+from saltflat.studies.building import build_network
 from saltflat.studies.checkpoint import (
-    Standing,
-    identity,
-    placed_under,
-    read_checkpoint,
-    trained_from_plain,
-    trained_to_plain,
-    under,
+    Checkpoint,
+    add_prefix,
+    describe_training,
+    read_matching_checkpoint,
+    select_prefix,
+    trained_from_dict,
+    trained_to_dict,
     write_checkpoint,
 )
-from saltflat.studies.draws import seed_of
-from saltflat.studies.dropout import Masks, mask_shapes
-from saltflat.studies.evaluating import evaluated
+from saltflat.studies.draws import derive_seed
+from saltflat.studies.dropout import DropoutMasks, find_mask_shapes
+from saltflat.studies.evaluating import evaluate_model
 from saltflat.studies.examples import Examples
-from saltflat.studies.labels import TrainingSet, training_set
-from saltflat.studies.optimizers import optimizer_named, step_alone
-from saltflat.studies.order import order, steps_of
-from saltflat.studies.outcome import NOTHING, ended
-from saltflat.studies.precision import DTYPES, products_of
+from saltflat.studies.labels import TrainingSet, make_training_set
+from saltflat.studies.optimizers import find_optimizer, step_alone
+from saltflat.studies.order import count_steps, draw_order
+from saltflat.studies.outcome import NOTHING, make_outcome
+from saltflat.studies.precision import DTYPES, use_matmul_precision
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.schedules import rate
-from saltflat.studies.stopping import due, met
-from saltflat.studies.trained import Trained
+from saltflat.studies.schedules import compute_learning_rate
+from saltflat.studies.stopping import has_met_targets, is_check_due
+from saltflat.studies.trained import TrainedNetwork
 
 
 def train_alone(
@@ -47,7 +47,7 @@ def train_alone(
     checkpoint: Path | None = None,
     every: float = 30.0,
     tell: Callable[[int, int], None] | None = None,
-) -> Trained:
+) -> TrainedNetwork:
     """Train one network.
 
     Args:
@@ -60,15 +60,15 @@ def train_alone(
         tell: is called after every epoch with the epochs done and the epochs at most.
     """
     place = torch.device(device)
-    model = built(recipe, examples.shape, examples.classes)
+    model = build_network(recipe, examples.shape, examples.classes)
     initial = {name: each.detach().clone() for name, each in model.named_parameters()}
     here = examples.to(place, DTYPES[recipe.dtype])
-    who = "" if checkpoint is None else identity([recipe], examples, alone=True)
-    with products_of(recipe.dtype):
-        return _train(recipe, model.to(place), initial, here, checkpoint, who, every, tell)
+    who = "" if checkpoint is None else describe_training([recipe], examples, alone=True)
+    with use_matmul_precision(recipe.dtype):
+        return _train_model(recipe, model.to(place), initial, here, checkpoint, who, every, tell)
 
 
-def _train(
+def _train_model(
     recipe: Recipe,
     model: nn.Module,
     initial: dict[str, Tensor],
@@ -77,53 +77,55 @@ def _train(
     who: str,
     every: float,
     tell: Callable[[int, int], None] | None,
-) -> Trained:
-    data = training_set(recipe, examples)
-    shapes = mask_shapes(model, data.inputs[0])
+) -> TrainedNetwork:
+    data = make_training_set(recipe, examples)
+    shapes = find_mask_shapes(model, data.inputs[0])
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = optimizer_named(recipe.optimizer).alone(trained, recipe)
+    optimizer = find_optimizer(recipe.optimizer).alone(trained, recipe)
     measured = data.inputs[: data.measured], data.labels[: data.measured]
     epoch, curve, seconds = 0, [], 0.0
     train: tuple[float, float] | None = None
-    standing = None if checkpoint is None else read_checkpoint(checkpoint, who)
+    standing = None if checkpoint is None else read_matching_checkpoint(checkpoint, who)
     if standing is not None:
         if "trained" in standing.facts:
-            return trained_from_plain(standing.facts["trained"], dict(standing.tensors))
+            return trained_from_dict(standing.facts["trained"], dict(standing.tensors))
         epoch, curve, seconds = (standing.facts[each] for each in ("epoch", "curve", "seconds"))
-        model.load_state_dict(under(standing.tensors, "model"))
-        _restore(optimizer, under(standing.tensors, "optimizer"))
+        model.load_state_dict(select_prefix(standing.tensors, "model"))
+        _restore_optimizer_state(optimizer, select_prefix(standing.tensors, "optimizer"))
     began = written = time.perf_counter()
     stop = epoch >= recipe.epochs
     while not stop:
-        curve.append(_epoch(recipe, model, optimizer, data, shapes, epoch))
+        curve.append(_train_epoch(recipe, model, optimizer, data, shapes, epoch))
         epoch += 1
         stop = epoch >= recipe.epochs
         train = None
-        if not _finite(model, curve[-1]):
+        if not _is_finite(model, curve[-1]):
             stop, train = True, NOTHING
-        elif due(recipe, epoch):
-            train = evaluated(model, *measured)
-            stop = stop or met(recipe, *train) or not math.isfinite(train[0])
+        elif is_check_due(recipe, epoch):
+            train = evaluate_model(model, *measured)
+            stop = stop or has_met_targets(recipe, *train) or not math.isfinite(train[0])
         if tell is not None:
             tell(epoch, recipe.epochs)
         now = time.perf_counter()
         if checkpoint is not None and not stop and now - written >= every:
             facts = {"epoch": epoch, "curve": curve, "seconds": seconds + now - began}
-            kept = placed_under("model", model.state_dict()) | placed_under("optimizer", _memory(optimizer))
-            write_checkpoint(checkpoint, who, Standing(facts, kept))
+            kept = add_prefix("model", model.state_dict()) | add_prefix(
+                "optimizer", _flatten_optimizer_state(optimizer)
+            )
+            write_checkpoint(checkpoint, who, Checkpoint(facts, kept))
             written = time.perf_counter()
-    train = evaluated(model, *measured) if train is None else train
-    test = evaluated(model, examples.test_inputs, examples.test_labels)
+    train = evaluate_model(model, *measured) if train is None else train
+    test = evaluate_model(model, examples.test_inputs, examples.test_labels)
     counts = (data.measured, len(examples.test_labels))
-    outcome = ended(recipe, dict(model.named_parameters()), initial, train, test, counts, epoch, curve)
+    outcome = make_outcome(recipe, dict(model.named_parameters()), initial, train, test, counts, epoch, curve)
     weights = {name: each.detach().cpu().clone() for name, each in model.state_dict().items()}
-    found = Trained(weights, outcome, seconds + time.perf_counter() - began)
+    found = TrainedNetwork(weights, outcome, seconds + time.perf_counter() - began)
     if checkpoint is not None:
-        write_checkpoint(checkpoint, who, Standing({"trained": trained_to_plain(found)}, weights))
+        write_checkpoint(checkpoint, who, Checkpoint({"trained": trained_to_dict(found)}, weights))
     return found
 
 
-def _epoch(
+def _train_epoch(
     recipe: Recipe,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -133,34 +135,34 @@ def _epoch(
 ) -> float:
     """Every example once; the mean of the losses of the steps."""
     device, count = data.inputs.device, len(data.labels)
-    steps, places = steps_of(count, recipe.batch), order(recipe.seed, epoch, count).to(device)
-    changes = Changes.of(recipe, epoch, count)
-    changes = None if changes is None else Changes.stacked([changes], device)
-    masks = Masks.of(shapes, [recipe], epoch, device)
+    steps, places = count_steps(count, recipe.batch), draw_order(recipe.seed, epoch, count).to(device)
+    changes = Augmentation.draw(recipe, epoch, count)
+    changes = None if changes is None else Augmentation.stack([changes], device)
+    masks = DropoutMasks.from_recipes(shapes, [recipe], epoch, device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     model.train()
     # A network of the user's may draw from torch's own generators: these draws are repeatable, too.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        _seed(device, seed_of(recipe.seed, "own draws", epoch))
+        _seed_generators(device, derive_seed(recipe.seed, "own draws", epoch))
         for step in range(steps):
             begin, end = step * recipe.batch, min((step + 1) * recipe.batch, count)
             some = places[begin:end]
             inputs = data.inputs[some]
             if changes is not None:
-                inputs = changed(inputs, changes.part(begin, end))
+                inputs = augment_images(inputs, changes.select_range(begin, end))
             if masks is not None:
                 for name, mask in masks.draw(end - begin).items():
                     model.get_submodule(name.removesuffix(".mask")).mask = mask[0]
             loss = F.cross_entropy(model(inputs), data.labels[some])
             optimizer.zero_grad()
             loss.backward()
-            step_alone(optimizer, recipe, rate(recipe, epoch, epoch * steps + step))
+            step_alone(optimizer, recipe, compute_learning_rate(recipe, epoch, epoch * steps + step))
             total += loss.detach()
     model.eval()
     return float(total) / steps
 
 
-def _seed(device: torch.device, seed: int) -> None:
+def _seed_generators(device: torch.device, seed: int) -> None:
     """Of the CPU and of this device; torch.manual_seed would move the generators of other GPUs, too."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -168,11 +170,11 @@ def _seed(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def _finite(model: nn.Module, loss: float) -> bool:
+def _is_finite(model: nn.Module, loss: float) -> bool:
     return math.isfinite(loss) and all(bool(each.isfinite().all()) for each in model.parameters())
 
 
-def _memory(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _flatten_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
     return {
         f"{place}/{name}": torch.as_tensor(value)
@@ -182,7 +184,7 @@ def _memory(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def _restore(optimizer: torch.optim.Optimizer, memory: dict[str, Tensor]) -> None:
+def _restore_optimizer_state(optimizer: torch.optim.Optimizer, memory: dict[str, Tensor]) -> None:
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in memory.items():
         place, _, name = key.partition("/")

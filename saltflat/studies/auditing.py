@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from saltflat.errors import StudyError
 from saltflat.report.audit import Audit
-from saltflat.report.text import listed
-from saltflat.studies.canonical import digest
-from saltflat.studies.remaking import code_of, remade
+from saltflat.report.text import join_words
+from saltflat.studies.canonical import compute_digest
+from saltflat.studies.remaking import find_user_functions, load_trained_network
 from saltflat.studies.row import Row
-from saltflat.studies.source import check_allowed, fingerprint
+from saltflat.studies.source import check_code_allowed, compute_fingerprint
 from saltflat.studies.store import Store
-from saltflat.symmetry.audit import audit
+from saltflat.symmetry.audit import audit_invariance
 
 if TYPE_CHECKING:
     from saltflat.studies.results import Results
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES, DRAWS = 100, 3
 
 
-def audited(
+def audit_runs(
     results: Results,
     count: int,
     data_folder: str | os.PathLike[str] | None = None,
@@ -49,22 +49,22 @@ def audited(
     rows = [row for row in ended if row.status == "done"] or ended
     if not rows:
         raise StudyError("Got no run with weights in the folder. Want one to rescale. Do: run the study here first.")
-    chosen = _apart(rows, count)
-    code = [*([study.data.name] if study.data.is_function else []), *code_of(results, chosen)]
-    check_allowed(code, allow_code)
+    chosen = _choose_spread_rows(rows, count)
+    code = [*([study.data.name] if study.data.is_function else []), *find_user_functions(results, chosen)]
+    check_code_allowed(code, allow_code)
     if code and tell is not None:
-        tell(f"Importing and calling {listed(code)}, named by {results.folder}.")
+        tell(f"Importing and calling {join_words(code)}, named by {results.folder}.")
     examples = study.data.examples(None if data_folder is None else os.fspath(data_folder), allow_code=allow_code)
-    definition = store.definition() or {}
-    if definition.get("data", {}).get(digest(study.data.identity)) != fingerprint(examples):
+    definition = store.read_definition() or {}
+    if definition.get("data", {}).get(compute_digest(study.data.identity)) != compute_fingerprint(examples):
         raise StudyError(
             f"Got data {study.data.name!r} that are not those which the runs were trained on. Want the same examples. "
             "Do: name the folder that they are in."
         )
     found = {}
     for row in chosen:
-        network = remade(results, row.key, examples, allow_code=allow_code)
-        found[row.key] = audit(
+        network = load_trained_network(results, row.key, examples, allow_code=allow_code)
+        found[row.key] = audit_invariance(
             network.model,
             (network.inputs[:EXAMPLES].double(), network.labels[:EXAMPLES]),
             measures=list(study.measures),
@@ -77,12 +77,12 @@ def audited(
 
 def _has_weights(store: Store, key: str) -> bool:
     try:
-        return store.trained(key) is not None
+        return store.read_trained(key) is not None
     except StudyError:  # damaged: others will do
         return False
 
 
-def _apart(rows: Sequence[Row], count: int) -> list[Row]:
+def _choose_spread_rows(rows: Sequence[Row], count: int) -> list[Row]:
     """Rows spread over the gaps that there are, both ends among them; the one in the middle where one is asked for."""
     ordered = sorted(rows, key=lambda row: (row.gap["error"], row.gap["loss"]))
     if count >= len(ordered):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saltflat.studies.draws import generator
+from saltflat.studies.draws import make_generator
 from saltflat.studies.recipe import Recipe
 
 KINDS = ("none", "flip", "crop", "flip_crop")
 
 
 @dataclass(frozen=True)
-class Changes:
+class Augmentation:
     """What is done to each image of an epoch, in the order in which they are seen.
 
     Attributes:
@@ -29,17 +29,17 @@ class Changes:
     padding: int
 
     @classmethod
-    def of(cls, recipe: Recipe, epoch: int, count: int) -> Changes | None:
+    def draw(cls, recipe: Recipe, epoch: int, count: int) -> Augmentation | None:
         """Of an epoch; None where images are left as they are. Drawn on the CPU, from the seed and the epoch alone."""
         if recipe.augment == "none":
             return None
-        draws = generator(recipe.seed, "augment", epoch)
+        draws = make_generator(recipe.seed, "augment", epoch)
         padding = recipe.crop if "crop" in recipe.augment else 0
         mirrored = torch.randint(2, (count,), generator=draws, dtype=torch.bool) & ("flip" in recipe.augment)
         return cls(mirrored, torch.randint(2 * padding + 1, (count, 2), generator=draws), padding)
 
     @classmethod
-    def stacked(cls, changes: list[Changes], device: torch.device) -> Changes:
+    def stack(cls, changes: list[Augmentation], device: torch.device) -> Augmentation:
         """Of several networks, networks first."""
         return cls(
             torch.stack([each.mirrored for each in changes]).to(device),
@@ -47,19 +47,19 @@ class Changes:
             changes[0].padding,
         )
 
-    def part(self, begin: int, end: int) -> Changes:
+    def select_range(self, begin: int, end: int) -> Augmentation:
         """Of some of the images in the order, for networks one or many."""
-        return Changes(self.mirrored[..., begin:end], self.moved[..., begin:end, :], self.padding)
+        return Augmentation(self.mirrored[..., begin:end], self.moved[..., begin:end, :], self.padding)
 
 
-def changed(images: Tensor, changes: Changes) -> Tensor:
+def augment_images(images: Tensor, changes: Augmentation) -> Tensor:
     """Every image cut out of its padded self where its change says, and mirrored.
 
     Example:
         >>> image = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
-        >>> changed(image, Changes(torch.tensor([True]), torch.tensor([[0, 0]]), 0))
+        >>> augment_images(image, Augmentation(torch.tensor([True]), torch.tensor([[0, 0]]), 0))
         tensor([[[[2., 1.], [4., 3.]]]])
-        >>> changed(image, Changes(torch.tensor([False]), torch.tensor([[0, 1]]), 1))
+        >>> augment_images(image, Augmentation(torch.tensor([False]), torch.tensor([[0, 1]]), 1))
         tensor([[[[0., 0.], [1., 2.]]]])
     """
     *_, channels, height, width = images.shape

@@ -22,11 +22,11 @@ WHOLE = 2.0**53
 DEEPEST = 20
 
 
-def json_value(value: Any, where: str, depth: int = 0) -> Any:
+def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
     """The value in JSON's own types, tuples as lists; numbers of numpy and torch become Python's.
 
     Example:
-        >>> json_value({"widths": (64, 32)}, "the settings")
+        >>> to_json_value({"widths": (64, 32)}, "the settings")
         {'widths': [64, 32]}
     """
     if value is None or isinstance(value, bool | str):
@@ -43,12 +43,12 @@ def json_value(value: Any, where: str, depth: int = 0) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise StudyError(f"Got the name {key!r} in {where}. Want a text. Do: put it in quotes.")
-        return {key: json_value(each, f"{where}, {key!r}", depth + 1) for key, each in value.items()}
+        return {key: to_json_value(each, f"{where}, {key!r}", depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple | range):
-        return [json_value(each, where, depth + 1) for each in value]
+        return [to_json_value(each, where, depth + 1) for each in value]
     if hasattr(value, "tolist"):
         try:
-            return json_value(value.tolist(), where, depth)
+            return to_json_value(value.tolist(), where, depth)
         except (TypeError, RuntimeError):  # a class, or a sparse tensor
             pass
     raise StudyError(
@@ -57,40 +57,41 @@ def json_value(value: Any, where: str, depth: int = 0) -> Any:
     )
 
 
-def canonical(value: Any) -> Any:
+def canonicalize(value: Any) -> Any:
     """One form for values that mean the same: 1.0 is 1, a tuple is a list.
 
     Example:
-        >>> canonical([1.0, 0.5, True, (64.0,)])
+        >>> canonicalize([1.0, 0.5, True, (64.0,)])
         [1, 0.5, True, [64]]
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < WHOLE:
         return int(value)
     if isinstance(value, Mapping):
-        return {key: canonical(each) for key, each in value.items()}
+        return {key: canonicalize(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [canonical(each) for each in value]
+        return [canonicalize(each) for each in value]
     return value
 
 
-def text_of(value: Any) -> str:
+def dump_canonical_json(value: Any) -> str:
     """The canonical form as JSON, equal for what means the same.
 
     Example:
-        >>> text_of({"lr": 1.0, "batch": 64}) == text_of({"batch": 64, "lr": 1})
+        >>> dump_canonical_json({"lr": 1.0, "batch": 64}) == dump_canonical_json({"batch": 64, "lr": 1})
         True
     """
-    return json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return json.dumps(canonicalize(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def digest(value: Any, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> str:
+def compute_digest(value: Any, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> str:
     """Return sixteen hexadecimal digits that stand for a value, and for the tensors on the CPU that belong to it.
 
     Example:
-        >>> digest({"lr": 1.0}) == digest({"lr": 1}) != digest({"lr": 1}, {"weight": torch.zeros(2)})
+        >>> one = compute_digest({"lr": 1})
+        >>> compute_digest({"lr": 1.0}) == one != compute_digest({"lr": 1}, {"weight": torch.zeros(2)})
         True
     """
-    found = hashlib.sha256(text_of(value).encode())
+    found = hashlib.sha256(dump_canonical_json(value).encode())
     for name in sorted(tensors):
         each = tensors[name].detach().contiguous()
         found.update(f"{name!r} {tuple(each.shape)} {each.dtype}".encode())
@@ -99,6 +100,6 @@ def digest(value: Any, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> 
     return found.hexdigest()[:16]
 
 
-def frozen(value: Any) -> Any:
+def make_hashable(value: Any) -> Any:
     """Lists as tuples, all the way down, so that the value can be hashed."""
-    return tuple(frozen(each) for each in value) if isinstance(value, list | tuple) else value
+    return tuple(make_hashable(each) for each in value) if isinstance(value, list | tuple) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from saltflat.errors import OptionError, unknown
+from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.studies import augmentation, labels
 from saltflat.studies.initialisation import SCHEMES
 from saltflat.studies.optimizers import OPTIMIZERS
@@ -40,36 +40,36 @@ COUNTS = {"batch": 1, "epochs": 0, "check_every": 1, "crop": 0, "confusion": 0, 
 OPTIONAL = ("target_loss", "target_error", "train_size")
 
 
-def checked(recipe: Recipe) -> Recipe:
+def check_recipe(recipe: Recipe) -> Recipe:
     """The recipe, if each of its settings means something."""
     for field, (kind, known) in NAMES.items():
         if getattr(recipe, field) not in known:
-            raise unknown(kind, getattr(recipe, field), known)
+            raise make_unknown_name_error(kind, getattr(recipe, field), known)
     for field, (low, high) in NUMBERS.items():
         value = getattr(recipe, field)
         if value is None and field in OPTIONAL:
             continue
-        if not _number(value) or not low <= value < high:
+        if not _is_finite_number(value) or not low <= value < high:
             wanted = "a number" if low == -math.inf else f"a number from {low:g} to below {high:g}"
-            raise _wrong(field, value, wanted)
+            raise _make_setting_error(field, value, wanted)
     for field, least in COUNTS.items():
         value = getattr(recipe, field)
         if value is None and field in OPTIONAL:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise _wrong(field, value, f"a whole number of at least {least}")
-    if not _number(recipe.label_noise) or not 0 <= recipe.label_noise <= 1:
-        raise _wrong("label_noise", recipe.label_noise, "a share from 0 to 1")
+            raise _make_setting_error(field, value, f"a whole number of at least {least}")
+    if not _is_finite_number(recipe.label_noise) or not 0 <= recipe.label_noise <= 1:
+        raise _make_setting_error("label_noise", recipe.label_noise, "a share from 0 to 1")
     if not isinstance(recipe.seed, int) or isinstance(recipe.seed, bool):
-        raise _wrong("seed", recipe.seed, "a whole number")
-    if not all(_number(share) for share in recipe.milestones):
-        raise _wrong("milestones", recipe.milestones, "shares of the epochs, such as (0.5, 0.75)")
+        raise _make_setting_error("seed", recipe.seed, "a whole number")
+    if not all(_is_finite_number(share) for share in recipe.milestones):
+        raise _make_setting_error("milestones", recipe.milestones, "shares of the epochs, such as (0.5, 0.75)")
     return recipe
 
 
-def _number(value: object) -> bool:
+def _is_finite_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _wrong(field: str, value: object, wanted: str) -> OptionError:
+def _make_setting_error(field: str, value: object, wanted: str) -> OptionError:
     return OptionError(f"Got {field}={value!r}. Want {wanted}. Do: set another {field}.")

@@ -12,12 +12,19 @@ from typing import Any
 from torch import Tensor
 
 from saltflat.errors import StudyError
-from saltflat.report.file import replacing
+from saltflat.report.file import replace_atomically
 from saltflat.studies.examples import Examples
-from saltflat.studies.integrity import DamageError, checksum, explain, is_there, read_tensors, tensor_bytes
+from saltflat.studies.integrity import (
+    DamageError,
+    compute_checksum,
+    explain_damage,
+    has_file,
+    read_tensors,
+    serialize_tensors,
+)
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row_file import outcome_from_dict
-from saltflat.studies.trained import Trained
+from saltflat.studies.trained import TrainedNetwork
 
 FORM = "saltflat.checkpoint/1"
 # What earlier versions wrote beside the tensors.
@@ -27,33 +34,33 @@ SAMPLE = 512
 
 
 @dataclass(frozen=True)
-class Standing:
+class Checkpoint:
     """What a checkpoint holds: plain values, and tensors by name."""
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
 
-def identity(recipes: Sequence[Recipe], examples: Examples, **options: object) -> str:
+def describe_training(recipes: Sequence[Recipe], examples: Examples, **options: object) -> str:
     """What must be the same for a checkpoint to be of use: recipes, data and how they are trained."""
-    plain = [{**_fields(recipe), "architecture": dict(recipe.architecture)} for recipe in recipes]
+    plain = [{**_get_settings(recipe), "architecture": dict(recipe.architecture)} for recipe in recipes]
     data = [
-        _known_again(part)
+        _compute_sample_checksum(part)
         for part in (examples.train_inputs, examples.train_labels, examples.test_inputs, examples.test_labels)
     ]
     return json.dumps({"form": FORM, "recipes": plain, "data": data, "options": options}, sort_keys=True)
 
 
-def _fields(recipe: Recipe) -> dict[str, Any]:
+def _get_settings(recipe: Recipe) -> dict[str, Any]:
     return {name: getattr(recipe, name) for name in recipe.__dataclass_fields__ if name != "architecture"}
 
 
-def _known_again(tensor: Tensor) -> list[Any]:
+def _compute_sample_checksum(tensor: Tensor) -> list[Any]:
     rows = tensor[:: max(1, len(tensor) // SAMPLE)].contiguous().cpu()
-    return [list(tensor.shape), checksum({"rows": rows})]
+    return [list(tensor.shape), compute_checksum({"rows": rows})]
 
 
-def write_checkpoint(path: str | os.PathLike[str], who: str, standing: Standing) -> None:
+def write_checkpoint(path: str | os.PathLike[str], who: str, standing: Checkpoint) -> None:
     """Whoever reads sees the checkpoint before or this one, never half of it."""
     tensors = {name: each.detach().cpu().contiguous() for name, each in standing.tensors.items()}
     # The file sorts names; the order of a state_dict is told beside it.
@@ -63,81 +70,81 @@ def write_checkpoint(path: str | os.PathLike[str], who: str, standing: Standing)
         "facts": json.dumps(standing.facts),
         "names": json.dumps(list(tensors)),
     }
-    with replacing(path, follow_links=False) as part:
-        part.write_bytes(tensor_bytes(tensors, facts))
+    with replace_atomically(path, follow_links=False) as part:
+        part.write_bytes(serialize_tensors(tensors, facts))
 
 
-def load_checkpoint(path: Path) -> tuple[str, Standing]:
+def load_checkpoint(path: Path) -> tuple[str, Checkpoint]:
     """Return whose checkpoint a file is, and what it holds; a DamageError if it is not what was written."""
     tensors, found = read_tensors(path, OLD_FACTS)
     if found.get("key", path.stem) != path.stem:
         raise DamageError(path, f"it is of the training {found['key']!r}")
     try:
-        standing = Standing(json.loads(found["facts"]), {name: tensors[name] for name in json.loads(found["names"])})
-        _check_form(standing)
+        standing = Checkpoint(json.loads(found["facts"]), {name: tensors[name] for name in json.loads(found["names"])})
+        _check_facts(standing)
         return found["who"], standing
     except Exception as problem:  # earlier versions had no digest over these
-        raise DamageError(path, explain(problem)) from problem
+        raise DamageError(path, explain_damage(problem)) from problem
 
 
-def read_checkpoint(path: str | os.PathLike[str], who: str) -> Standing | None:
+def read_matching_checkpoint(path: str | os.PathLike[str], who: str) -> Checkpoint | None:
     """What was written for the same training; None where there is nothing, something else, or something damaged."""
     try:
-        owner, standing = load_checkpoint(Path(path)) if is_there(Path(path)) else (None, None)
+        owner, standing = load_checkpoint(Path(path)) if has_file(Path(path)) else (None, None)
     except StudyError:  # damaged, or closed to us
         return None
     return standing if owner == who else None
 
 
-def _check_form(standing: Standing) -> None:
+def _check_facts(standing: Checkpoint) -> None:
     """Raise an error unless the facts are such as a training writes, alone or together with others."""
     facts = standing.facts
     if "stacks" in facts:
         for each in facts["finished"].values():
-            _check_plain(each)
+            _check_trained_dict(each)
         for place, stack in enumerate(facts["stacks"]):
             members = len(stack["members"])
-            own = under(standing.tensors, f"stack/{place}")
-            _check_all(int, [*stack["members"], stack["epoch"]])
-            _check_all(str, stack["notes"])
+            own = select_prefix(standing.tensors, f"stack/{place}")
+            _check_types(int, [*stack["members"], stack["epoch"]])
+            _check_types(str, stack["notes"])
             if own and members:
                 if any(len(each) != members for each in (stack["curves"], stack["seconds"], *own.values())):
                     raise ValueError("its networks are not as many as it says")
-                _check_all(float, [*stack["seconds"], *(loss for curve in stack["curves"] for loss in curve)])
+                _check_types(float, [*stack["seconds"], *(loss for curve in stack["curves"] for loss in curve)])
                 if any(len(curve) != stack["epoch"] for curve in stack["curves"]):
                     raise ValueError("its epochs are not as many as it says")
     elif "trained" in facts:
-        _check_plain(facts["trained"])
+        _check_trained_dict(facts["trained"])
     else:
-        _check_all(int, [facts["epoch"]])
-        _check_all(float, [facts["seconds"], *facts["curve"]])
+        _check_types(int, [facts["epoch"]])
+        _check_types(float, [facts["seconds"], *facts["curve"]])
         if len(facts["curve"]) != facts["epoch"]:
             raise ValueError("its epochs are not as many as it says")
 
 
-def _check_plain(plain: Mapping[str, Any]) -> None:
-    _check_all(float, [trained_from_plain(plain, {}).seconds])
+def _check_trained_dict(plain: Mapping[str, Any]) -> None:
+    _check_types(float, [trained_from_dict(plain, {}).seconds])
 
 
-def _check_all(kind: type, values: Iterable[Any]) -> None:
+def _check_types(kind: type, values: Iterable[Any]) -> None:
     wrong = [value for value in values if type(value) is not kind]
     if wrong:
         raise TypeError(f"it has {wrong[0]!r} where a {kind.__name__} belongs")
 
 
-def trained_to_plain(trained: Trained) -> dict[str, Any]:
+def trained_to_dict(trained: TrainedNetwork) -> dict[str, Any]:
     """All of it but the weights, as plain values."""
     return {"outcome": asdict(trained.outcome), "seconds": trained.seconds}
 
 
-def trained_from_plain(plain: Mapping[str, Any], weights: dict[str, Tensor]) -> Trained:
-    return Trained(weights, outcome_from_dict(plain["outcome"]), plain["seconds"])
+def trained_from_dict(plain: Mapping[str, Any], weights: dict[str, Tensor]) -> TrainedNetwork:
+    return TrainedNetwork(weights, outcome_from_dict(plain["outcome"]), plain["seconds"])
 
 
-def under(tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
+def select_prefix(tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
     """Those whose names begin with the folder, without it."""
     return {name.removeprefix(f"{folder}/"): each for name, each in tensors.items() if name.startswith(f"{folder}/")}
 
 
-def placed_under(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def add_prefix(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{folder}/{name}": each for name, each in tensors.items()}

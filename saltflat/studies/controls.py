@@ -10,7 +10,7 @@ from saltflat.studies.row import Row
 CONTROLS = ("parameters", "norm", "distance", "train_loss", "lr", "batch", "noise")
 
 
-def controls_of(row: Row) -> dict[str, float]:
+def compute_controls(row: Row) -> dict[str, float]:
     """Simple numbers of a run that a measure should do better than; those that are not known are left out.
 
     They are the number of parameters, the norm of the weights and their distance from initialisation, the training
@@ -18,7 +18,7 @@ def controls_of(row: Row) -> dict[str, float]:
     but the run's key: what it scores is what chance scores.
 
     Example:
-        >>> list(controls_of(Row(key="a1", config={"lr": 0.1, "batch": 64}, status="failed")))
+        >>> list(compute_controls(Row(key="a1", config={"lr": 0.1, "batch": 64}, status="failed")))
         ['lr', 'batch', 'noise']
     """
     found: dict[str, Any] = {}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saltflat.errors import unknown
+from saltflat.errors import make_unknown_name_error
 from saltflat.studies.dropout import Dropout
 
 WAYS = ("auto", "grouped", "each", "banded")
@@ -33,7 +33,7 @@ ALIGNED = 4  # numbers of float32 in 16 bytes
 
 
 @dataclass(frozen=True)
-class Form:
+class ConvolutionOptions:
     """What a convolution is besides its numbers.
 
     Attributes:
@@ -47,27 +47,27 @@ class Form:
     last: bool
 
 
-Way: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Form], Tensor]
+Way: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, ConvolutionOptions], Tensor]
 
 
-def use_way(model: nn.Module, way: str) -> None:
+def set_convolution_method(model: nn.Module, way: str) -> None:
     """Make the convolutions of a model go this way under ``vmap``; the model is of no other use afterwards.
 
     Convolutions with groups, dilation or padding other than zeros stay as ``vmap`` has them: grouped.
     """
     if way not in WAYS:
-        raise unknown("way of convolving", way, WAYS)
+        raise make_unknown_name_error("way of convolving", way, WAYS)
     last = type(model) is nn.Sequential and all(type(layer) in EITHER for layer in model)
     for module in model.modules():
         if type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
             # vmap has no rule for what torch does here when channels are last in memory.
-            module.forward = _mean  # type: ignore[method-assign, assignment]
-        if type(module) is nn.Conv2d and _plain(module):
-            form = Form(_pair(module.stride), _pair(module.padding), last)
-            module.forward = partial(_forward, module, form, way)  # type: ignore[method-assign]
+            module.forward = _average_pixels  # type: ignore[method-assign, assignment]
+        if type(module) is nn.Conv2d and _is_plain_convolution(module):
+            form = ConvolutionOptions(_to_pair(module.stride), _to_pair(module.padding), last)
+            module.forward = partial(_forward_convolution, module, form, way)  # type: ignore[method-assign]
 
 
-def chosen_way(x: Tensor, weight: Tensor) -> str:
+def choose_convolution_method(x: Tensor, weight: Tensor) -> str:
     """What ``"auto"`` means for these images and kernels.
 
     On two cores, grouped convolutions of 3 x 3 were as quick as any, and those of 5 x 5 slower than one by one. On an
@@ -81,32 +81,32 @@ def chosen_way(x: Tensor, weight: Tensor) -> str:
     return "banded" if x.shape[-1] <= NARROW * weight.shape[-1] else "grouped"
 
 
-def _plain(module: nn.Conv2d) -> bool:
+def _is_plain_convolution(module: nn.Conv2d) -> bool:
     numeric = not isinstance(module.padding, str)
-    return numeric and module.groups == 1 and module.padding_mode == "zeros" and _pair(module.dilation) == (1, 1)
+    return numeric and module.groups == 1 and module.padding_mode == "zeros" and _to_pair(module.dilation) == (1, 1)
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _to_pair(value: Any) -> tuple[int, int]:
     first, second = value
     return first, second
 
 
-def _forward(module: nn.Conv2d, form: Form, way: str, x: Tensor) -> Tensor:
+def _forward_convolution(module: nn.Conv2d, form: ConvolutionOptions, way: str, x: Tensor) -> Tensor:
     if x.dim() == 3:  # one image by itself
-        return _forward(module, form, way, x[None])[0]
-    found: Tensor = _Convolution.apply(x, module.weight, module.bias, form, way)  # type: ignore[no-untyped-call]
+        return _forward_convolution(module, form, way, x[None])[0]
+    found: Tensor = _StackedConvolution.apply(x, module.weight, module.bias, form, way)  # type: ignore[no-untyped-call]
     return found
 
 
-def _mean(x: Tensor) -> Tensor:
+def _average_pixels(x: Tensor) -> Tensor:
     return x.mean((-2, -1), keepdim=True)
 
 
-class _Convolution(torch.autograd.Function):
+class _StackedConvolution(torch.autograd.Function):
     """Gives ``vmap`` the stacked tensors, and has them convolved by ordinary operations, which autograd follows."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, way: str) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions, way: str) -> Tensor:
         return F.conv2d(x, weight, bias, form.stride, form.padding)
 
     @staticmethod
@@ -119,26 +119,26 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, way: str
+        info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions, way: str
     ) -> tuple[Tensor, int]:
         of_images, of_weights, of_biases, *_ = in_dims
         weight = weight.movedim(of_weights, 0)
         bias = None if bias is None else bias.movedim(of_biases, 0)
         if of_images is None:
-            return _shared(x, weight, bias, form), 0
+            return _convolve_shared_images(x, weight, bias, form), 0
         x = x.movedim(of_images, 0)
-        chosen = chosen_way(x, weight) if way == "auto" else way
+        chosen = choose_convolution_method(x, weight) if way == "auto" else way
         return STACKED[chosen](x, weight, bias, form), 0
 
 
-def _shared(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+def _convolve_shared_images(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions) -> Tensor:
     """All networks see the same images: one convolution with the channels of all."""
     flat = None if bias is None else bias.flatten()
     found = F.conv2d(x, weight.flatten(0, 1), flat, form.stride, form.padding)
     return found.reshape(len(x), *weight.shape[:2], *found.shape[2:]).transpose(0, 1)
 
 
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+def _convolve_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions) -> Tensor:
     networks = len(x)
     flat = None if bias is None else bias.flatten()
     images = x.transpose(0, 1).flatten(1, 2)
@@ -146,7 +146,7 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tens
     return found.reshape(len(found), networks, -1, *found.shape[2:]).transpose(0, 1)
 
 
-def _each(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+def _convolve_each(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions) -> Tensor:
     biases = [None] * len(weight) if bias is None else bias.unbind()
     return torch.stack(
         [
@@ -156,7 +156,7 @@ def _each(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
     )
 
 
-def _banded(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+def _convolve_banded(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions) -> Tensor:
     networks, batch, channels, _, width = x.shape
     _, outputs, _, high, wide = weight.shape
     (down, across), (above, beside) = form.stride, form.padding
@@ -181,4 +181,4 @@ def _banded(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tenso
     return found if form.last else found.contiguous()
 
 
-STACKED: dict[str, Way] = {"grouped": _grouped, "each": _each, "banded": _banded}
+STACKED: dict[str, Way] = {"grouped": _convolve_grouped, "each": _convolve_each, "banded": _convolve_banded}

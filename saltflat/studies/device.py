@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from saltflat.errors import DeviceError, first_line
+from saltflat.errors import DeviceError, format_error_line
 
 
-def device_for(name: str, here: bool = True) -> str:
+def resolve_device(name: str, here: bool = True) -> str:
     """The device of this name; ``"auto"`` is a GPU if there is one. Looked for only where this process will use it."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,19 +19,19 @@ def device_for(name: str, here: bool = True) -> str:
             torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
-            f"Got the device {name!r}, which cannot be used here ({first_line(error)}). "
+            f"Got the device {name!r}, which cannot be used here ({format_error_line(error)}). "
             "Want one that torch can reach. Do: use 'cpu', or 'auto'."
         ) from error
     return name
 
 
-def resources_for(executor: str, device: str, given: Mapping[str, float]) -> dict[str, float]:
+def resolve_resources(executor: str, device: str, given: Mapping[str, float]) -> dict[str, float]:
     """What one task asks of the executor: on a cluster a GPU, where the study works on one, unless it is said.
 
     Example:
-        >>> resources_for("ray", "cuda", {"cpus": 2}), resources_for("ray", "cuda", {"gpus": 0.5})
+        >>> resolve_resources("ray", "cuda", {"cpus": 2}), resolve_resources("ray", "cuda", {"gpus": 0.5})
         ({'gpus': 1, 'cpus': 2}, {'gpus': 0.5})
-        >>> resources_for("ray", "cpu", {}), resources_for("processes", "cuda", {})
+        >>> resolve_resources("ray", "cpu", {}), resolve_resources("processes", "cuda", {})
         ({}, {})
     """
     place = torch.device(device)

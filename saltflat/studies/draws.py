@@ -7,16 +7,17 @@ from hashlib import blake2b
 import torch
 
 
-def seed_of(*what: int | str) -> int:
+def derive_seed(*what: int | str) -> int:
     """A number for these words and numbers, the same on every machine.
 
     Example:
-        >>> seed_of(0, "order", 1) == seed_of(0, "order", 1), seed_of(0, "order", 1) == seed_of(0, "order", 2)
+        >>> seed = derive_seed(0, "order", 1)
+        >>> seed == derive_seed(0, "order", 1), seed == derive_seed(0, "order", 2)
         (True, False)
     """
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def generator(*what: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+def make_generator(*what: int | str, device: torch.device | str = "cpu") -> torch.Generator:
     """A generator of random numbers of its own for this purpose."""
-    return torch.Generator(device).manual_seed(seed_of(*what))
+    return torch.Generator(device).manual_seed(derive_seed(*what))

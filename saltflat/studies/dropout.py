@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from saltflat.studies.draws import seed_of
+from saltflat.studies.draws import derive_seed
 from saltflat.studies.precision import DTYPES
 from saltflat.studies.recipe import Recipe
 
@@ -28,7 +28,7 @@ class Dropout(nn.Module):
 
 
 @torch.no_grad()
-def mask_shapes(model: nn.Module, example: Tensor) -> dict[str, tuple[int, ...]]:
+def find_mask_shapes(model: nn.Module, example: Tensor) -> dict[str, tuple[int, ...]]:
     """What each dropout layer sees of one example, by the name of its mask; the model is in eval mode, and stays."""
     shapes: dict[str, tuple[int, ...]] = {}
     layers = {f"{name}.mask": module for name, module in model.named_modules() if isinstance(module, Dropout)}
@@ -46,7 +46,7 @@ def mask_shapes(model: nn.Module, example: Tensor) -> dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Masks:
+class DropoutMasks:
     """The masks of several networks in one epoch, each drawn from a generator of the network's own."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -55,9 +55,9 @@ class Masks:
     factor: Tensor
 
     @classmethod
-    def of(
+    def from_recipes(
         cls, shapes: Mapping[str, tuple[int, ...]], recipes: Sequence[Recipe], epoch: int, device: torch.device
-    ) -> Masks | None:
+    ) -> DropoutMasks | None:
         """None where nothing is dropped."""
         if not shapes or all(recipe.dropout == 0 for recipe in recipes):
             return None
@@ -65,7 +65,7 @@ class Masks:
         dtype = DTYPES[recipes[0].dtype]
         return cls(
             shapes,
-            [_generator(recipe, epoch, device) for recipe in recipes],
+            [_make_dropout_generator(recipe, epoch, device) for recipe in recipes],
             (1 - kept).to(device, torch.float32),
             (1 / kept).to(device, dtype),
         )
@@ -86,7 +86,7 @@ class Masks:
         }
 
 
-def _generator(recipe: Recipe, epoch: int, device: torch.device) -> torch.Generator | None:
+def _make_dropout_generator(recipe: Recipe, epoch: int, device: torch.device) -> torch.Generator | None:
     if recipe.dropout == 0:
         return None
-    return torch.Generator(device).manual_seed(seed_of(recipe.seed, "dropout", epoch))
+    return torch.Generator(device).manual_seed(derive_seed(recipe.seed, "dropout", epoch))

@@ -10,11 +10,11 @@ BATCH = 1024
 
 
 @torch.no_grad()
-def evaluated(model: nn.Module, inputs: Tensor, labels: Tensor, batch: int = BATCH) -> tuple[float, float]:
+def evaluate_model(model: nn.Module, inputs: Tensor, labels: Tensor, batch: int = BATCH) -> tuple[float, float]:
     """Mean cross-entropy and the share of wrong answers; the model is given back in the mode it was in.
 
     Example:
-        >>> evaluated(nn.Identity(), torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1]))
+        >>> evaluate_model(nn.Identity(), torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1]))
         (0.6931471..., 0.5)
     """
     modes = [(module, module.training) for module in model.modules()]

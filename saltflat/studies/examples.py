@@ -29,13 +29,13 @@ class Examples:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Examples:
         """The same elsewhere, inputs in this precision; whole numbers, such as those of words, stay whole."""
 
-        def placed(inputs: Tensor) -> Tensor:
+        def move_inputs(inputs: Tensor) -> Tensor:
             return inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
 
         return Examples(
-            placed(self.train_inputs),
+            move_inputs(self.train_inputs),
             self.train_labels.to(device),
-            placed(self.test_inputs),
+            move_inputs(self.test_inputs),
             self.test_labels.to(device),
         )
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from saltflat.errors import SaltflatError, first_line
+from saltflat.errors import SaltflatError, format_error_line
 from saltflat.problem import Problem
-from saltflat.studies.building import built
-from saltflat.studies.canonical import text_of
+from saltflat.studies.building import build_network
+from saltflat.studies.canonical import dump_canonical_json
 from saltflat.studies.examples import Examples
-from saltflat.studies.grid import recipe_of, refuse
+from saltflat.studies.grid import make_recipe, raise_problems
 from saltflat.studies.precision import DTYPES
 from saltflat.studies.recipe import SETTINGS, Recipe
 
@@ -27,25 +27,27 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
     """Refuse a study that its examples do not allow, with all that is wrong."""
     if study.train is not None:
         return
-    recipes = [recipe_of(config) for config in runs.values()]
+    recipes = [make_recipe(config) for config in runs.values()]
     sizes = dict.fromkeys((r.train_size, r.confusion, r.batch, r.nesterov, r.momentum, r.optimizer) for r in recipes)
-    problems = [text for each in sizes for text in _size_problems(*each, len(examples.train_inputs))]
+    problems = [text for each in sizes for text in _find_size_problems(*each, len(examples.train_inputs))]
     if len(examples.shape) != 3:
         problems += [
             f"Got augment={kind!r} for inputs of shape {examples.shape}. Want images: channels, height, width. "
             "Do: leave augment out."
             for kind in dict.fromkeys(recipe.augment for recipe in recipes if recipe.augment != "none")
         ]
-    structures = {text_of([{name: getattr(r, name) for name in BUILDING}, r.architecture]): r for r in recipes}
+    structures = {
+        dump_canonical_json([{name: getattr(r, name) for name in BUILDING}, r.architecture]): r for r in recipes
+    }
     # An epoch that ends in a single example: BatchNorm has nothing to take a variance of.
-    lonely = {_last_batch(recipe, examples): recipe for recipe in recipes}.get(1)
+    lonely = {_compute_last_batch_size(recipe, examples): recipe for recipe in recipes}.get(1)
     problems += [
-        text for recipe in structures.values() for text in _structure_problems(study, recipe, examples, lonely)
+        text for recipe in structures.values() for text in _find_structure_problems(study, recipe, examples, lonely)
     ]
-    refuse(problems, f"the study {study.name!r}")
+    raise_problems(problems, f"the study {study.name!r}")
 
 
-def _size_problems(
+def _find_size_problems(
     train_size: int | None, confusion: int, batch: int, nesterov: bool, momentum: float, optimizer: str, there: int
 ) -> Iterator[str]:
     taken = there - confusion if train_size is None else train_size
@@ -64,19 +66,19 @@ def _size_problems(
         yield "Got nesterov=True with momentum=0. Want momentum to look ahead by. Do: give momentum."
 
 
-def _last_batch(recipe: Recipe, examples: Examples) -> int:
+def _compute_last_batch_size(recipe: Recipe, examples: Examples) -> int:
     """How many examples the last step of an epoch has."""
     there = len(examples.train_inputs)
     taken = there if recipe.train_size is None else recipe.train_size + recipe.confusion
     return taken % recipe.batch or recipe.batch
 
 
-def _structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely: Recipe | None) -> Iterator[str]:
+def _find_structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely: Recipe | None) -> Iterator[str]:
     """Build the network once, run it on two examples, and see that the layers to measure are there."""
     told = ", ".join(f"{name}={value!r}" for name, value in recipe.architecture.items()) or "no arguments"
     network = f"the network {recipe.network!r} with {told}"
     try:
-        model = built(recipe, examples.shape, examples.classes)
+        model = build_network(recipe, examples.shape, examples.classes)
         inputs = examples.train_inputs[:2]
         inputs = inputs.to(DTYPES[recipe.dtype]) if inputs.is_floating_point() else inputs
         with torch.no_grad():
@@ -86,8 +88,8 @@ def _structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely
         return
     except Exception as error:  # a network of the user's, or sizes that do not fit, can fail in any way
         yield (
-            f"Got {first_line(error)} from {network} on inputs of shape {examples.shape}. Want a network that takes "
-            "them. Do: change its arguments, or the data."
+            f"Got {format_error_line(error)} from {network} on inputs of shape {examples.shape}. Want a network that "
+            "takes them. Do: change its arguments, or the data."
         )
         return
     if tuple(outputs.shape) != (len(inputs), examples.classes):
@@ -103,7 +105,7 @@ def _structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely
         except Exception as error:
             yield (
                 f"Got batch={lonely.batch}, with which an epoch ends in a single example, and {network} cannot be "
-                f"trained on one ({first_line(error)}). Want another batch. Do: change batch or train_size."
+                f"trained on one ({format_error_line(error)}). Want another batch. Do: change batch or train_size."
             )
             return
         finally:
@@ -111,7 +113,7 @@ def _structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely
     layers = study.measure.get("layers")
     if layers is not None:
         try:
-            Problem.of(model, (inputs, examples.train_labels[:2]), layers=layers)
+            Problem.build(model, (inputs, examples.train_labels[:2]), layers=layers)
         except Exception as error:
             yield str(error)
 

@@ -9,11 +9,11 @@ from dataclasses import fields
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from saltflat.errors import SaltflatError, StudyError, unknown
-from saltflat.studies.canonical import FORMAT, canonical, digest, frozen, text_of
+from saltflat.errors import SaltflatError, StudyError, make_unknown_name_error
+from saltflat.studies.canonical import FORMAT, canonicalize, compute_digest, dump_canonical_json, make_hashable
 from saltflat.studies.recipe import SETTINGS, Recipe
 from saltflat.studies.settings import ALLOWED
-from saltflat.studies.takers import STOPS, Taker, network_taker, train_taker
+from saltflat.studies.takers import STOPS, ConfigurableFunction, inspect_network, inspect_train_function
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
@@ -24,69 +24,69 @@ ELSEWHERE = {"learning_rate": "lr", "batch_size": "batch", "num_epochs": "epochs
 USUAL = {each.name: each.default for each in fields(Recipe) if each.name in SETTINGS}
 
 
-def runs_of(study: Study) -> dict[str, dict[str, Any]]:
+def expand_runs(study: Study) -> dict[str, dict[str, Any]]:
     """The configuration of each run by its key, in the order of the grid; all that is wrong is told at once."""
     where = f"the study {study.name!r}"
-    refuse(_form_problems(study), where)
-    count = count_of(study)
+    raise_problems(_find_grid_problems(study), where)
+    count = count_runs(study)
     if count > MOST_RUNS:
         raise StudyError(
             f"Got a grid of {count:,} runs. Want at most {MOST_RUNS:,}. Do: take values or axes away, or make several "
             "studies of it."
         )
-    takers, problems = _takers(study)
-    problems += _name_problems(study, takers)
+    takers, problems = _inspect_functions(study)
+    problems += _find_name_problems(study, takers)
     if study.train is None:
-        problems += _value_problems(study)
-    refuse(problems, where)
+        problems += _find_value_problems(study)
+    raise_problems(problems, where)
     found = {}
-    for place in places_of(study):
+    for place in iter_grid_points(study):
         given = {**study.settings, **study.stop_settings, **place}
-        config, identity = _config(study, given, takers)
-        found[digest(identity)] = config
+        config, identity = _make_config(study, given, takers)
+        found[compute_digest(identity)] = config
     return found
 
 
-def count_of(study: Study) -> int:
+def count_runs(study: Study) -> int:
     """Runs of the grid."""
     return math.prod(len(values) for values in study.axes.values()) * len(study.seeds)
 
 
-def places_of(study: Study) -> Iterator[dict[str, Any]]:
+def iter_grid_points(study: Study) -> Iterator[dict[str, Any]]:
     """Of every run what it does not share with all others, its seed last; in the order of the grid."""
     for values in product(*study.axes.values(), study.seeds):
         place: dict[str, Any] = {}
         for axis, value in zip(study.axes, values, strict=False):
-            names = names_in(axis)
+            names = split_axis_names(axis)
             place |= {axis: value} if len(names) == 1 else dict(zip(names, value, strict=True))
         yield {**place, "seed": values[-1]}
 
 
-def names_in(axis: str) -> list[str]:
+def split_axis_names(axis: str) -> list[str]:
     """The settings that an axis is about: several, with commas between them, go hand in hand.
 
     Example:
-        >>> names_in("batch, lr")
+        >>> split_axis_names("batch, lr")
         ['batch', 'lr']
     """
     return [name.strip() for name in axis.split(",")]
 
 
-def varied(study: Study) -> dict[str, tuple[Any, ...]]:
+def collect_axis_values(study: Study) -> dict[str, tuple[Any, ...]]:
     """For every setting that is not the same for all runs the values it takes."""
     found: dict[str, tuple[Any, ...]] = {}
     for axis, values in study.axes.items():
-        names = names_in(axis)
+        names = split_axis_names(axis)
         found |= {axis: tuple(values)} if len(names) == 1 else dict(zip(names, zip(*values, strict=True), strict=True))
     return found
 
 
-def recipe_of(config: Mapping[str, Any]) -> Recipe:
+def make_recipe(config: Mapping[str, Any]) -> Recipe:
     """The recipe of a configuration, every value of it hashable."""
-    return Recipe.of({name: frozen(value) for name, value in config.items()})
+    return Recipe.from_config({name: make_hashable(value) for name, value in config.items()})
 
 
-def refuse(problems: Iterable[str], where: str) -> None:
+def raise_problems(problems: Iterable[str], where: str) -> None:
     """Tell all problems in one error, if there are any."""
     told = list(dict.fromkeys(problems))
     if len(told) == 1:
@@ -96,13 +96,15 @@ def refuse(problems: Iterable[str], where: str) -> None:
         raise StudyError(f"Got {len(told)} problems in {where}. {listed}")
 
 
-def _config(study: Study, given: dict[str, Any], takers: Mapping[str, Taker]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _make_config(
+    study: Study, given: dict[str, Any], takers: Mapping[str, ConfigurableFunction]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """All settings of one run; and all that determines its training."""
-    order = [*varied(study), "seed"]
+    order = [*collect_axis_values(study), "seed"]
     if study.train is None:
         network = given.get("network", study.network)
         filled = {**USUAL, "network": network, **given}
-        config = {name: ALLOWED[name].tidy(value) if name in ALLOWED else value for name, value in filled.items()}
+        config = {name: ALLOWED[name].convert(value) if name in ALLOWED else value for name, value in filled.items()}
         config = {name: config[name] for name in [*order, *(each for each in config if each not in order)]}
         whole = {**takers[network].defaults, **config}
     else:
@@ -113,18 +115,18 @@ def _config(study: Study, given: dict[str, Any], takers: Mapping[str, Taker]) ->
     return config, identity
 
 
-def _form_problems(study: Study) -> list[str]:
+def _find_grid_problems(study: Study) -> list[str]:
     """What is wrong with the grid, whatever its names mean."""
     problems: list[str] = []
     names: list[str] = []
     for name, values in study.axes.items():
         if not values:
             problems.append(f"Got the axis {name!r} without values. Want at least one. Do: give some, or leave it out.")
-        texts = [text_of(value) for value in values]
+        texts = [dump_canonical_json(value) for value in values]
         twice = [value for place, value in enumerate(values) if texts[place] in texts[:place]]
         if twice:
             problems.append(f"Got {twice[0]!r} twice in the axis {name!r}. Want each value once. Do: take one away.")
-        own = names_in(name)
+        own = split_axis_names(name)
         if len(own) > 1:
             problems += [
                 f"Got {value!r} in the axis {name!r}. Want {len(own)} values in a list, one for each name. "
@@ -155,46 +157,46 @@ def _form_problems(study: Study) -> list[str]:
         problems.append("Got no seeds. Want at least one. Do: give a count from 1, or a list.")
     if len(set(study.seeds)) < len(study.seeds):
         problems.append(f"Got a seed twice in {list(study.seeds)}. Want each once. Do: take one away.")
-    problems += [text for seed in study.seeds if (text := ALLOWED["seed"].problem("seed", seed)) is not None]
+    problems += [text for seed in study.seeds if (text := ALLOWED["seed"].find_problem("seed", seed)) is not None]
     return problems
 
 
-def _takers(study: Study) -> tuple[dict[str, Taker], list[str]]:
+def _inspect_functions(study: Study) -> tuple[dict[str, ConfigurableFunction], list[str]]:
     """The functions that settings go to, by name; and why some cannot be found."""
     takers, problems = {}, []
     if study.train is not None:
         if study.network is not None:
             try:
-                network_taker(study.network)  # that it is there: it is needed only after the first training
+                inspect_network(study.network)  # that it is there: it is needed only after the first training
             except SaltflatError as error:
                 problems.append(str(error))
-        return {study.train: train_taker(study.train)}, problems
-    for name in varied(study).get("network", (study.network,)):
+        return {study.train: inspect_train_function(study.train)}, problems
+    for name in collect_axis_values(study).get("network", (study.network,)):
         try:
-            takers[str(name)] = network_taker(str(name))
+            takers[str(name)] = inspect_network(str(name))
         except SaltflatError as error:
             problems.append(str(error))
     return takers, problems
 
 
-def _name_problems(study: Study, takers: Mapping[str, Taker]) -> list[str]:
+def _find_name_problems(study: Study, takers: Mapping[str, ConfigurableFunction]) -> list[str]:
     """Settings that nobody takes."""
     problems = []
     own = (*SETTINGS, "seed") if study.train is None else ("seed",)
-    given = [*varied(study), *study.settings, *study.stop_settings]
+    given = [*collect_axis_values(study), *study.settings, *study.stop_settings]
     for taker in takers.values():
         for name in given:
             # What ends a run is also for judging how it ended; only the number of epochs must reach a train function.
             judged = study.train is not None and name in STOPS and name != "epochs"
-            if name not in own and not taker.takes(name) and not judged:
+            if name not in own and not taker.can_take(name) and not judged:
                 known = [*own, *taker.names]
                 elsewhere = ELSEWHERE.get(name)
                 problems.append(
                     f"Got {name!r}, which is called {elsewhere!r} here. Want that name. Do: use {elsewhere!r}."
                     if elsewhere in known
-                    else str(unknown(f"setting or argument of {taker.what}", name, known))
+                    else str(make_unknown_name_error(f"setting or argument of {taker.what}", name, known))
                 )
-        for name in taker.required:
+        for name in taker.required_names:
             if name not in given:
                 problems.append(
                     f"Got no {name!r}, which {taker.what} needs. Want a value. Do: give it in settings or axes."
@@ -202,18 +204,18 @@ def _name_problems(study: Study, takers: Mapping[str, Taker]) -> list[str]:
     return problems
 
 
-def _value_problems(study: Study) -> list[str]:
+def _find_value_problems(study: Study) -> list[str]:
     """Values of the wrong kind, or out of range."""
     given = {name: (value,) for name, value in {**study.settings, **study.stop_settings}.items()}
     problems = []
-    for name, values in {**given, **varied(study)}.items():
+    for name, values in {**given, **collect_axis_values(study)}.items():
         for value in values:
-            problem = ALLOWED[name].problem(name, value) if name in ALLOWED else None
+            problem = ALLOWED[name].find_problem(name, value) if name in ALLOWED else None
             if problem is not None:
                 problems.append(problem)
     return problems
 
 
-def same(one: Any, other: Any) -> bool:
+def is_same_value(one: Any, other: Any) -> bool:
     """Whether two values mean the same."""
-    return bool(canonical(one) == canonical(other))
+    return bool(canonicalize(one) == canonicalize(other))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.modules.conv import _ConvNd
 
-from saltflat.errors import unknown
+from saltflat.errors import make_unknown_name_error
 from saltflat.studies.recipe import Recipe
 
 SCHEMES: dict[str, Callable[[Tensor], object]] = {
@@ -23,13 +23,13 @@ SCHEMES: dict[str, Callable[[Tensor], object]] = {
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, recipe: Recipe) -> None:
+def initialise_weights(model: nn.Module, recipe: Recipe) -> None:
     """Draw the weights of all linear layers and convolutions as the recipe says, and set their biases to zero.
 
     With ``"default"`` they stay as the network made them. Either way they are multiplied by ``init_scale``.
     """
     if recipe.init != "default" and recipe.init not in SCHEMES:
-        raise unknown("initialisation", recipe.init, ["default", *SCHEMES])
+        raise make_unknown_name_error("initialisation", recipe.init, ["default", *SCHEMES])
     for module in model.modules():
         if not isinstance(module, nn.Linear | _ConvNd):
             continue

@@ -16,8 +16,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from saltflat.errors import StudyError
-from saltflat.report.text import printable
-from saltflat.studies.canonical import digest
+from saltflat.report.text import make_printable
+from saltflat.studies.canonical import compute_digest
 
 DIGEST = "digest"
 # Of the tensors alone, in files of earlier versions.
@@ -35,18 +35,18 @@ class DamageError(StudyError):
     """
 
     def __init__(self, path: Path, why: str) -> None:
-        self.path, self.why = path, printable(why)  # it may quote what the file holds
+        self.path, self.why = path, make_printable(why)  # it may quote what the file holds
         super().__init__(
             f"Expected {str(path)!r} as Study.run wrote it, but {self.why}. "
             "Try saltflat study run again: it sets the file aside and makes it again."
         )
 
 
-def explain(problem: BaseException) -> str:
+def explain_damage(problem: BaseException) -> str:
     """Return why a file could not be understood, as the end of a sentence.
 
     Example:
-        >>> explain(KeyError("outcome"))
+        >>> explain_damage(KeyError("outcome"))
         "it lacks 'outcome'"
     """
     cause = problem.__cause__ or problem
@@ -57,7 +57,7 @@ def explain(problem: BaseException) -> str:
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
-def is_there(path: Path) -> bool:
+def has_file(path: Path) -> bool:
     """Return whether there is a regular file that can be read; anything else at its place is damage."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait for a writer
@@ -75,32 +75,32 @@ def is_there(path: Path) -> bool:
         raise DamageError(path, problem.strerror or str(problem)) from problem
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+def add_digest(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content with its digest."""
-    return {**content, DIGEST: digest(content)}
+    return {**content, DIGEST: compute_digest(content)}
 
 
-def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``sealed`` was given; a ValueError if it changed since. Earlier versions wrote no digest.
+def check_digest(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``add_digest`` was given; a ValueError if it changed since. Earlier versions wrote no digest.
 
     Example:
-        >>> unsealed({**sealed({"lr": 0.1}), "lr": 0.2})
+        >>> check_digest({**add_digest({"lr": 0.1}), "lr": 0.2})
         Traceback (most recent call last):
         ValueError: it was changed after it was written
     """
     plain = {name: value for name, value in content.items() if name != DIGEST}
-    if DIGEST in content and content[DIGEST] != digest(plain):
+    if DIGEST in content and content[DIGEST] != compute_digest(plain):
         raise ValueError("it was changed after it was written")
     return plain
 
 
-def tensor_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
+def serialize_tensors(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
     """Return the content of a safetensors file with a digest over tensors on the CPU and the facts beside them."""
-    return save(dict(tensors), {**facts, DIGEST: digest(facts, tensors)})
+    return save(dict(tensors), {**facts, DIGEST: compute_digest(facts, tensors)})
 
 
 def read_tensors(path: Path, known: Collection[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what ``tensor_bytes`` was given; a DamageError if it changed since.
+    """Return what ``serialize_tensors`` was given; a DamageError if it changed since.
 
     Args:
         path: of the file.
@@ -111,26 +111,27 @@ def read_tensors(path: Path, known: Collection[str]) -> tuple[dict[str, Tensor],
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = dict(file.metadata() or {})
     except Exception as problem:  # whatever the reader says of bytes that are not its own
-        raise DamageError(path, explain(problem)) from problem
+        raise DamageError(path, explain_damage(problem)) from problem
     stated, before = facts.pop(DIGEST, None), facts.pop(CHECKSUM, None)
     if stated is None:
         # A digest whose name was damaged must not pass for one that was never written.
         foreign = [name for name in facts if name not in known]
         if foreign:
             raise DamageError(path, f"it has {foreign[0]!r} beside its tensors, which no study wrote")
-        fine = before in (None, checksum(tensors))
+        fine = before in (None, compute_checksum(tensors))
     else:
-        fine = before is None and stated == digest(facts, tensors)
+        fine = before is None and stated == compute_digest(facts, tensors)
     if not fine:
         raise DamageError(path, "it was changed after it was written")
     return tensors, facts
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
+def compute_checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return eight hexadecimal digits for tensors on the CPU, whatever their order.
 
     Example:
-        >>> checksum({"a": torch.zeros(2)}) == checksum({"a": torch.zeros(2)}) != checksum({"a": torch.ones(2)})
+        >>> one = compute_checksum({"a": torch.zeros(2)})
+        >>> compute_checksum({"a": torch.zeros(2)}) == one != compute_checksum({"a": torch.ones(2)})
         True
     """
     found = 0
@@ -142,7 +143,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return f"{found:08x}"
 
 
-def coverage(path: Path) -> str:
+def find_digest_coverage(path: Path) -> str:
     """Return what of a whole file its digest covers: ``"everything"``, ``"tensors"`` or ``"nothing"``."""
     if path.suffix == ".json":
         return "everything" if DIGEST in json.loads(path.read_text(encoding="utf-8")) else "nothing"

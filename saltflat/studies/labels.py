@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saltflat.errors import DataError, unknown
-from saltflat.studies.draws import generator
+from saltflat.errors import DataError, make_unknown_name_error
+from saltflat.studies.draws import make_generator
 from saltflat.studies.examples import Examples
 from saltflat.studies.recipe import Recipe
 
@@ -31,25 +31,28 @@ class TrainingSet:
     measured: int
 
 
-def training_set(recipe: Recipe, examples: Examples) -> TrainingSet:
+def make_training_set(recipe: Recipe, examples: Examples) -> TrainingSet:
     """The first ``train_size`` examples, some with random labels, and the confusion set behind them.
 
     The labels depend on the recipe's seed and its settings of noise alone, and are where the examples are. A larger
     share of noise makes more labels random, those of a smaller share among them.
     """
-    measured, trained = sizes(recipe, len(examples.train_labels))
+    measured, trained = count_training_examples(recipe, len(examples.train_labels))
     labels = examples.train_labels[:trained].clone()
     # Drawn on the CPU, so that a GPU trains on the same labels.
-    labels[:measured] = noisy(labels[:measured].cpu(), recipe, examples.classes).to(labels.device)
+    labels[:measured] = add_label_noise(labels[:measured].cpu(), recipe, examples.classes).to(labels.device)
     if recipe.confusion:
         draws = torch.randint(
-            examples.classes, (recipe.confusion,), generator=generator(recipe.seed, "confusion"), dtype=labels.dtype
+            examples.classes,
+            (recipe.confusion,),
+            generator=make_generator(recipe.seed, "confusion"),
+            dtype=labels.dtype,
         )
         labels[measured:] = draws.to(labels.device)
     return TrainingSet(examples.train_inputs[:trained], labels, measured)
 
 
-def sizes(recipe: Recipe, available: int) -> tuple[int, int]:
+def count_training_examples(recipe: Recipe, available: int) -> tuple[int, int]:
     """How many examples are measured, and how many trained on."""
     measured = available - recipe.confusion if recipe.train_size is None else recipe.train_size
     trained = measured + recipe.confusion
@@ -61,9 +64,9 @@ def sizes(recipe: Recipe, available: int) -> tuple[int, int]:
     return measured, trained
 
 
-def noisy(labels: Tensor, recipe: Recipe, classes: int) -> Tensor:
+def add_label_noise(labels: Tensor, recipe: Recipe, classes: int) -> Tensor:
     """The labels after a random part of them was permuted among itself, or drawn anew."""
-    draws = generator(recipe.seed, "noise")
+    draws = make_generator(recipe.seed, "noise")
     # 0.29 * 100 is a little less than 29, which nobody means.
     count = math.floor(recipe.label_noise * len(labels) + 1e-9)
     chosen = torch.randperm(len(labels), generator=draws)[:count]
@@ -73,5 +76,5 @@ def noisy(labels: Tensor, recipe: Recipe, classes: int) -> Tensor:
     elif recipe.label_noise_kind == "uniform":
         found[chosen] = torch.randint(classes, (count,), generator=draws, dtype=labels.dtype)
     else:
-        raise unknown("kind of label noise", recipe.label_noise_kind, KINDS)
+        raise make_unknown_name_error("kind of label noise", recipe.label_noise_kind, KINDS)
     return found

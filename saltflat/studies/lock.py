@@ -23,19 +23,19 @@ _held: set[int] = set()
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Inside of it the folder is ours. A process that dies, however, gives it back: the system sees to that."""
     # Not cut when it is opened: the words of whoever holds the lock must stay until the lock is ours.
-    file = _open(folder, os.O_RDWR | os.O_CREAT)
+    file = _open_lock_file(folder, os.O_RDWR | os.O_CREAT)
     _held.add(file)
     try:
-        if not _take(file):
+        if not _acquire_lock(file):
             raise StudyError(
-                f"Got the folder {str(folder)!r}, which {holder(folder)} is working in. Want it to be free. "
-                "Do: wait for it, stop it, or give another folder."
+                f"Got the folder {str(folder)!r}, which {format_lock_holder(folder)} is working in. Want it to be "
+                "free. Do: wait for it, stop it, or give another folder."
             )
         os.ftruncate(file, 0)
-        os.write(file, json.dumps(_self()).encode())
+        os.write(file, json.dumps(_describe_process()).encode())
         yield
     finally:
         if file in _held:  # else this is a child of the process that took the lock
@@ -43,10 +43,10 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(file)
 
 
-def holder(folder: Path) -> str:
+def format_lock_holder(folder: Path) -> str:
     """Who has the lock, or had it last, in words."""
     try:
-        with os.fdopen(_open(folder, os.O_RDONLY), encoding="utf-8") as file:
+        with os.fdopen(_open_lock_file(folder, os.O_RDONLY), encoding="utf-8") as file:
             found = json.load(file)
         return f"process {found['process']} on {found['machine']} (since {found['since']})"
     except (OSError, StudyError, ValueError, KeyError, TypeError):  # just begun, and not yet written
@@ -56,51 +56,51 @@ def holder(folder: Path) -> str:
 def is_locked(folder: Path) -> bool:
     """Whether a process is working in the folder now."""
     try:
-        file = _open(folder, os.O_RDONLY)
+        file = _open_lock_file(folder, os.O_RDONLY)
     except (OSError, StudyError):
         return False
     try:
-        return not _flock(file, exclusive=False)
+        return not _try_flock(file, exclusive=False)
     finally:
         os.close(file)
 
 
-def _open(folder: Path, flags: int) -> int:
+def _open_lock_file(folder: Path, flags: int) -> int:
     """Open the file of the lock; a link, a folder or a pipe in its place is refused, not followed or waited for."""
     path = folder / LOCK
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as problem:
         if problem.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise _no_file(path) from problem
+            raise _make_lock_file_error(path) from problem
         raise
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _no_file(path)
+        raise _make_lock_file_error(path)
     return file
 
 
-def _no_file(path: Path) -> StudyError:
+def _make_lock_file_error(path: Path) -> StudyError:
     return StudyError(
         f"Expected {str(path)!r} to be a regular file, but it is not. Try removing it: the next run makes it again."
     )
 
 
-def _take(file: int) -> bool:
+def _acquire_lock(file: int) -> bool:
     """Take the lock, unless a study has it.
 
     Those who only look, see :func:`is_locked`, share it for a moment. They do not count, and are waited for.
     """
     until = time.monotonic() + PATIENCE
-    while not _flock(file, exclusive=True):
-        if not _flock(file, exclusive=False) or time.monotonic() > until:
+    while not _try_flock(file, exclusive=True):
+        if not _try_flock(file, exclusive=False) or time.monotonic() > until:
             return False
-        _release(file)
+        _release_lock(file)
         time.sleep(random.uniform(0.001, 0.01))  # not in step with another study that wants to begin
     return True
 
 
-def _flock(file: int, *, exclusive: bool) -> bool:
+def _try_flock(file: int, *, exclusive: bool) -> bool:
     """Return whether the lock could be had at once."""
     import fcntl  # here, so that a study can be read where there is no such thing
 
@@ -111,13 +111,13 @@ def _flock(file: int, *, exclusive: bool) -> bool:
     return True
 
 
-def _release(file: int) -> None:
+def _release_lock(file: int) -> None:
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _forget_locks() -> None:
+def _close_inherited_locks() -> None:
     """Close the copies of a child, which would keep the lock when its parent is dead."""
     for file in _held:
         os.close(file)
@@ -125,9 +125,9 @@ def _forget_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
+    os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
-def _self() -> dict[str, object]:
+def _describe_process() -> dict[str, object]:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     return {"process": os.getpid(), "machine": platform.node(), "since": since}

@@ -14,16 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.amounts import is_choice
-from saltflat.columns import plan_from
-from saltflat.errors import DataError, ModelError, NonFiniteError, SaltflatError, StudyError, first_line, unknown
+from saltflat.columns import parse_column_plan
+from saltflat.errors import (
+    DataError,
+    ModelError,
+    NonFiniteError,
+    SaltflatError,
+    StudyError,
+    format_error_line,
+    make_unknown_name_error,
+)
 from saltflat.gathering import DIAGONALS
-from saltflat.logits import normalized
-from saltflat.losses import loss_from
-from saltflat.measures.request import requests
+from saltflat.logits import normalize_logits
+from saltflat.losses import parse_loss
+from saltflat.measures.request import parse_measures
 from saltflat.measuring import measure
 from saltflat.report import Reading, Report
-from saltflat.studies.grid import refuse
-from saltflat.sweep import bytes_from, check_seed
+from saltflat.studies.grid import raise_problems
+from saltflat.sweep import check_seed, parse_bytes
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 # Cheap ones of every kind: curvature, norms, Fisher, relative, and minimal over rescalings.
@@ -45,7 +53,7 @@ DECIDED = ("model", "data", "loss", "measures", "progress", "mode", "initial", "
 USUAL_OPTIONS: dict[str, Any] = {"examples": 1000, "dtype": "float64", "certificate": False}
 
 
-def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_measure_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """How to measure: what is given, checked, and the usual for the rest."""
     usual = {
         **{each.name: each.default for each in inspect.signature(measure).parameters.values()},
@@ -54,19 +62,19 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     usual = {name: value for name, value in usual.items() if name not in DECIDED}
     for name in given:
         if name not in usual:
-            raise unknown("option of measure", name, usual)
+            raise make_unknown_name_error("option of measure", name, usual)
     options = {**usual, **given}
     examples = options["examples"]
     if examples is not None and (not isinstance(examples, int) or isinstance(examples, bool) or examples < 1):
         raise StudyError(f"Got examples={examples!r} of measure. Want a whole number from 1. Do: null takes all.")
     if not is_choice(options["dtype"], DTYPES):
-        raise unknown("dtype", options["dtype"], DTYPES)
-    plan_from(options["columns"])
-    bytes_from(options["memory"])
+        raise make_unknown_name_error("dtype", options["dtype"], DTYPES)
+    parse_column_plan(options["columns"])
+    parse_bytes(options["memory"])
     check_seed(options["seed"])
-    normalized(loss_from("cross_entropy"), options["logits"])
+    normalize_logits(parse_loss("cross_entropy"), options["logits"])
     if not is_choice(options["diagonal"], DIAGONALS):
-        raise unknown("diagonal", options["diagonal"], DIAGONALS)
+        raise make_unknown_name_error("diagonal", options["diagonal"], DIAGONALS)
     if not isinstance(options["certificate"], bool):
         raise StudyError(
             f"Got certificate={options['certificate']!r} of measure. Want true or false. Do: leave it out."
@@ -74,22 +82,22 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def measures_of(given: str | Sequence[str]) -> tuple[str, ...]:
+def parse_measure_names(given: str | Sequence[str]) -> tuple[str, ...]:
     """The measures by the names that their readings will have; all that is wrong with them is told at once."""
     problems = []
     for text in [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else ():
         try:
-            for asked in requests([text]):
+            for asked in parse_measures([text]):
                 if "(" in asked.key:
-                    _try_options(asked.key)
+                    _try_measure_options(asked.key)
         except SaltflatError as problem:
             problems.append(str(problem))
-    refuse(problems, "the measures")
-    return tuple(each.key for each in requests(given))
+    raise_problems(problems, "the measures")
+    return tuple(each.key for each in parse_measures(given))
 
 
 @cache
-def _try_options(key: str) -> None:
+def _try_measure_options(key: str) -> None:
     """Take a measure of a tiny network: only then does it look at the values of its options.
 
     Found out here, a mistake costs a moment; found out at the first measurement, all the training before it.
@@ -105,7 +113,7 @@ def _try_options(key: str) -> None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """What was read off one network.
 
     Attributes:
@@ -119,14 +127,14 @@ class Measured:
     made_with: dict[str, str]
 
 
-def measured(
+def measure_network(
     model: nn.Module,
     inputs: Tensor,
     labels: Tensor,
     initial: Mapping[str, Tensor] | None,
     measures: Sequence[str],
     options: Mapping[str, Any],
-) -> Measured:
+) -> Measurement:
     """Measure a trained network on its own training examples. What the network does not allow is nan, with the reason.
 
     Args:
@@ -135,7 +143,7 @@ def measured(
         labels: that it was trained on.
         initial: its ``state_dict`` before training, where that is known.
         measures: by name.
-        options: as ``options_of`` gives them.
+        options: as ``parse_measure_options`` gives them.
     """
     dtype = DTYPES[options["dtype"]]
     model = model.to(dtype)
@@ -143,24 +151,24 @@ def measured(
     before = None if initial is None else {name: each.to(inputs.device) for name, each in initial.items()}
     rest = {name: value for name, value in options.items() if name not in ("examples", "dtype")}
 
-    def taken(names: Sequence[str]) -> Report:
+    def run_measures(names: Sequence[str]) -> Report:
         options: dict[str, Any] = {"dtype": dtype, "initial": before, "progress": False, "sampling": False}
         return measure(model, data, measures=list(names), **options, **rest)
 
     readings: dict[str, Reading] = {}
     seconds, made_with = 0.0, {}
-    reports, problems = _reports(taken, measures)
+    reports, problems = _collect_reports(run_measures, measures)
     for report in reports:
         # Numbers per unit, and the scales that solvers found, would make megabytes of a row.
         readings |= {name: replace(reading, units={}, details={}) for name, reading in report.items()}
         seconds += report.seconds
         made_with = {**report.versions, "device": report.device}
     for name, error in problems.items():
-        readings[name] = Reading(name, math.nan, exact=False, notes=(first_line(error),))
-    return Measured({name: readings[name] for name in measures}, seconds, made_with)
+        readings[name] = Reading(name, math.nan, exact=False, notes=(format_error_line(error),))
+    return Measurement({name: readings[name] for name in measures}, seconds, made_with)
 
 
-def _reports(taken: Any, measures: Sequence[str]) -> tuple[list[Report], dict[str, SaltflatError]]:
+def _collect_reports(taken: Any, measures: Sequence[str]) -> tuple[list[Report], dict[str, SaltflatError]]:
     """All in one sweep; where one of them cannot be taken, each by itself."""
     try:
         return [taken(measures)], {}

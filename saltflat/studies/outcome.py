@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from saltflat.studies.evaluating import evaluated
+from saltflat.studies.evaluating import evaluate_model
 from saltflat.studies.examples import Examples
-from saltflat.studies.labels import training_set
+from saltflat.studies.labels import make_training_set
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.stopping import status_of
+from saltflat.studies.stopping import decide_status
 from saltflat.studies.trained import Outcome
 
 NOTHING = (math.nan, math.nan)
 
 
-def outcome_of(
+def evaluate_outcome(
     model: nn.Module,
     recipe: Recipe | None,
     examples: Examples,
@@ -43,15 +43,17 @@ def outcome_of(
     if recipe is None:
         inputs, labels, measured = examples.train_inputs, examples.train_labels, len(examples.train_labels)
     else:
-        found = training_set(recipe, examples)
+        found = make_training_set(recipe, examples)
         inputs, labels, measured = found.inputs, found.labels, found.measured
-    train = evaluated(model, inputs[:measured], labels[:measured])
-    test = evaluated(model, examples.test_inputs, examples.test_labels)
+    train = evaluate_model(model, inputs[:measured], labels[:measured])
+    test = evaluate_model(model, examples.test_inputs, examples.test_labels)
     parameters = dict(model.named_parameters())
-    return ended(recipe, parameters, initial, train, test, (measured, len(examples.test_labels)), epochs, curve, notes)
+    return make_outcome(
+        recipe, parameters, initial, train, test, (measured, len(examples.test_labels)), epochs, curve, notes
+    )
 
 
-def ended(
+def make_outcome(
     recipe: Recipe | None,
     parameters: Mapping[str, Tensor],
     initial: Mapping[str, Tensor] | None,
@@ -63,15 +65,15 @@ def ended(
     notes: Sequence[str] = (),
 ) -> Outcome:
     """The outcome, once losses and errors are known; whatever is not finite makes it ``"diverged"``."""
-    norm = norm_of(parameters.values())
+    norm = compute_norm(parameters.values())
     fine = all(map(math.isfinite, (norm, *train, *test, *curve)))
     if not fine:
         status, train, test = "diverged", NOTHING, NOTHING
     else:
-        status = "done" if recipe is None else status_of(recipe, *train)
+        status = "done" if recipe is None else decide_status(recipe, *train)
     distance = None
     if initial is not None:
-        distance = norm_of(value.detach() - initial[name].to(value) for name, value in parameters.items())
+        distance = compute_norm(value.detach() - initial[name].to(value) for name, value in parameters.items())
     return Outcome(
         status=status,
         epochs=epochs,
@@ -90,6 +92,6 @@ def ended(
 
 
 @torch.no_grad()
-def norm_of(tensors: Iterable[Tensor]) -> float:
+def compute_norm(tensors: Iterable[Tensor]) -> float:
     """Euclidean, of all together."""
     return math.sqrt(math.fsum(float(each.detach().double().square().sum()) for each in tensors))

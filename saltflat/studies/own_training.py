@@ -14,38 +14,38 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import StudyError, first_line
+from saltflat.errors import StudyError, format_error_line
 from saltflat.studies.examples import Examples
-from saltflat.studies.executors.failure import failure_of
-from saltflat.studies.outcome import outcome_of
+from saltflat.studies.executors.failure import make_failure
+from saltflat.studies.outcome import evaluate_outcome
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.takers import Taker, train_taker
-from saltflat.studies.tasks import Context, TrainedRun, measure_model
-from saltflat.studies.torch_state import torch_state_kept
-from saltflat.studies.trained import Trained
+from saltflat.studies.takers import ConfigurableFunction, inspect_train_function
+from saltflat.studies.tasks import TaskContext, TrainedRun, measure_model
+from saltflat.studies.torch_state import preserve_torch_state
+from saltflat.studies.trained import TrainedNetwork
 
 
-def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
+def run_user_training(config: Mapping[str, Any], context: TaskContext) -> TrainedRun:
     """Call the user's train function for one run; measure at once where nobody could make the network again."""
     assert context.train is not None
     started = time.perf_counter()
-    taker = train_taker(context.train)
+    taker = inspect_train_function(context.train)
     # Paths of the study may be relative: whatever the function does, we come back to where it was called.
-    with _seeded(config["seed"]), torch_state_kept(), chdir(Path.cwd()):
+    with _use_seed(config["seed"]), preserve_torch_state(), chdir(Path.cwd()):
         try:
-            found = taker.function(**_handed(taker, config, context))
+            found = taker.function(**_collect_arguments(taker, config, context))
         except SystemExit as leaving:  # ends this run, not the study
             raise RuntimeError(f"the train function left with sys.exit({leaving.code!r})") from leaving
         except BaseException as leaving:
             if isinstance(leaving, Exception | KeyboardInterrupt):
                 raise
-            raise RuntimeError(f"the train function left with {first_line(leaving)}") from leaving
-    model, initial = _parts(found, context.train)
+            raise RuntimeError(f"the train function left with {format_error_line(leaving)}") from leaving
+    model, initial = _unpack_train_result(found, context.train)
     seconds = time.perf_counter() - started
-    outcome = outcome_of(
+    outcome = evaluate_outcome(
         model,
         Recipe(target_loss=config.get("target_loss"), target_error=config.get("target_error")),
-        _beside(model, context.examples),
+        _move_examples(model, context.examples),
         initial,
         int(config.get("epochs", 0)),
         notes=(f"trained by {context.train}; the number of epochs is the one asked for",),
@@ -53,8 +53,8 @@ def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
     weights = {
         name: value.detach().cpu().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)
     }
-    run = TrainedRun(Trained(weights, outcome, seconds), initial)
-    if context.rebuilt or outcome.status == "diverged":
+    run = TrainedRun(TrainedNetwork(weights, outcome, seconds), initial)
+    if context.can_rebuild or outcome.status == "diverged":
         return run
     started = time.perf_counter()
     examples = context.examples
@@ -63,14 +63,14 @@ def train_own(config: Mapping[str, Any], context: Context) -> TrainedRun:
             model, examples.train_inputs, examples.train_labels, initial, context.measures, context
         )
     except Exception as error:
-        failure = failure_of(error)
+        failure = make_failure(error)
         return replace(run, failure={"error": failure.error, "traceback": failure.traceback})
     return replace(run, measured=replace(readings, seconds=time.perf_counter() - started))
 
 
-def _handed(taker: Taker, config: Mapping[str, Any], context: Context) -> dict[str, Any]:
+def _collect_arguments(taker: ConfigurableFunction, config: Mapping[str, Any], context: TaskContext) -> dict[str, Any]:
     """The run's settings that the function takes; seed, data and device if it asks for them."""
-    settings = {name: value for name, value in config.items() if taker.takes(name) and name != "seed"}
+    settings = {name: value for name, value in config.items() if taker.can_take(name) and name != "seed"}
     given = {"seed": config["seed"], "data": context.examples, "device": context.device}
     asked = {name: value for name, value in given.items() if name in taker.handed}
     if "data" in asked:
@@ -79,7 +79,7 @@ def _handed(taker: Taker, config: Mapping[str, Any], context: Context) -> dict[s
     return {**settings, **asked}
 
 
-def _parts(found: Any, spec: str) -> tuple[nn.Module, dict[str, Tensor] | None]:
+def _unpack_train_result(found: Any, spec: str) -> tuple[nn.Module, dict[str, Tensor] | None]:
     model, initial = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module) or not (initial is None or isinstance(initial, Mapping)):
         got = f"{type(model).__name__} and {type(initial).__name__}" if initial is not None else type(model).__name__
@@ -92,14 +92,14 @@ def _parts(found: Any, spec: str) -> tuple[nn.Module, dict[str, Tensor] | None]:
     return model, {name: each.detach().cpu().clone() for name, each in initial.items() if isinstance(each, Tensor)}
 
 
-def _beside(model: nn.Module, examples: Examples) -> Examples:
+def _move_examples(model: nn.Module, examples: Examples) -> Examples:
     """The examples where the model is, and in its precision."""
     first = next((each for each in model.parameters() if each.is_floating_point()), None)
     return examples if first is None else examples.to(first.device, first.dtype)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _use_seed(seed: int) -> Iterator[None]:
     """Python's, numpy's and torch's random numbers begin at the run's seed, and go on afterwards where they were."""
     kept = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saltflat.errors import CodeNotAllowedError, SaltflatError, first_line
-from saltflat.report.file import checked
-from saltflat.studies.auditing import audited
+from saltflat.errors import CodeNotAllowedError, SaltflatError, format_error_line
+from saltflat.report.file import check_writable_path
+from saltflat.studies.auditing import audit_runs
 
 if TYPE_CHECKING:
     from saltflat.landscape import Landscape
@@ -49,18 +49,18 @@ def write_page(
     """
     from saltflat.report import html  # needs packages that only pages do
 
-    checked(path)
+    check_writable_path(path)
     lacking: list[str] = []
     found: Mapping[str, Audit] = {}
     if isinstance(audits, Mapping):
         found = audits
     elif audits:
         try:
-            found = audited(results, audits, data_folder, progress, allow_code=allow_code, tell=tell)
+            found = audit_runs(results, audits, data_folder, progress, allow_code=allow_code, tell=tell)
         except CodeNotAllowedError as problem:
             lacking.append(f"Audits were left out. {problem}")
         except Exception as problem:  # networks, weights and data of a folder that is not ours can fail in any way
-            lacking.append(f"No run was audited: {first_line(problem)}")
+            lacking.append(f"No run was audited: {format_error_line(problem)}")
     scores = {}
     for gap in GAPS:
         try:
@@ -70,10 +70,10 @@ def write_page(
     if tell is not None:
         for each in lacking:
             tell(each)
-    text = html.study_page(
+    text = html.render_study_page(
         results.study.name,
-        facts_of(results),
-        _shortened(results),
+        collect_study_facts(results),
+        _select_readings(results),
         results.study.axis_names,
         scores,
         found,
@@ -84,7 +84,7 @@ def write_page(
     return html.write_page(text, path)
 
 
-def facts_of(results: Results) -> dict[str, Any]:
+def collect_study_facts(results: Results) -> dict[str, Any]:
     """What a reader should know of the study, by name."""
     study = results.study
     made_with: dict[str, Any] = next((dict(row.made_with) for row in results.rows.values() if row.made_with), {})
@@ -96,7 +96,7 @@ def facts_of(results: Results) -> dict[str, Any]:
     }
 
 
-def _shortened(results: Results) -> list[Any]:
+def _select_readings(results: Results) -> list[Any]:
     """Rows with the measures that the study is about; what was measured before and is no longer asked for is left."""
     wanted = results.study.measures
     return [

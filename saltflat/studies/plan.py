@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from saltflat.studies.canonical import digest
+from saltflat.studies.canonical import compute_digest
 from saltflat.studies.examples import Examples
-from saltflat.studies.grid import recipe_of, same
-from saltflat.studies.grouping import groups
+from saltflat.studies.grid import is_same_value, make_recipe
+from saltflat.studies.grouping import group_runs
 from saltflat.studies.integrity import DamageError
 from saltflat.studies.row import Row
-from saltflat.studies.store import PARTIAL, Store, was_set_aside
+from saltflat.studies.store import PARTIAL, Store, has_damaged_copy
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """What is to be done.
 
     Attributes:
@@ -38,13 +38,13 @@ class Plan:
     rows: dict[str, Row]
 
 
-def plan_of(
+def make_study_plan(
     study: Study,
     runs: Mapping[str, Mapping[str, Any]],
     examples: Examples,
     store: Store,
     retry_failed: bool = False,
-) -> Plan:
+) -> StudyPlan:
     """Look at every run's files: damaged ones are set aside, what is finished is left alone."""
     rebuilt = study.train is None or study.network is not None
     rows: dict[str, Row] = {}
@@ -53,21 +53,21 @@ def plan_of(
     damaged: set[str] = set()
     short = 0
     for key in runs:
-        row, weights = store.intact(partial(store.row, key)), False
+        row, weights = store.read_or_set_aside(partial(store.read_row, key)), False
         if row is not None and row.status == "failed" and not retry_failed:
             rows[key] = row
             continue
         try:
-            weights = store.trained(key) is not None
+            weights = store.read_trained(key) is not None
         except DamageError as damage:
             store.set_aside(damage)
             damaged.add(key)
             row = None  # row and weights belong together, so both are made again
         if row is not None:
             rows[key] = row
-        elif was_set_aside(store.row_path(key)):
+        elif has_damaged_copy(store.row_path(key)):
             damaged.add(key)
-        lacking = study.measures if row is None else _lacking(study, row)
+        lacking = study.measures if row is None else _find_missing_measures(study, row)
         again = row is None or row.status == "failed"
         if again and not (weights and rebuilt):
             train.add(key)
@@ -81,19 +81,19 @@ def plan_of(
             "their weights are not there" if rebuilt else "no network: is given that could be filled with their weights"
         )
         store.tell(f"{short} runs lack measures, and are left so: {why}. Delete their rows to train them again.")
-    whole = _groups(study, runs, examples)
-    return Plan(_to_train(whole, train, damaged, rows, store), frozenset(train), measure, rows)
+    whole = _group_all_runs(study, runs, examples)
+    return StudyPlan(_select_groups(whole, train, damaged, rows, store), frozenset(train), measure, rows)
 
 
-def _groups(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examples) -> list[tuple[str, ...]]:
+def _group_all_runs(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examples) -> list[tuple[str, ...]]:
     """Of the whole grid, so that they are the same whenever a study is begun."""
     if study.train is not None:
         return [(key,) for key in runs]
-    recipes = {key: recipe_of(config) for key, config in runs.items()}
-    return groups(recipes, examples.shape, examples.classes, study.together)
+    recipes = {key: make_recipe(config) for key, config in runs.items()}
+    return group_runs(recipes, examples.shape, examples.classes, study.together)
 
 
-def _to_train(
+def _select_groups(
     whole: list[tuple[str, ...]], train: set[str], damaged: set[str], rows: Mapping[str, Row], store: Store
 ) -> dict[str, tuple[str, ...]]:
     found = {}
@@ -107,7 +107,7 @@ def _to_train(
         if begun and not resumable and damaged.isdisjoint(wanted) and wanted != group:
             taken = wanted
             _is_resumable(store, taken)  # sets its checkpoint aside where it is damaged
-        found[digest(list(taken))] = taken
+        found[compute_digest(list(taken))] = taken
     for path in (store.folder / PARTIAL).iterdir():
         ours = re.fullmatch(r"[0-9a-f]{16}\.safetensors", path.name) and (path.is_symlink() or path.is_file())
         if ours and path.stem not in found:
@@ -117,13 +117,13 @@ def _to_train(
 
 def _is_resumable(store: Store, group: tuple[str, ...]) -> bool:
     """Return whether a training has a checkpoint, or had one that was damaged and is set aside."""
-    name = digest(list(group))
-    there = store.intact(partial(store.check_checkpoint, name))
-    return bool(there) or was_set_aside(store.checkpoint(name))
+    name = compute_digest(list(group))
+    there = store.read_or_set_aside(partial(store.has_checkpoint, name))
+    return bool(there) or has_damaged_copy(store.checkpoint_path(name))
 
 
-def _lacking(study: Study, row: Row) -> tuple[str, ...]:
+def _find_missing_measures(study: Study, row: Row) -> tuple[str, ...]:
     """The measures that a row has not, or has with other settings."""
-    if row.measured and not same(row.measured, study.measure_options):
+    if row.measured and not is_same_value(row.measured, study.measure_options):
         return tuple(study.measures)
     return tuple(name for name in study.measures if name not in row.readings)

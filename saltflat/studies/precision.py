@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 import torch
 
-from saltflat.loan import remember_precision, set_precision
+from saltflat.loan import set_precision, snapshot_precision
 
 # What a recipe's dtype means for tensors; tf32 differs from float32 only inside of products.
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "float64": torch.float64}
 
 
 @contextmanager
-def products_of(dtype: str) -> Iterator[None]:
+def use_matmul_precision(dtype: str) -> Iterator[None]:
     """All digits in matrix products and convolutions on a GPU; or, with tf32, three, which is quicker."""
-    back = remember_precision()
+    back = snapshot_precision()
     try:
         set_precision("high" if dtype == "tf32" else "highest")
         yield

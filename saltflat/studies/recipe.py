@@ -85,7 +85,7 @@ class Recipe:
     dtype: str = "float32"
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Recipe:
+    def from_config(cls, config: Mapping[str, Any]) -> Recipe:
         """The recipe of a flat configuration: names that are no setting of training belong to the network."""
         own = {name: value for name, value in config.items() if name in SETTINGS}
         return cls(**own, architecture={name: value for name, value in config.items() if name not in SETTINGS})

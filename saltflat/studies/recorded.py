@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from saltflat.studies.optimizers import Plan
+from saltflat.studies.optimizers import StepFactors
 
 WORTH_IT = 50  # steps in an epoch: a recording takes about as long as a hundred
 TRIALS = 3  # before a recording: libraries set themselves up in the first steps, which cannot be recorded
 
 
-class Recorded:
+class CudaGraphSteps:
     """The full steps of an epoch.
 
     Everything that a step reads is in tensors that stay where they are, also which step it is, so that what was
@@ -35,7 +35,7 @@ class Recorded:
         self,
         take: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
         places: Tensor,
-        plan: Plan,
+        plan: StepFactors,
         batch: int,
         changed: Sequence[Tensor],
     ) -> None:
@@ -51,23 +51,23 @@ class Recorded:
         with torch.cuda.stream(aside):
             for _ in range(TRIALS):
                 self.number.zero_()
-                self._step()
+                self._run_step()
         torch.cuda.current_stream().wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):  # nothing is run here, it is only written down
-            self._step()
+            self._run_step()
         with torch.no_grad():
             for each, before in held:
                 each.copy_(before)
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         some = self.places.index_select(1, self.number * len(self.within) + self.within)
         losses = self.take(some, {name: each.index_select(0, self.number)[0] for name, each in self.factors.items()})
         with torch.no_grad():
             self.total += losses
             self.number += 1
 
-    def play(self, places: Tensor, plan: Plan, steps: int) -> Tensor:
+    def replay_steps(self, places: Tensor, plan: StepFactors, steps: int) -> Tensor:
         """Take the first so many steps of an epoch; the sum of their losses, of each network."""
         self.places.copy_(places)
         for name, each in plan.factors.items():

@@ -13,16 +13,16 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from saltflat.errors import StudyError
-from saltflat.report.change_text import many
-from saltflat.report.frame import frame_of
-from saltflat.report.table import rendered
-from saltflat.report.text import printable
-from saltflat.studies.grid import count_of, places_of, same, varied
+from saltflat.report.change_text import format_count
+from saltflat.report.frame import build_frame
+from saltflat.report.table import render_text
+from saltflat.report.text import make_printable
+from saltflat.studies.grid import collect_axis_values, count_runs, is_same_value, iter_grid_points
 from saltflat.studies.integrity import DamageError
 from saltflat.studies.row import STATUSES, Row
 from saltflat.studies.store import DEFINITION, ROWS, Store
 from saltflat.studies.study import Study
-from saltflat.studies.table import csv_of, table_of
+from saltflat.studies.table import build_table, format_csv
 
 if TYPE_CHECKING:
     from saltflat.studies.scores import Scores
@@ -62,7 +62,7 @@ class Results:
         Nothing is changed, and no function that the folder's files name is imported: the folder may be anybody's.
         """
         store = Store(folder)
-        definition = store.definition()
+        definition = store.read_definition()
         if definition is None:
             raise StudyError(
                 f"Got the folder {os.fspath(folder)!r} without {DEFINITION}. Want one that a study was run in. "
@@ -70,23 +70,23 @@ class Results:
             )
         study, keys = Study.from_dict(definition["study"]), definition["keys"]
         try:
-            count = count_of(study)
+            count = count_runs(study)
             if len(keys) != count:
                 raise ValueError(f"{len(keys)} keys for {count} runs")
-            places = dict(zip(keys, places_of(study), strict=True))
+            places = dict(zip(keys, iter_grid_points(study), strict=True))
         except (TypeError, ValueError) as problem:
-            raise _unfit(folder, str(problem)) from problem
+            raise _make_mismatch_error(folder, str(problem)) from problem
         rows, notes = {}, []
         for key in places:
             try:
-                row = store.row(key)
+                row = store.read_row(key)
             except DamageError as damage:
                 notes.append(f"{key}.json is damaged ({damage.why}). The next run makes it again.")
                 continue
             if row is None:
                 continue
-            if not all(same(row.config.get(name), value) for name, value in places[key].items()):
-                raise _unfit(folder, f"the run {key!r} has other settings than its row")
+            if not all(is_same_value(row.config.get(name), value) for name, value in places[key].items()):
+                raise _make_mismatch_error(folder, f"the run {key!r} has other settings than its row")
             rows[key] = row
         return cls(study, rows, store.folder, places, tuple(notes))
 
@@ -98,16 +98,16 @@ class Results:
 
     def table(self) -> list[dict[str, Any]]:
         """One line per run, in the order of the grid."""
-        return table_of(self.rows, self.places, list(varied(self.study)), self.study.measures)
+        return build_table(self.rows, self.places, list(collect_axis_values(self.study)), self.study.measures)
 
     def csv(self) -> str:
         """The table as comma-separated values, as in ``table.csv``."""
-        return csv_of(self.table())
+        return format_csv(self.table())
 
     def to_frame(self) -> Any:
         """The table as a ``pandas.DataFrame``."""
         lines = self.table()
-        return frame_of(lines, list(lines[0]) if lines else [])
+        return build_frame(lines, list(lines[0]) if lines else [])
 
     def scores(self, gap: str = "error", **options: Any) -> Scores:
         """How well each measure goes with the generalization gap; see :func:`saltflat.studies.scores.score`."""
@@ -127,25 +127,27 @@ class Results:
         return write_page(self, path, **options)
 
     def __str__(self) -> str:
-        return rendered(self)
+        return render_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         counts = self.counts
-        yield Text(printable(f"{self.study.name}: {many(len(self.places), 'run')} in {self.folder}"), style="bold")
+        yield Text(
+            make_printable(f"{self.study.name}: {format_count(len(self.places), 'run')} in {self.folder}"), style="bold"
+        )
         for status, count in counts.items():
             if count:
                 yield Text(f"{count:7,} {status:9} {MEANING[status]}")
         failures = Counter(row.failure["error"] for row in self.rows.values() if row.failure)
         for error, count in failures.most_common(MOST_ERRORS):
-            yield Text(printable(f"  {count} x {error}"), style="red")
+            yield Text(make_printable(f"  {count} x {error}"), style="red")
         if len(failures) > MOST_ERRORS:
             others = f"  and {len(failures) - MOST_ERRORS} other errors, in {self.folder / ROWS}"
-            yield Text(printable(others), style="red")
+            yield Text(make_printable(others), style="red")
         for note in self.notes[:MOST_ERRORS]:
-            yield Text(printable(note), style="yellow")
+            yield Text(make_printable(note), style="yellow")
 
 
-def _unfit(folder: str | os.PathLike[str], why: str) -> StudyError:
+def _make_mismatch_error(folder: str | os.PathLike[str], why: str) -> StudyError:
     return StudyError(
         f"Got {DEFINITION} in {os.fspath(folder)!r}, which does not fit together ({why}). Want it as Study.run wrote "
         "it. Do: give saltflat study run again; it makes the file anew."

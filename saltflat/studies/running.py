@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from saltflat.amounts import check_amount, check_positive
+from saltflat.amounts import check_non_negative, check_positive
 from saltflat.errors import StudyError
 from saltflat.report.reading import Reading
 from saltflat.studies import tasks
-from saltflat.studies.device import device_for, resources_for
-from saltflat.studies.executors import Executor, ExecutorError, Failure, Session, executor_named
-from saltflat.studies.executors.here import no_time_limit
+from saltflat.studies.device import resolve_device, resolve_resources
+from saltflat.studies.executors import Executor, ExecutorError, Failure, Session, make_executor
+from saltflat.studies.executors.here import make_no_timeout_error
 from saltflat.studies.fit import check_fit
-from saltflat.studies.grid import same
-from saltflat.studies.measuring import Measured
-from saltflat.studies.opening import opened
-from saltflat.studies.plan import Plan, plan_of
-from saltflat.studies.progress import Shown, shown
+from saltflat.studies.grid import is_same_value
+from saltflat.studies.measuring import Measurement
+from saltflat.studies.opening import open_store
+from saltflat.studies.plan import StudyPlan, make_study_plan
+from saltflat.studies.progress import ProgressDisplay, show_progress
 from saltflat.studies.results import Results
 from saltflat.studies.row import Row
-from saltflat.studies.source import fingerprint
+from saltflat.studies.source import compute_fingerprint
 from saltflat.studies.store import Store
-from saltflat.studies.tasks import Context, Halt, MeasureTask, TrainedRun, TrainTask
-from saltflat.studies.trained import Outcome, Trained
+from saltflat.studies.tasks import CheckpointFailure, MeasureTask, TaskContext, TrainedRun, TrainTask
+from saltflat.studies.trained import Outcome, TrainedNetwork
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
@@ -45,7 +45,7 @@ def run_study(
     executor: str | Executor = "here",
     device: str = "cpu",
     retry_failed: bool = False,
-    progress: bool | Shown | None = None,
+    progress: bool | ProgressDisplay | None = None,
     *,
     data_folder: str | os.PathLike[str] | None = None,
     resources: Mapping[str, float] | None = None,
@@ -53,21 +53,24 @@ def run_study(
     timeout: float | None = None,
 ) -> Results:
     """Do what of the study is not yet done, and give back all of its runs; see :meth:`Study.run`."""
-    check_amount(every=every, **(resources or {}))
-    chosen = executor_named(executor) if isinstance(executor, str) else executor
+    check_non_negative(every=every, **(resources or {}))
+    chosen = make_executor(executor) if isinstance(executor, str) else executor
     if timeout is not None:
         check_positive(timeout=timeout)
         if chosen.name == "here":
-            raise no_time_limit(timeout)
+            raise make_no_timeout_error(timeout)
     runs = study.runs()
-    place = device_for(device, here=chosen.name == "here")
-    needs = resources_for(chosen.name, place, resources or {})
+    place = resolve_device(device, here=chosen.name == "here")
+    needs = resolve_resources(chosen.name, place, resources or {})
     where = None if data_folder is None else os.fspath(data_folder)
     examples = study.data.examples(where, allow_code=True)  # to run a study is to run what it names
     check_fit(study, runs, examples)
-    with shown(progress) as display, opened(study, list(runs), fingerprint(examples), folder, display.tell) as store:
-        plan = plan_of(study, runs, examples, store, retry_failed)
-        context = Context(
+    with (
+        show_progress(progress) as display,
+        open_store(study, list(runs), compute_fingerprint(examples), folder, display.tell) as store,
+    ):
+        plan = make_study_plan(study, runs, examples, store, retry_failed)
+        context = TaskContext(
             examples,
             study.train,
             study.network,
@@ -76,15 +79,15 @@ def run_study(
             place,
             every,
             tuple(sys.path),
-            display.epochs if chosen.name == "here" else None,
+            display.update_epochs if chosen.name == "here" else None,
         )
-        _Running(study, runs, store, plan, display, context, needs, timeout).go(chosen)
+        _StudyRunner(study, runs, store, plan, display, context, needs, timeout).run(chosen)
         results = Results.load(store.folder)
         store.write_table(results.csv())
     return results
 
 
-class _Running:
+class _StudyRunner:
     """One pass over what is to be done. Only this process writes rows and weights."""
 
     def __init__(
@@ -92,47 +95,47 @@ class _Running:
         study: Study,
         runs: Runs,
         store: Store,
-        plan: Plan,
-        display: Shown,
-        context: Context,
+        plan: StudyPlan,
+        display: ProgressDisplay,
+        context: TaskContext,
         resources: Mapping[str, float],
         timeout: float | None,
     ) -> None:
         self.study, self.runs, self.store, self.plan, self.display = study, runs, store, plan, display
         self.context, self.resources, self.timeout = context, resources, timeout
         # One object each: it travels once to every worker.
-        self.train = partial(_work, tasks.train, context=context)
-        self.measure = partial(_work, tasks.measure_run, context=context)
+        self.train = partial(_run_task, tasks.train_group, context=context)
+        self.measure = partial(_run_task, tasks.measure_run, context=context)
 
-    def go(self, executor: Executor) -> None:
+    def run(self, executor: Executor) -> None:
         self.display.begin(len(self.plan.wanted), len(self.plan.measure) + len(self.plan.wanted))
-        coming, waiting = self._tasks(), 0
+        coming, waiting = self._make_tasks(), 0
         if not self.plan.train and not self.plan.measure:
             return
-        with executor.open() as session:
+        with executor.open_session() as session:
             try:
-                waiting = self._feed(session, coming, waiting)
-                for task, result in session.finished():
-                    waiting += self._take(session, task, result) - 1
-                    waiting = self._feed(session, coming, waiting)
+                waiting = self._submit_tasks(session, coming, waiting)
+                for task, result in session.iter_results():
+                    waiting += self._handle_result(session, task, result) - 1
+                    waiting = self._submit_tasks(session, coming, waiting)
             except ExecutorError as problem:
                 raise StudyError(f"{problem} {KEPT}") from problem
 
-    def _tasks(self) -> Iterator[TrainTask | MeasureTask]:
+    def _make_tasks(self) -> Iterator[TrainTask | MeasureTask]:
         """What is trained but not measured first; tasks are made as they are needed, since they hold weights."""
         for key, measures in self.plan.measure.items():
-            yield self._measuring(key, measures)
+            yield self._make_measure_task(key, measures)
         for name, group in self.plan.train.items():
             configs = {key: self.runs[key] for key in group}
-            yield TrainTask(name, configs, self.store.checkpoint(name), self.resources)
+            yield TrainTask(name, configs, self.store.checkpoint_path(name), self.resources)
 
-    def _feed(self, session: Session, coming: Iterator[TrainTask | MeasureTask], waiting: int) -> int:
+    def _submit_tasks(self, session: Session, coming: Iterator[TrainTask | MeasureTask], waiting: int) -> int:
         while waiting < session.at_once and (task := next(coming, None)) is not None:
-            self._submit(session, task)
+            self._submit_task(session, task)
             waiting += 1
         return waiting
 
-    def _submit(self, session: Session, task: TrainTask | MeasureTask, soon: bool = False) -> None:
+    def _submit_task(self, session: Session, task: TrainTask | MeasureTask, soon: bool = False) -> None:
         if isinstance(task, MeasureTask):
             session.submit(task, self.measure, soon=soon, timeout=self.timeout)
             return
@@ -140,23 +143,23 @@ class _Running:
         timeout = None if self.timeout is None else self.timeout * len(task.configs)
         session.submit(task, self.train, soon=soon, timeout=timeout)
 
-    def _take(self, session: Session, task: TrainTask | MeasureTask, result: Any) -> int:
+    def _handle_result(self, session: Session, task: TrainTask | MeasureTask, result: Any) -> int:
         """Keep a result; how many further tasks it made."""
         if isinstance(task, MeasureTask):
             self._keep_measured(task, result)
             return 0
-        if isinstance(result, Halt):
+        if isinstance(result, CheckpointFailure):
             raise StudyError(f"{result.problem} {KEPT}")
         wanted = [key for key in task.configs if key in self.plan.wanted]
         if isinstance(result, Failure):
             for key in wanted:
-                self._keep(Row(key, self.runs[key], "failed", failure=_told(result)))
+                self._write_row(Row(key, self.runs[key], "failed", failure=_failure_to_dict(result)))
             return 0
         to_measure = [key for key in wanted if self._keep_trained(key, result[key])]
-        self.store.remove(self.store.checkpoint(task.key))
-        self.display.trained(len(wanted))
+        self.store.remove(self.store.checkpoint_path(task.key))
+        self.display.add_trained(len(wanted))
         for key in reversed(to_measure):  # the last one handed in is the first one done
-            self._submit(session, self._measuring(key, self.study.measures), soon=True)
+            self._submit_task(session, self._make_measure_task(key, self.study.measures), soon=True)
         return len(to_measure)
 
     def _keep_trained(self, key: str, run: TrainedRun) -> bool:
@@ -164,20 +167,20 @@ class _Running:
         outcome = run.trained.outcome
         self.store.write_trained(key, self.runs[key], run.trained, run.initial)
         if outcome.status == "diverged":
-            self._keep(_diverged(key, self.runs[key], outcome, run.trained.seconds))
+            self._write_row(_make_diverged_row(key, self.runs[key], outcome, run.trained.seconds))
             return False
         if run.failure is not None or run.measured is not None:
-            found: Measured | Failure = run.measured or Failure(**(run.failure or {}))
-            self._keep(self._row(key, outcome, run.trained.seconds, found, None))
+            found: Measurement | Failure = run.measured or Failure(**(run.failure or {}))
+            self._write_row(self._make_row(key, outcome, run.trained.seconds, found, None))
             return False
         return True
 
-    def _measuring(self, key: str, measures: tuple[str, ...]) -> MeasureTask:
-        trained, initial = self._trained(key)
+    def _make_measure_task(self, key: str, measures: tuple[str, ...]) -> MeasureTask:
+        trained, initial = self._read_trained(key)
         return MeasureTask(key, self.runs[key], trained.weights, initial, measures, self.resources)
 
-    def _trained(self, key: str) -> tuple[Trained, dict[str, Tensor] | None]:
-        found = self.store.trained(key)
+    def _read_trained(self, key: str) -> tuple[TrainedNetwork, dict[str, Tensor] | None]:
+        found = self.store.read_trained(key)
         if found is None:
             raise StudyError(
                 f"Got no weights of the run {key!r}, which were there a moment ago. Want the folder left alone while a "
@@ -185,16 +188,18 @@ class _Running:
             )
         return found
 
-    def _keep_measured(self, task: MeasureTask, result: Measured | Failure) -> None:
-        trained, _ = self._trained(task.key)
+    def _keep_measured(self, task: MeasureTask, result: Measurement | Failure) -> None:
+        trained, _ = self._read_trained(task.key)
         if trained.outcome.status == "diverged":
-            self._keep(_diverged(task.key, self.runs[task.key], trained.outcome, trained.seconds))
+            self._write_row(_make_diverged_row(task.key, self.runs[task.key], trained.outcome, trained.seconds))
             return
         before = self.plan.rows.get(task.key)
-        known = before if before is not None and same(before.measured, self.study.measure_options) else None
-        self._keep(self._row(task.key, trained.outcome, trained.seconds, result, known))
+        known = before if before is not None and is_same_value(before.measured, self.study.measure_options) else None
+        self._write_row(self._make_row(task.key, trained.outcome, trained.seconds, result, known))
 
-    def _row(self, key: str, outcome: Outcome, seconds: float, result: Measured | Failure, known: Row | None) -> Row:
+    def _make_row(
+        self, key: str, outcome: Outcome, seconds: float, result: Measurement | Failure, known: Row | None
+    ) -> Row:
         """A finished row; readings that were there already are kept where only others were asked for."""
         spent = {"training": seconds}
         row = Row(key, self.runs[key], outcome.status, outcome, measured=self.study.measure_options, seconds=spent)
@@ -204,18 +209,18 @@ class _Running:
             undefined = {name: Reading(name, math.nan, exact=False, notes=(result.error,)) for name in lacking}
             return replace(known, readings={**known.readings, **undefined})
         if isinstance(result, Failure):
-            return replace(row, status="failed", failure=_told(result), measured={})
+            return replace(row, status="failed", failure=_failure_to_dict(result), measured={})
         readings = {**({} if known is None else known.readings), **result.readings}
         return replace(
             row, readings=readings, seconds={**spent, "measuring": result.seconds}, made_with=result.made_with
         )
 
-    def _keep(self, row: Row) -> None:
+    def _write_row(self, row: Row) -> None:
         self.store.write_row(row)
-        self.display.finished(row.status)
+        self.display.add_finished(row.status)
 
 
-def _work(do: Callable[..., Any], task: Any, *, context: Context) -> Any:
+def _run_task(do: Callable[..., Any], task: Any, *, context: TaskContext) -> Any:
     """Do a task in whatever process this is; the user's modules are found in the same places."""
     for place in context.path:
         if place not in sys.path:
@@ -223,11 +228,11 @@ def _work(do: Callable[..., Any], task: Any, *, context: Context) -> Any:
     return do(task, context)
 
 
-def _diverged(key: str, config: Mapping[str, Any], outcome: Outcome, seconds: float) -> Row:
+def _make_diverged_row(key: str, config: Mapping[str, Any], outcome: Outcome, seconds: float) -> Row:
     note = "the loss or a weight was no longer finite: nothing was measured"
     noted = outcome if note in outcome.notes else replace(outcome, notes=(*outcome.notes, note))
     return Row(key, config, "diverged", noted, seconds={"training": seconds})
 
 
-def _told(failure: Failure) -> dict[str, str]:
+def _failure_to_dict(failure: Failure) -> dict[str, str]:
     return {"error": failure.error, "traceback": failure.traceback}

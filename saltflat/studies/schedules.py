@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from saltflat.errors import unknown
+from saltflat.errors import make_unknown_name_error
 from saltflat.studies.recipe import Recipe
 
 
@@ -35,13 +35,13 @@ SCHEDULES: dict[str, Callable[[Recipe, int, int], float]] = {
 }
 
 
-def rate(recipe: Recipe, epoch: int, step: int) -> float:
+def compute_learning_rate(recipe: Recipe, epoch: int, step: int) -> float:
     """The learning rate of a step: ``epoch`` and ``step`` are how many of each were finished before it.
 
     Example:
-        >>> rate(Recipe(lr=0.4, schedule="steps", epochs=10, decay=0.5), epoch=7, step=0)
+        >>> compute_learning_rate(Recipe(lr=0.4, schedule="steps", epochs=10, decay=0.5), epoch=7, step=0)
         0.2
     """
     if recipe.schedule not in SCHEDULES:
-        raise unknown("schedule", recipe.schedule, SCHEDULES)
+        raise make_unknown_name_error("schedule", recipe.schedule, SCHEDULES)
     return recipe.lr * SCHEDULES[recipe.schedule](recipe, epoch, step)

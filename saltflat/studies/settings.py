@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from saltflat.errors import unknown
+from saltflat.errors import make_unknown_name_error
 from saltflat.studies import augmentation, labels
 from saltflat.studies.initialisation import SCHEMES
 from saltflat.studies.optimizers import OPTIMIZERS
@@ -18,7 +18,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Allowed:
+class ValueRule:
     """What a setting may be.
 
     Attributes:
@@ -33,21 +33,21 @@ class Allowed:
     kind: type = float
     optional: bool = False
 
-    def problem(self, name: str, value: Any) -> str | None:
+    def find_problem(self, name: str, value: Any) -> str | None:
         """What is wrong with a value; None if nothing is."""
         if value is None and self.optional:
             return None
-        if not self._is_kind(value) or not self.fits(value):
+        if not self._is_right_type(value) or not self.fits(value):
             return f"Got {name}={value!r}. Want {self.want}. Do: correct it."
         return None
 
-    def tidy(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """The value in its own type: 64.0 examples are 64, a learning rate of 1 is 1.0."""
         if value is None:
             return None
         return [float(each) for each in value] if self.kind is list else self.kind(value)
 
-    def _is_kind(self, value: Any) -> bool:
+    def _is_right_type(self, value: Any) -> bool:
         if self.kind is bool:
             return isinstance(value, bool)
         if self.kind is list:
@@ -62,54 +62,58 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class OneOf:
+class ChoiceRule:
     """A setting that is one of a few names."""
 
     what: str
     names: Collection[str]
 
-    def problem(self, name: str, value: Any) -> str | None:
-        return None if isinstance(value, str) and value in self.names else str(unknown(self.what, value, self.names))
+    def find_problem(self, name: str, value: Any) -> str | None:
+        return (
+            None
+            if isinstance(value, str) and value in self.names
+            else str(make_unknown_name_error(self.what, value, self.names))
+        )
 
-    def tidy(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         return value
 
 
-_POSITIVE = Allowed("a number above 0", lambda value: value > 0)
-_NOT_NEGATIVE = Allowed("a number from 0", lambda value: value >= 0)
-_BELOW_ONE = Allowed("a number from 0 to below 1", lambda value: 0 <= value < 1)
-_COUNT = Allowed("a whole number from 1", lambda value: value >= 1, int)
-_COUNT_FROM_ZERO = Allowed("a whole number from 0", lambda value: value >= 0, int)
+_POSITIVE = ValueRule("a number above 0", lambda value: value > 0)
+_NOT_NEGATIVE = ValueRule("a number from 0", lambda value: value >= 0)
+_BELOW_ONE = ValueRule("a number from 0 to below 1", lambda value: 0 <= value < 1)
+_COUNT = ValueRule("a whole number from 1", lambda value: value >= 1, int)
+_COUNT_FROM_ZERO = ValueRule("a whole number from 0", lambda value: value >= 0, int)
 
-ALLOWED: dict[str, Allowed | OneOf] = {
-    "seed": Allowed("a whole number from 0 to 2^63 - 1", lambda value: 0 <= value <= LARGEST_SEED, int),
-    "optimizer": OneOf("optimizer", OPTIMIZERS),
+ALLOWED: dict[str, ValueRule | ChoiceRule] = {
+    "seed": ValueRule("a whole number from 0 to 2^63 - 1", lambda value: 0 <= value <= LARGEST_SEED, int),
+    "optimizer": ChoiceRule("optimizer", OPTIMIZERS),
     "lr": _POSITIVE,
     "momentum": _BELOW_ONE,
-    "nesterov": Allowed("true or false", lambda value: True, bool),
+    "nesterov": ValueRule("true or false", lambda value: True, bool),
     "l2": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "beta1": _BELOW_ONE,
     "beta2": _BELOW_ONE,
     "eps": _POSITIVE,
-    "schedule": OneOf("schedule", SCHEDULES),
+    "schedule": ChoiceRule("schedule", SCHEDULES),
     "decay": _NOT_NEGATIVE,
-    "milestones": Allowed(
+    "milestones": ValueRule(
         "a list of shares of the epochs, from 0 to 1", lambda value: all(0 <= each <= 1 for each in value), list
     ),
     "batch": _COUNT,
     "epochs": _COUNT_FROM_ZERO,
-    "target_loss": Allowed("a number above 0, or none", lambda value: value > 0, optional=True),
-    "target_error": Allowed("a share from 0 to below 1, or none", lambda value: 0 <= value < 1, optional=True),
+    "target_loss": ValueRule("a number above 0, or none", lambda value: value > 0, optional=True),
+    "target_error": ValueRule("a share from 0 to below 1, or none", lambda value: 0 <= value < 1, optional=True),
     "check_every": _COUNT,
     "dropout": _BELOW_ONE,
-    "init": OneOf("initialisation", ("default", *SCHEMES)),
+    "init": ChoiceRule("initialisation", ("default", *SCHEMES)),
     "init_scale": _POSITIVE,
-    "train_size": Allowed("a whole number from 1, or none", lambda value: value >= 1, int, optional=True),
-    "label_noise": Allowed("a share from 0 to 1", lambda value: 0 <= value <= 1),
-    "label_noise_kind": OneOf("kind of label noise", labels.KINDS),
+    "train_size": ValueRule("a whole number from 1, or none", lambda value: value >= 1, int, optional=True),
+    "label_noise": ValueRule("a share from 0 to 1", lambda value: 0 <= value <= 1),
+    "label_noise_kind": ChoiceRule("kind of label noise", labels.KINDS),
     "confusion": _COUNT_FROM_ZERO,
-    "augment": OneOf("augmentation", augmentation.KINDS),
+    "augment": ChoiceRule("augmentation", augmentation.KINDS),
     "crop": _COUNT_FROM_ZERO,
-    "dtype": OneOf("dtype", DTYPES),
+    "dtype": ChoiceRule("dtype", DTYPES),
 }

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.errors import CodeNotAllowedError, DataError, StudyError, unknown
-from saltflat.readers import READERS, SCALES, read
+from saltflat.errors import CodeNotAllowedError, DataError, StudyError, make_unknown_name_error
+from saltflat.readers import READERS, SCALES, read_data
 from saltflat.readers.arrays import FORMATS
-from saltflat.readers.factory import made
-from saltflat.report.text import listed
+from saltflat.readers.factory import build_from_spec
+from saltflat.report.text import join_words
 from saltflat.studies.examples import Examples
 
 # What inputs and labels may be made of.
@@ -24,7 +24,7 @@ KINDS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, 
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The data of a study, by name.
 
     Attributes:
@@ -46,12 +46,12 @@ class Source:
     folder: str = "data"
 
     @classmethod
-    def of(cls, given: Any) -> Source:
+    def parse(cls, given: Any) -> DataSource:
         """The source that a study's ``data`` names."""
-        if isinstance(given, Source):
+        if isinstance(given, DataSource):
             return given
         if isinstance(given, str):
-            return cls(given).checked()
+            return cls(given).check_values()
         if not isinstance(given, Mapping):
             raise StudyError(
                 f"Got data of type {type(given).__name__}. Want a name, a function, or a mapping with a name, so that "
@@ -61,15 +61,15 @@ class Source:
         known = [each.name for each in fields(cls)]
         for key in given:
             if key not in known and key != "source":
-                raise unknown("key of data", key, [*known, "source"])
+                raise make_unknown_name_error("key of data", key, [*known, "source"])
         if ("name" in given) == ("source" in given):
             raise StudyError(
                 f"Got data with the keys {', '.join(given) or '(none)'}. Want a name, once. Do: name: digits."
             )
         own = {("name" if key == "source" else key): value for key, value in given.items()}
-        return cls(**own).checked()
+        return cls(**own).check_values()
 
-    def checked(self) -> Source:
+    def check_values(self) -> DataSource:
         """Itself, if its values mean something."""
         for key in ("name", "normalize", "folder"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
@@ -79,14 +79,14 @@ class Source:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise StudyError(f"Got {key}={value!r} of data. Want a whole number from 1. Do: leave it out for all.")
         if self.normalize not in SCALES:
-            raise unknown("normalization", self.normalize, SCALES)
+            raise make_unknown_name_error("normalization", self.normalize, SCALES)
         if self.is_file != (self.test is not None):
             raise StudyError(
                 f"Got data {self.name!r} with test={self.test!r}. Want a second file to test on where the data is a "
                 "file, and only there. Do: for instance {name: train.npz, test: test.npz}."
             )
         if not self.is_file and not self.is_function and self.name not in READERS:
-            raise unknown("data set", self.name, READERS)
+            raise make_unknown_name_error("data set", self.name, READERS)
         return self
 
     @property
@@ -117,32 +117,32 @@ class Source:
         """
         where = Path(self.folder if folder is None else folder)
         if self.is_function:
-            check_allowed([self.name], allow_code)
-            found = _examples_from(made(self.name, "data"), self.name)
+            check_code_allowed([self.name], allow_code)
+            found = _parse_examples(build_from_spec(self.name, "data"), self.name)
             train: Any = (found.train_inputs[: self.train_limit], found.train_labels[: self.train_limit])
             test: Any = (found.test_inputs[: self.test_limit], found.test_labels[: self.test_limit])
         elif self.is_file:
-            train = read(self.name, where, limit=self.train_limit)
-            test = read(str(self.test), where, limit=self.test_limit)
+            train = read_data(self.name, where, limit=self.train_limit)
+            test = read_data(str(self.test), where, limit=self.test_limit)
         else:
-            train = read(self.name, where, "train", limit=self.train_limit, normalize=self.normalize)
-            test = read(self.name, where, "test", limit=self.test_limit, normalize=self.normalize)
-        return _checked(Examples(*train, *test), self.name)
+            train = read_data(self.name, where, "train", limit=self.train_limit, normalize=self.normalize)
+            test = read_data(self.name, where, "test", limit=self.test_limit, normalize=self.normalize)
+        return _check_examples(Examples(*train, *test), self.name)
 
 
-_USUAL = {each.name: each.default for each in fields(Source)}
+_USUAL = {each.name: each.default for each in fields(DataSource)}
 
 
-def check_allowed(code: Sequence[str], allow_code: bool) -> None:
+def check_code_allowed(code: Sequence[str], allow_code: bool) -> None:
     """Refuse to go on where functions that a study's files name would be imported and nobody has allowed it."""
     if code and not allow_code:
         raise CodeNotAllowedError(
-            f"Expected permission to import and call {listed(list(code))}, which the study's files name, but got none. "
-            "If you trust them, try --allow-code, or allow_code=True in Python."
+            f"Expected permission to import and call {join_words(list(code))}, which the study's files name, but got "
+            "none. If you trust them, try --allow-code, or allow_code=True in Python."
         )
 
 
-def fingerprint(examples: Examples) -> str:
+def compute_fingerprint(examples: Examples) -> str:
     """Sixteen hexadecimal digits that change with any number in the examples."""
     found = hashlib.sha256()
     for each in (examples.train_inputs, examples.train_labels, examples.test_inputs, examples.test_labels):
@@ -151,7 +151,7 @@ def fingerprint(examples: Examples) -> str:
     return found.hexdigest()[:16]
 
 
-def _examples_from(found: Any, name: str) -> Examples:
+def _parse_examples(found: Any, name: str) -> Examples:
     if isinstance(found, Examples):
         return Examples(*(getattr(found, each.name).detach() for each in fields(found)))
     if isinstance(found, tuple | list):
@@ -164,7 +164,7 @@ def _examples_from(found: Any, name: str) -> Examples:
     )
 
 
-def _checked(examples: Examples, name: str) -> Examples:
+def _check_examples(examples: Examples, name: str) -> Examples:
     for side in ("train", "test"):
         inputs, labels = getattr(examples, f"{side}_inputs"), getattr(examples, f"{side}_labels")
         for each in (inputs, labels):

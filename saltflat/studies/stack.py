@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.studies.checkpoint import placed_under, under
+from saltflat.studies.checkpoint import add_prefix, select_prefix
 
 
 @dataclass
-class Stack:
+class StackState:
     """Networks that are trained at once; it changes as they are.
 
     Attributes:
@@ -36,10 +36,10 @@ class Stack:
     seconds: list[float] = field(default_factory=list)
     notes: tuple[str, ...] = ()
 
-    def part(self, places: Sequence[int]) -> Stack:
+    def select_networks(self, places: Sequence[int]) -> StackState:
         """Only the networks at these places; tensors of its own."""
         where = torch.tensor(places, dtype=torch.int64, device=None if self.rows is None else self.rows.device)
-        return Stack(
+        return StackState(
             [self.members[place] for place in places],
             self.epoch,
             None if self.rows is None else self.rows.detach().index_select(0, where),
@@ -50,41 +50,41 @@ class Stack:
             self.notes,
         )
 
-    def on(self, device: torch.device | str) -> Stack:
+    def copy_to(self, device: torch.device | str) -> StackState:
         """The same on a device; tensors of its own."""
 
-        def elsewhere(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: each.detach().to(device, copy=True) for name, each in tensors.items()}
 
-        return Stack(
+        return StackState(
             list(self.members),
             self.epoch,
             None if self.rows is None else self.rows.detach().to(device, copy=True),
-            elsewhere(self.rest),
-            elsewhere(self.memory),
+            copy_tensors(self.rest),
+            copy_tensors(self.memory),
             [list(each) for each in self.curves],
             list(self.seconds),
             self.notes,
         )
 
-    def halves(self, note: str | None = None) -> list[Stack]:
+    def split_in_half(self, note: str | None = None) -> list[StackState]:
         """The first and the second half of the networks, with this note for both."""
         middle = len(self.members) // 2
-        parts = [self.part(range(middle)), self.part(range(middle, len(self.members)))]
+        parts = [self.select_networks(range(middle)), self.select_networks(range(middle, len(self.members)))]
         for each in parts:
             each.notes = (*self.notes, *([] if note is None else [note]))
         return parts
 
-    def tensors(self) -> dict[str, Tensor]:
+    def collect_tensors(self) -> dict[str, Tensor]:
         if self.rows is None:
             return {}
         return {
             "rows": self.rows.detach(),
-            **placed_under("rest", self.rest),
-            **placed_under("memory", self.memory),
+            **add_prefix("rest", self.rest),
+            **add_prefix("memory", self.memory),
         }
 
-    def facts(self) -> dict[str, Any]:
+    def collect_facts(self) -> dict[str, Any]:
         return {
             "members": self.members,
             "epoch": self.epoch,
@@ -94,10 +94,10 @@ class Stack:
         }
 
     @classmethod
-    def restored(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Stack:
+    def from_checkpoint(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StackState:
         return cls(
             **{**facts, "notes": tuple(facts["notes"])},
             rows=tensors.get("rows"),
-            rest=under(tensors, "rest"),
-            memory=under(tensors, "memory"),
+            rest=select_prefix(tensors, "rest"),
+            memory=select_prefix(tensors, "memory"),
         )

@@ -9,8 +9,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import UnknownNameError, first_line
-from saltflat.studies.stacked import Stacked, losses_of
+from saltflat.errors import UnknownNameError, format_error_line
+from saltflat.studies.stacked import StackedModel, compute_losses
 
 EXAMPLES = 4
 # How far results may be apart, as a share of their length, in float64 and in shorter numbers. Rounding stays below:
@@ -35,46 +35,48 @@ def check_stackable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor,
     try:
         finer = [deepcopy(model).double() for model in models]
         exact = inputs.double() if inputs.is_floating_point() else inputs
-        _alone(finer[0], exact, labels[0])
+        _run_alone(finer[0], exact, labels[0])
     except UnstackableError:
         raise
     except Exception:  # they work in their own precision only
         finer = []
     if finer:
         with suppress(torch.OutOfMemoryError):  # twice the memory of the training: it may have no room for that
-            return _compare(finer, exact, labels, way, TIGHT)
-    return _compare(models, inputs, labels, way, LOOSE)
+            return _compare_results(finer, exact, labels, way, TIGHT)
+    return _compare_results(models, inputs, labels, way, LOOSE)
 
 
-def _compare(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str, tolerance: float) -> None:
+def _compare_results(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str, tolerance: float) -> None:
     try:
         # A stack of its own: what passes leave behind in it is not for the training.
-        found = _together(Stacked(models[0], inputs[0], way), models, inputs, labels)
+        found = _run_stacked(StackedModel(models[0], inputs[0], way), models, inputs, labels)
     except (torch.OutOfMemoryError, UnknownNameError):
         raise
     except Exception as error:
-        raise UnstackableError(first_line(error)) from error
+        raise UnstackableError(format_error_line(error)) from error
     for place, model in enumerate(models):
         try:
-            alone = _alone(model, inputs, labels[place])
+            alone = _run_alone(model, inputs, labels[place])
         except UnstackableError:
             raise
         except Exception:  # it fails alone, too, and is told of there
             return
         for name, value in found.items():
-            if not _close(value[place], alone[name], tolerance):
+            if not _is_close(value[place], alone[name], tolerance):
                 raise UnstackableError(f"its {name} in a stack is not what it is alone")
 
 
-def _together(stacked: Stacked, models: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    rows, rest = stacked.packed(models)
+def _run_stacked(
+    stacked: StackedModel, models: Sequence[nn.Module], inputs: Tensor, labels: Tensor
+) -> dict[str, Tensor]:
+    rows, rest = stacked.pack_models(models)
     rows.requires_grad_()
     each = inputs.expand(len(models), *inputs.shape)
-    first = stacked.logits(rows, rest, each, training=True)
-    (gradient,) = torch.autograd.grad(losses_of(first, labels).mean(1).sum(), rows)
+    first = stacked.compute_logits(rows, rest, each, training=True)
+    (gradient,) = torch.autograd.grad(compute_losses(first, labels).mean(1).sum(), rows)
     with torch.no_grad():
-        second = stacked.logits(rows, rest, each, training=True)
-        last = stacked.logits(rows, rest, inputs, training=False, shared=True)
+        second = stacked.compute_logits(rows, rest, each, training=True)
+        last = stacked.compute_logits(rows, rest, inputs, training=False, shared=True)
     return {
         "output": first.detach(),
         "gradient": gradient,
@@ -84,19 +86,19 @@ def _together(stacked: Stacked, models: Sequence[nn.Module], inputs: Tensor, lab
     }
 
 
-def _alone(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def _run_alone(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
     model = deepcopy(model).to(inputs.device).train()
-    before = dict(_plain(model))
+    before = dict(_iter_plain_attributes(model))
     first = model(inputs)
     trained = [each for each in model.parameters() if each.requires_grad]
-    gradients = torch.autograd.grad(losses_of(first[None], labels[None]).mean(), trained, allow_unused=True)
+    gradients = torch.autograd.grad(compute_losses(first[None], labels[None]).mean(), trained, allow_unused=True)
     flat = [
         (torch.zeros_like(each) if slope is None else slope).flatten()
         for each, slope in zip(trained, gradients, strict=True)
     ]
     with torch.no_grad():
         second = model(inputs)
-        if dict(_plain(model)) != before:
+        if dict(_iter_plain_attributes(model)) != before:
             raise UnstackableError("it counts or remembers in attributes that are no buffers")
         last = model.eval()(inputs)
     state = {name: each.detach() for name, each in model.named_buffers()}
@@ -110,7 +112,7 @@ def _alone(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tensor
     }
 
 
-def _plain(model: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
+def _iter_plain_attributes(model: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
     """Numbers and texts that the modules hold, beside their tensors."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -118,7 +120,7 @@ def _plain(model: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
                 yield (name, key), value
 
 
-def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from saltflat.errors import StudyError, unknown
-from saltflat.report.file import path_from
+from saltflat.errors import StudyError, make_unknown_name_error
+from saltflat.report.file import parse_path
 from saltflat.studies.definition import read_definition
-from saltflat.studies.grid import names_in, runs_of
-from saltflat.studies.measuring import USUAL_MEASURES, measures_of, options_of
-from saltflat.studies.source import Source
-from saltflat.studies.takers import spec_of
-from saltflat.studies.tidying import axes_of, mapping_of, seeds_of, together_of
+from saltflat.studies.grid import expand_runs, split_axis_names
+from saltflat.studies.measuring import USUAL_MEASURES, parse_measure_names, parse_measure_options
+from saltflat.studies.source import DataSource
+from saltflat.studies.takers import get_function_path
+from saltflat.studies.tidying import parse_axes, parse_mapping, parse_seeds, parse_together
 
 if TYPE_CHECKING:
     from saltflat.studies.executors import Executor
-    from saltflat.studies.progress import Shown
+    from saltflat.studies.progress import ProgressDisplay
     from saltflat.studies.results import Results
 
 # What ends a training, by the names that people use for it here and by those of the recipe.
@@ -32,7 +32,7 @@ class Study:
 
     Attributes:
         name: what the study is called; a folder holds the runs of one name.
-        data: the name of a data set, or a mapping; see :class:`saltflat.studies.source.Source`.
+        data: the name of a data set, or a mapping; see :class:`saltflat.studies.source.DataSource`.
         axes: for each name the values to try: any setting of :class:`saltflat.studies.recipe.Recipe`, any argument of
             the network, or ``network``. Names with commas between them go hand in hand: ``{"batch, lr": [[1000, 0.02],
             [2000, 0.04]]}`` has two values, not four; scores and plots know the axis by the first of its names.
@@ -69,28 +69,28 @@ class Study:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
             raise StudyError(f"Got the name {self.name!r}. Want a text. Do: for instance name: digits.")
-        train, data = spec_of(self.train, "train"), spec_of(self.data, "data")
-        network = spec_of(self.network, "network")
+        train, data = get_function_path(self.train, "train"), get_function_path(self.data, "data")
+        network = get_function_path(self.network, "network")
         for what, value in {"train": train, "network": network}.items():
             if value is not None and (not isinstance(value, str) or not value):
                 raise StudyError(f"Got {what}={value!r}. Want a name. Do: give one, or package.module:function.")
         tidy: dict[str, Any] = {
-            "data": Source.of(data),
-            "axes": axes_of(self.axes),
-            "seeds": seeds_of(self.seeds),
+            "data": DataSource.parse(data),
+            "axes": parse_axes(self.axes),
+            "seeds": parse_seeds(self.seeds),
             "network": "mlp" if network is None and train is None else network,
             "train": train,
-            "settings": mapping_of(self.settings, "settings"),
-            "stop": mapping_of(self.stop, "stop"),
-            "measures": measures_of(self.measures),
-            "measure": mapping_of(self.measure, "measure"),
-            "together": together_of(self.together),
+            "settings": parse_mapping(self.settings, "settings"),
+            "stop": parse_mapping(self.stop, "stop"),
+            "measures": parse_measure_names(self.measures),
+            "measure": parse_mapping(self.measure, "measure"),
+            "together": parse_together(self.together),
         }
         for key in tidy["stop"]:
             if key not in STOP:
-                raise unknown("key of stop", key, STOP)
-        options_of(tidy["measure"])
-        if any("network" in names_in(axis) for axis in tidy["axes"]) and network is not None:
+                raise make_unknown_name_error("key of stop", key, STOP)
+        parse_measure_options(tidy["measure"])
+        if any("network" in split_axis_names(axis) for axis in tidy["axes"]) and network is not None:
             raise StudyError("Got 'network' in axes and beside them. Want it in one. Do: take one away.")
         for key, value in tidy.items():
             object.__setattr__(self, key, value)
@@ -103,7 +103,7 @@ class Study:
         known = [each.name for each in fields(cls)]
         for key in given:
             if key not in known:
-                raise unknown("key of a study", key, known)
+                raise make_unknown_name_error("key of a study", key, known)
         lacking = [key for key in NEEDED if key not in given and not (key == "stop" and "train" in given)]
         if lacking:
             raise StudyError(
@@ -114,14 +114,14 @@ class Study:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Study:
         """The study in a YAML file. Functions that it names are not imported before :meth:`run` or :meth:`runs`."""
-        return cls.from_dict(read_definition(path_from(path, StudyError)))
+        return cls.from_dict(read_definition(parse_path(path, StudyError)))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON and YAML can hold it, and ``from_dict`` takes it."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         plain = {**own, "data": self.data.to_dict(), "axes": {name: list(each) for name, each in self.axes.items()}}
         plain = {**plain, "seeds": list(self.seeds), "measures": list(self.measures)}
-        if any("network" in names_in(axis) for axis in self.axes):
+        if any("network" in split_axis_names(axis) for axis in self.axes):
             plain["network"] = None
         return {name: value for name, value in plain.items() if value is not None}
 
@@ -133,7 +133,7 @@ class Study:
     @property
     def axis_names(self) -> list[str]:
         """One setting for each axis, the first where several go hand in hand."""
-        return [names_in(axis)[0] for axis in self.axes]
+        return [split_axis_names(axis)[0] for axis in self.axes]
 
     @property
     def stop_settings(self) -> dict[str, Any]:
@@ -143,14 +143,14 @@ class Study:
     @property
     def measure_options(self) -> dict[str, Any]:
         """How to measure, with all that was not said filled in."""
-        return options_of(self.measure)
+        return parse_measure_options(self.measure)
 
     def runs(self) -> dict[str, dict[str, Any]]:
         """Every run of the grid: its configuration by its key, in order. Impossible grids are refused here.
 
         Imports the functions that the study names as ``network`` and ``train``, to see what they take.
         """
-        return runs_of(self)
+        return expand_runs(self)
 
     def run(
         self,
@@ -158,7 +158,7 @@ class Study:
         executor: str | Executor = "here",
         device: str = "cpu",
         retry_failed: bool = False,
-        progress: bool | Shown | None = None,
+        progress: bool | ProgressDisplay | None = None,
         *,
         data_folder: str | os.PathLike[str] | None = None,
         resources: Mapping[str, float] | None = None,

@@ -18,7 +18,7 @@ EXECUTED = ("=", "+", "-", "@", "\t", "\r", "\n")
 SIZES = ("parameters", "norm", "distance")
 
 
-def table_of(
+def build_table(
     rows: Mapping[str, Row], places: Mapping[str, Mapping[str, Any]], axes: Sequence[str], measures: Sequence[str]
 ) -> list[dict[str, Any]]:
     """One line per run, in the order of the grid; what is not known is None.
@@ -49,39 +49,39 @@ def table_of(
     return lines
 
 
-def csv_of(lines: Sequence[Mapping[str, Any]]) -> str:
+def format_csv(lines: Sequence[Mapping[str, Any]]) -> str:
     """The table as comma-separated values; every float with the digits that give it back.
 
     A text that a spreadsheet would execute as a formula gets an apostrophe in front.
 
     Example:
-        >>> csv_of([{"key": "a", "lr": 0.1, "widths": [64, 32], "gap": None}])
+        >>> format_csv([{"key": "a", "lr": 0.1, "widths": [64, 32], "gap": None}])
         'key,lr,widths,gap\\na,0.1,"[64, 32]",\\n'
-        >>> print(csv_of([{"lr": -0.1, "note": "-0.1", "network": "=1+1"}]), end="")
+        >>> print(format_csv([{"lr": -0.1, "note": "-0.1", "network": "=1+1"}]), end="")
         lr,note,network
         -0.1,-0.1,'=1+1
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\r\n")  # else it would not quote a cell with "\r", a new line for others
     for cells in [list(lines[0]), *(line.values() for line in lines)] if lines else []:
-        writer.writerow([_cell(value) for value in cells])
+        writer.writerow([_format_csv_cell(value) for value in cells])
         text.seek(text.tell() - len("\r\n"))
         text.truncate()
         text.write("\n")
     return text.getvalue()
 
 
-def _cell(value: Any) -> str:
+def _format_csv_cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         return "nan" if math.isnan(value) else repr(value)
     if not isinstance(value, str):
         return json.dumps(value)
-    return f"'{value}" if value.startswith(EXECUTED) and not _is_number(value) else value
+    return f"'{value}" if value.startswith(EXECUTED) and not _is_number_text(value) else value
 
 
-def _is_number(text: str) -> bool:
+def _is_number_text(text: str) -> bool:
     try:
         return math.isfinite(float(text)) and text.isascii() and text == text.strip()
     except ValueError:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from saltflat.errors import StudyError
-from saltflat.readers.factory import named
-from saltflat.studies.canonical import json_value
-from saltflat.studies.networks import network
+from saltflat.readers.factory import import_object
+from saltflat.studies.canonical import to_json_value
+from saltflat.studies.networks import find_network
 
 # What a study hands to every train function by itself.
 HANDED = ("seed", "data", "device")
@@ -18,7 +18,7 @@ STOPS = ("epochs", "target_loss", "target_error", "check_every")
 
 
 @dataclass(frozen=True)
-class Taker:
+class ConfigurableFunction:
     """A function that settings are handed to.
 
     Attributes:
@@ -35,7 +35,7 @@ class Taker:
     anything: bool
     handed: tuple[str, ...] = ()
 
-    def takes(self, name: str) -> bool:
+    def can_take(self, name: str) -> bool:
         return name in self.names or self.anything
 
     @property
@@ -44,32 +44,34 @@ class Taker:
         found = {}
         for name, value in self.names.items():
             try:
-                found[name] = json_value(value, self.what)
+                found[name] = to_json_value(value, self.what)
             except StudyError:
                 continue
         return found
 
     @property
-    def required(self) -> list[str]:
+    def required_names(self) -> list[str]:
         return [name for name, value in self.names.items() if value is inspect.Parameter.empty]
 
 
-def network_taker(name: str) -> Taker:
+def inspect_network(name: str) -> ConfigurableFunction:
     """Of the function that makes the network of this name; it gets the shape of an input and the number of classes."""
-    return _taker(f"the network {name!r}", network(name).make, behind=2)
+    return _inspect_function(f"the network {name!r}", find_network(name).make, behind=2)
 
 
-def train_taker(spec: str) -> Taker:
+def inspect_train_function(spec: str) -> ConfigurableFunction:
     """Of the user's own train function."""
-    function = named(spec, "train function")
+    function = import_object(spec, "train function")
     if not callable(function):
         raise StudyError(
             f"Got {spec!r} as train, a {type(function).__name__}. Want a function. Do: name the function that trains."
         )
-    return _taker(f"the train function {spec!r}", function, handed=HANDED)
+    return _inspect_function(f"the train function {spec!r}", function, handed=HANDED)
 
 
-def _taker(what: str, function: Callable[..., Any], behind: int = 0, handed: tuple[str, ...] = ()) -> Taker:
+def _inspect_function(
+    what: str, function: Callable[..., Any], behind: int = 0, handed: tuple[str, ...] = ()
+) -> ConfigurableFunction:
     kinds = inspect.Parameter
     try:
         parameters = list(inspect.signature(function).parameters.values())[behind:]
@@ -90,10 +92,10 @@ def _taker(what: str, function: Callable[..., Any], behind: int = 0, handed: tup
     }
     taken = tuple(name for name in handed if name in names or anything)
     own = {name: default for name, default in names.items() if name not in handed}
-    return Taker(what, function, own, anything, taken)
+    return ConfigurableFunction(what, function, own, anything, taken)
 
 
-def spec_of(given: Any, what: str) -> Any:
+def get_function_path(given: Any, what: str) -> Any:
     """A function that was handed over, by the name under which it can be found again; texts stay."""
     if given is None or isinstance(given, str) or not callable(given):
         return given

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.errors import ReportError
-from saltflat.studies.building import built
+from saltflat.studies.building import build_network
 from saltflat.studies.examples import Examples
-from saltflat.studies.grid import recipe_of
-from saltflat.studies.labels import training_set
-from saltflat.studies.measuring import DTYPES, Measured, measured
-from saltflat.studies.networks import network
-from saltflat.studies.takers import network_taker
+from saltflat.studies.grid import make_recipe
+from saltflat.studies.labels import make_training_set
+from saltflat.studies.measuring import DTYPES, Measurement, measure_network
+from saltflat.studies.networks import find_network
+from saltflat.studies.takers import inspect_network
 from saltflat.studies.together import train_together
-from saltflat.studies.trained import Trained
+from saltflat.studies.trained import TrainedNetwork
 
 Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Context:
+class TaskContext:
     """What all tasks of a study share; it travels once to every worker.
 
     Attributes:
@@ -52,7 +52,7 @@ class Context:
     tell: Tell | None = None
 
     @property
-    def rebuilt(self) -> bool:
+    def can_rebuild(self) -> bool:
         """Whether a network can be made again for its weights."""
         return self.train is None or self.network is not None
 
@@ -106,29 +106,29 @@ class TrainedRun:
         failure: the error and its traceback, if measuring failed.
     """
 
-    trained: Trained
+    trained: TrainedNetwork
     initial: dict[str, Tensor] | None = None
-    measured: Measured | None = None
+    measured: Measurement | None = None
     failure: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
-class Halt:
+class CheckpointFailure:
     """A task that could not keep its checkpoint: the study has to stop, or it would lose work."""
 
     problem: str
 
 
-def train(task: TrainTask, context: Context) -> dict[str, TrainedRun] | Halt:
+def train_group(task: TrainTask, context: TaskContext) -> dict[str, TrainedRun] | CheckpointFailure:
     """Train a group, and give back each run by its key."""
     if context.train is not None:
-        from saltflat.studies.own_training import train_own
+        from saltflat.studies.own_training import run_user_training
 
         ((key, config),) = task.configs.items()
-        return {key: train_own(config, context)}
+        return {key: run_user_training(config, context)}
     # On a machine without the study's folder there is nothing to go on from.
     checkpoint = task.checkpoint if task.checkpoint is not None and task.checkpoint.parent.is_dir() else None
-    recipes = [recipe_of(config) for config in task.configs.values()]
+    recipes = [make_recipe(config) for config in task.configs.values()]
     try:
         found = train_together(
             recipes,
@@ -139,12 +139,12 @@ def train(task: TrainTask, context: Context) -> dict[str, TrainedRun] | Halt:
             tell=context.tell,
         )
     except ReportError as problem:  # a checkpoint that cannot be written; errors of a network of the user's are its own
-        return Halt(str(problem))
+        return CheckpointFailure(str(problem))
     return {key: TrainedRun(each) for key, each in zip(task.configs, found, strict=True)}
 
 
 @dataclass(frozen=True)
-class Remade:
+class RebuiltNetwork:
     """A trained network, made again from its weights.
 
     Attributes:
@@ -160,29 +160,29 @@ class Remade:
     initial: Mapping[str, Tensor] | None
 
 
-def network_of(task: MeasureTask, context: Context) -> Remade:
+def rebuild_network(task: MeasureTask, context: TaskContext) -> RebuiltNetwork:
     """Make the network of a run again, and what it was trained on."""
     examples = context.examples
     initial: Mapping[str, Tensor] | None
     if context.train is None:
-        recipe = recipe_of(task.config)
-        model = built(recipe, examples.shape, examples.classes)
+        recipe = make_recipe(task.config)
+        model = build_network(recipe, examples.shape, examples.classes)
         initial = {name: each.clone() for name, each in model.state_dict().items()}
-        chosen = training_set(recipe, examples)
+        chosen = make_training_set(recipe, examples)
         inputs, labels = chosen.inputs[: chosen.measured], chosen.labels[: chosen.measured]
     else:
-        model, initial = _users_network(task.config, context), task.initial
+        model, initial = _build_user_network(task.config, context), task.initial
         inputs, labels = examples.train_inputs, examples.train_labels
     # Before the weights come in: those of a float64 training would be rounded by a float32 network.
     model = model.to(DTYPES[context.options["dtype"]]).eval()
     model.load_state_dict(task.weights)
-    return Remade(model, inputs, labels, initial)
+    return RebuiltNetwork(model, inputs, labels, initial)
 
 
-def measure_run(task: MeasureTask, context: Context) -> Measured:
+def measure_run(task: MeasureTask, context: TaskContext) -> Measurement:
     """Make the network again, give it its weights, and measure it on what it was trained on."""
     started = time.perf_counter()
-    made = network_of(task, context)
+    made = rebuild_network(task, context)
     found = measure_model(made.model, made.inputs, made.labels, made.initial, task.measures, context)
     return replace(found, seconds=time.perf_counter() - started)
 
@@ -193,18 +193,18 @@ def measure_model(
     labels: Tensor,
     initial: Mapping[str, Tensor] | None,
     measures: tuple[str, ...],
-    context: Context,
-) -> Measured:
+    context: TaskContext,
+) -> Measurement:
     """Measure a model on the first of these examples, on the study's device."""
     count = context.options["examples"]
     device = torch.device(context.device)
     chosen = (inputs[:count].to(device), labels[:count].to(device))
-    return measured(model.to(device).eval(), *chosen, initial, measures, context.options)
+    return measure_network(model.to(device).eval(), *chosen, initial, measures, context.options)
 
 
-def _users_network(config: Mapping[str, Any], context: Context) -> nn.Module:
+def _build_user_network(config: Mapping[str, Any], context: TaskContext) -> nn.Module:
     """The network that the user's function trained, made by the study's ``network`` with what it takes of the run."""
     assert context.network is not None
-    taker = network_taker(context.network)
+    taker = inspect_network(context.network)
     taken = {name: value for name, value in config.items() if name in taker.names}
-    return network(context.network).made(context.examples.shape, context.examples.classes, taken)
+    return find_network(context.network).build_model(context.examples.shape, context.examples.classes, taken)

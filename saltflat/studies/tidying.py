@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from saltflat.errors import StudyError
-from saltflat.studies.canonical import json_value
+from saltflat.studies.canonical import to_json_value
 
 
-def mapping_of(given: Any, what: str) -> dict[str, Any]:
+def parse_mapping(given: Any, what: str) -> dict[str, Any]:
     """Names with values, such as the settings."""
     if given is None:  # a name in YAML with nothing behind it
         return {}
@@ -17,17 +17,17 @@ def mapping_of(given: Any, what: str) -> dict[str, Any]:
         raise StudyError(
             f"Got {what}={given!r}, a {type(given).__name__}. Want names with values. Do: for instance {what}: {{...}}."
         )
-    return dict(json_value(given, what))
+    return dict(to_json_value(given, what))
 
 
-def axes_of(given: Any) -> dict[str, tuple[Any, ...]]:
+def parse_axes(given: Any) -> dict[str, tuple[Any, ...]]:
     """Names with lists of values."""
     if not isinstance(given, Mapping):
         raise StudyError(
             f"Got axes={given!r}, a {type(given).__name__}. Want names with lists of values. "
             "Do: for instance axes: {lr: [0.1, 0.2]}."
         )
-    axes = json_value(given, "axes")
+    axes = to_json_value(given, "axes")
     for name, values in axes.items():
         if not isinstance(values, list):
             raise StudyError(
@@ -37,14 +37,14 @@ def axes_of(given: Any) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(values) for name, values in axes.items()}
 
 
-def seeds_of(given: Any) -> tuple[Any, ...]:
+def parse_seeds(given: Any) -> tuple[Any, ...]:
     """A list, or so many from 0.
 
     Example:
-        >>> seeds_of(3), seeds_of([7, 9])
+        >>> parse_seeds(3), parse_seeds([7, 9])
         ((0, 1, 2), (7, 9))
     """
-    seeds = json_value(given, "seeds")
+    seeds = to_json_value(given, "seeds")
     if isinstance(seeds, list):
         return tuple(seeds)
     if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 0:
@@ -54,7 +54,7 @@ def seeds_of(given: Any) -> tuple[Any, ...]:
     return tuple(range(seeds))
 
 
-def together_of(given: Any) -> int:
+def parse_together(given: Any) -> int:
     """How many networks are trained at once."""
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise StudyError(f"Got together={given!r}. Want a whole number from 1. Do: leave it out for 64.")

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from saltflat.studies.alone import train_alone
 from saltflat.studies.checkpoint import (
-    Standing,
-    identity,
-    placed_under,
-    read_checkpoint,
-    trained_from_plain,
-    trained_to_plain,
-    under,
+    Checkpoint,
+    add_prefix,
+    describe_training,
+    read_matching_checkpoint,
+    select_prefix,
+    trained_from_dict,
+    trained_to_dict,
     write_checkpoint,
 )
 from saltflat.studies.examples import Examples
-from saltflat.studies.grouping import group_key
-from saltflat.studies.precision import DTYPES, products_of
+from saltflat.studies.grouping import compute_group_key
+from saltflat.studies.precision import DTYPES, use_matmul_precision
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.stack import Stack
-from saltflat.studies.stack_training import StackTraining
+from saltflat.studies.stack import StackState
+from saltflat.studies.stack_training import StackTrainer
 from saltflat.studies.stackable import UnstackableError
-from saltflat.studies.trained import Trained
+from saltflat.studies.trained import TrainedNetwork
 
 REMEMBER_EVERY = 20.0  # seconds: copying a large stack takes about as long as an epoch of it
 
@@ -42,7 +42,7 @@ def train_together(
     every: float = 30.0,
     tell: Callable[[int, int], None] | None = None,
     way: str = "auto",
-) -> list[Trained]:
+) -> list[TrainedNetwork]:
     """Train networks, all of one architecture and batch size at once, others after them; in the order of the recipes.
 
     A network that meets its targets, or diverges, leaves the stack, and the others go on.
@@ -58,15 +58,15 @@ def train_together(
         way: of doing convolutions: ``"auto"``, ``"grouped"``, ``"each"`` or ``"banded"``.
     """
     place = torch.device(device)
-    work = _Work(recipes, examples, place, checkpoint, every, tell, way)
+    work = _StackScheduler(recipes, examples, place, checkpoint, every, tell, way)
     while work.stacks:
-        with products_of(recipes[work.stacks[0].members[0]].dtype):
-            work.train_first()
-    work.write()
+        with use_matmul_precision(recipes[work.stacks[0].members[0]].dtype):
+            work.train_first_stack()
+    work.save_checkpoint()
     return [work.finished[number] for number in range(len(recipes))]
 
 
-class _Work:
+class _StackScheduler:
     """All stacks of a call, and what has come of them."""
 
     def __init__(
@@ -82,60 +82,60 @@ class _Work:
         self.recipes, self.examples, self.device = list(recipes), examples, device
         self.checkpoint, self.every, self.tell, self.way = checkpoint, every, tell, way
         self.placed: dict[str, Examples] = {}
-        self.finished: dict[int, Trained] = {}
-        self.stacks: list[Stack] = []
+        self.finished: dict[int, TrainedNetwork] = {}
+        self.stacks: list[StackState] = []
         self.epochs_before = 0
-        self.who = "" if checkpoint is None else identity(recipes, examples, together=True)
+        self.who = "" if checkpoint is None else describe_training(recipes, examples, together=True)
         self.written = time.perf_counter()
-        standing = None if checkpoint is None else read_checkpoint(checkpoint, self.who)
+        standing = None if checkpoint is None else read_matching_checkpoint(checkpoint, self.who)
         if standing is not None and self._is_complete(standing):
             self._resume(standing)
         else:
-            self._start()
+            self._make_stacks()
 
-    def _start(self) -> None:
+    def _make_stacks(self) -> None:
         members: dict[Hashable, list[int]] = {}
         for number, recipe in enumerate(self.recipes):
-            key = group_key(recipe, self.examples.shape, self.examples.classes)
+            key = compute_group_key(recipe, self.examples.shape, self.examples.classes)
             members.setdefault(key, []).append(number)
-        self.stacks = [Stack(each) for each in members.values()]
+        self.stacks = [StackState(each) for each in members.values()]
 
-    def _is_complete(self, standing: Standing) -> bool:
+    def _is_complete(self, standing: Checkpoint) -> bool:
         """Return whether every recipe is in the checkpoint once, which earlier versions did not secure by a digest."""
         going = [number for stack in standing.facts["stacks"] for number in stack["members"]]
         return sorted([*map(int, standing.facts["finished"]), *going]) == list(range(len(self.recipes)))
 
-    def _resume(self, standing: Standing) -> None:
+    def _resume(self, standing: Checkpoint) -> None:
         for number, plain in standing.facts["finished"].items():
-            self.finished[int(number)] = trained_from_plain(plain, under(standing.tensors, f"finished/{number}"))
+            self.finished[int(number)] = trained_from_dict(plain, select_prefix(standing.tensors, f"finished/{number}"))
         self.stacks = [
-            Stack.restored(facts, under(standing.tensors, f"stack/{place}"))
+            StackState.from_checkpoint(facts, select_prefix(standing.tensors, f"stack/{place}"))
             for place, facts in enumerate(standing.facts["stacks"])
             if facts["members"]  # empty where it was written just after the last of them left
         ]
 
-    def write(self) -> None:
+    def save_checkpoint(self) -> None:
         """A checkpoint of everything."""
         if self.checkpoint is None:
             return
         facts = {
-            "finished": {number: trained_to_plain(each) for number, each in self.finished.items()},
-            "stacks": [stack.facts() for stack in self.stacks],
+            "finished": {number: trained_to_dict(each) for number, each in self.finished.items()},
+            "stacks": [stack.collect_facts() for stack in self.stacks],
         }
         tensors: dict[str, Tensor] = {}
         for number, each in self.finished.items():
-            tensors |= placed_under(f"finished/{number}", each.weights)
+            tensors |= add_prefix(f"finished/{number}", each.weights)
         for place, stack in enumerate(self.stacks):
-            tensors |= placed_under(f"stack/{place}", stack.tensors())
-        write_checkpoint(self.checkpoint, self.who, Standing(facts, tensors))
+            tensors |= add_prefix(f"stack/{place}", stack.collect_tensors())
+        write_checkpoint(self.checkpoint, self.who, Checkpoint(facts, tensors))
         self.written = time.perf_counter()
 
-    def train_first(self) -> None:
+    def train_first_stack(self) -> None:
         """Train the first stack to its end; where memory does not hold it, split it instead."""
-        self._remember()
+        self._back_up_stack()
         full = False
         try:
-            self._train()
+            self._train_stack()
         except torch.OutOfMemoryError:
             if len(self.before.members) == 1:
                 raise
@@ -143,42 +143,42 @@ class _Work:
         # Not in the clause above, where the error still holds on to what filled the memory.
         if full:
             note = f"trained in smaller stacks: memory did not hold {len(self.before.members)} networks at once"
-            self.stacks[:1] = self.before.halves(note)
+            self.stacks[:1] = self.before.split_in_half(note)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _remember(self) -> None:
+    def _back_up_stack(self) -> None:
         """What to go back to when memory runs out, kept where it takes none of a GPU's."""
-        self.before = self.stacks[0].on("cpu")
+        self.before = self.stacks[0].copy_to("cpu")
         self.remembered = time.perf_counter()
 
-    def _train(self) -> None:
-        self.stacks[0] = stack = self.stacks[0].on(self.device)
+    def _train_stack(self) -> None:
+        self.stacks[0] = stack = self.stacks[0].copy_to(self.device)
         try:
-            training = StackTraining(self.recipes, self._examples(stack), stack, self.way)
+            training = StackTrainer(self.recipes, self._get_examples(stack), stack, self.way)
         except UnstackableError as error:
             self._train_each(stack, f"trained alone, since torch.func could not stack the network: {error}")
             return
-        if len(stack.members) > training.most:
-            self.stacks[:1] = stack.halves()
+        if len(stack.members) > training.max_networks:
+            self.stacks[:1] = stack.split_in_half()
             return
         while stack.members:
-            found = training.epoch()
+            found = training.train_epoch()
             self.finished |= found
             # Who has left does not come back; otherwise some epochs may be repeated, which come out the same.
             if found or time.perf_counter() - self.remembered >= REMEMBER_EVERY:
-                self._remember()
-            self._after_epoch()
+                self._back_up_stack()
+            self._finish_epoch()
         self.epochs_before += stack.epoch
         del self.stacks[0]
 
-    def _examples(self, stack: Stack) -> Examples:
+    def _get_examples(self, stack: StackState) -> Examples:
         dtype = self.recipes[stack.members[0]].dtype
         if dtype not in self.placed:
             self.placed = {dtype: self.examples.to(self.device, DTYPES[dtype])}
         return self.placed[dtype]
 
-    def _train_each(self, stack: Stack, note: str) -> None:
+    def _train_each(self, stack: StackState, note: str) -> None:
         while stack.members:
             recipe = self.recipes[stack.members[0]]
             found = train_alone(recipe, self.examples, device=self.device)
@@ -187,19 +187,19 @@ class _Work:
             # Fresh again when it is taken up from a checkpoint: only the members say what is left to do.
             stack.rows, stack.rest, stack.memory, stack.curves, stack.seconds = None, {}, {}, [], []
             stack.epoch = outcome.epochs
-            self._after_epoch()
+            self._finish_epoch()
             stack.epoch = 0
-            self._remember()
+            self._back_up_stack()
         del self.stacks[0]
 
-    def _after_epoch(self) -> None:
+    def _finish_epoch(self) -> None:
         if self.tell is not None:
             first, *others = self.stacks
             ahead = [self.recipes[number].epochs for number in first.members]
-            most = max([first.epoch, *ahead]) + sum(self._most(stack) for stack in others)
+            most = max([first.epoch, *ahead]) + sum(self._count_max_epochs(stack) for stack in others)
             self.tell(self.epochs_before + first.epoch, self.epochs_before + most)
         if time.perf_counter() - self.written >= self.every:
-            self.write()
+            self.save_checkpoint()
 
-    def _most(self, stack: Stack) -> int:
+    def _count_max_epochs(self, stack: StackState) -> int:
         return max(self.recipes[number].epochs for number in stack.members)

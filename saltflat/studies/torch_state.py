@@ -7,25 +7,25 @@ from contextlib import contextmanager
 
 import torch
 
-from saltflat.loan import remember_precision
+from saltflat.loan import snapshot_precision
 
 
 @contextmanager
-def torch_state_kept() -> Iterator[None]:
+def preserve_torch_state() -> Iterator[None]:
     """Whatever code inside of it sets, such as the default dtype, is as before afterwards."""
-    dtype, device, threads = torch.get_default_dtype(), _default_device(), torch.get_num_threads()
+    dtype, device, threads = torch.get_default_dtype(), _get_default_device(), torch.get_num_threads()
     gradients, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
     deterministic, warn = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    cudnn, precision_back = torch.backends.cudnn, remember_precision()
+    cudnn, precision_back = torch.backends.cudnn, snapshot_precision()
     flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     try:
         yield
     finally:
         torch.set_default_dtype(dtype)
-        if _default_device() != device:
+        if _get_default_device() != device:
             # None where it was the usual one: naming that, too, would slow every call of torch down.
             torch.set_default_device(None if device.type == "cpu" else device)
         if torch.get_num_threads() != threads:
@@ -37,7 +37,7 @@ def torch_state_kept() -> Iterator[None]:
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags
 
 
-def _default_device() -> torch.device:
+def _get_default_device() -> torch.device:
     try:
         return torch.get_default_device()
     except AttributeError:  # torch 2.6, once the default was set to None

@@ -41,7 +41,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedNetwork:
     """A network at the end of its training: its ``state_dict`` on the CPU, how it ended, and what it took.
 
     Attributes:

@@ -14,12 +14,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from saltflat.errors import SaltflatError, StudyError
-from saltflat.report.change_text import many
-from saltflat.report.table import rendered
-from saltflat.report.text import printable
+from saltflat.report.change_text import format_count
+from saltflat.report.table import render_text
+from saltflat.report.text import make_printable
 from saltflat.studies.checkpoint import load_checkpoint
-from saltflat.studies.integrity import DamageError, coverage, is_there, read_tensors
-from saltflat.studies.lock import LOCK, holder, is_locked
+from saltflat.studies.integrity import DamageError, find_digest_coverage, has_file, read_tensors
+from saltflat.studies.lock import LOCK, format_lock_holder, is_locked
 from saltflat.studies.results import Results
 from saltflat.studies.store import (
     ASIDE,
@@ -31,7 +31,7 @@ from saltflat.studies.store import (
     TABLE,
     WEIGHTS,
     Store,
-    was_set_aside,
+    has_damaged_copy,
 )
 
 KIND = {
@@ -43,7 +43,7 @@ MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
-class Problem:
+class FileProblem:
     """A file that is not what was written.
 
     Attributes:
@@ -69,22 +69,22 @@ class Verification:
     """
 
     folder: Path
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[FileProblem, ...] = ()
     checked: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return rendered(self)
+        return render_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole = ", ".join(many(count, kind) for kind, count in self.checked.items())
-        yield Text(printable(f"{self.folder}: as written: {whole or 'nothing'}"), style="bold")
+        whole = ", ".join(format_count(count, kind) for kind, count in self.checked.items())
+        yield Text(make_printable(f"{self.folder}: as written: {whole or 'nothing'}"), style="bold")
         for each in self.problems:
-            yield Text(printable(f"{each.file}: {each.why}. The next run: {each.rerun}."), style="red")
+            yield Text(make_printable(f"{each.file}: {each.why}. The next run: {each.rerun}."), style="red")
         for note in self.notes:
-            yield Text(printable(note), style="yellow")
+            yield Text(make_printable(note), style="yellow")
         if self.problems:
-            yield Text(f"{many(len(self.problems), 'file')} wrong.", style="bold red")
+            yield Text(f"{format_count(len(self.problems), 'file')} wrong.", style="bold red")
         else:
             yield Text("Nothing is wrong.", style="bold green")
 
@@ -100,18 +100,18 @@ def verify(folder: str | os.PathLike[str]) -> Verification:
     """
     place = Path(folder)
     files = (path for kind in FOLDERS for path in (place / kind).glob("*") if KIND[kind].fullmatch(path.name))
-    if not os.path.lexists(place / DEFINITION) and not was_set_aside(place / DEFINITION) and not any(files):
+    if not os.path.lexists(place / DEFINITION) and not has_damaged_copy(place / DEFINITION) and not any(files):
         raise StudyError(
             f"Expected a folder that a study was run in, but got {os.fspath(folder)!r} without {DEFINITION}. "
             "Try the folder that was given to saltflat study run as --out."
         )
-    return _Check(place).result()
+    return _FolderCheck(place).check_files()
 
 
-class _Check:
+class _FolderCheck:
     def __init__(self, folder: Path) -> None:
         self.folder, self.store = folder, Store(folder)
-        self.problems: dict[str, Problem] = {}
+        self.problems: dict[str, FileProblem] = {}
         self.checked: Counter[str] = Counter()
         self.bare: Counter[tuple[str, str]] = Counter()
         self.closed: list[str] = []
@@ -121,45 +121,45 @@ class _Check:
         self.study: Mapping[str, Any] = {}
         self.keys: set[str] | None = None
 
-    def result(self) -> Verification:
+    def check_files(self) -> Verification:
         running = is_locked(self.folder)
-        self._definition()
-        names = {each: list(self._names(each)) for each in FOLDERS}
+        self._check_definition()
+        names = {each: list(self._iter_file_names(each)) for each in FOLDERS}
         for name in sorted(each.name for each in self.folder.iterdir()):
             if name not in (DEFINITION, TABLE, LOCK, *FOLDERS):
-                self._stray(name)
+                self._note_stray_file(name)
         rows = {found["key"] for found in names[ROWS]}
         trained = {found["key"] for found in names[WEIGHTS]} | (self.keys or set())
         for key in sorted(rows | trained):
-            self._run(key)
+            self._check_run(key)
         for found in names[PARTIAL]:
-            self._checkpoint(found["key"])
-        results = self._results()
+            self._check_checkpoint(found["key"])
+        results = self._load_results()
         if results is not None and not running:
-            self._table(results)
+            self._check_table(results)
         problems = tuple(self.problems[name] for name in sorted(self.problems))
-        return Verification(self.folder, problems, dict(self.checked), tuple(self._notes(results, running)))
+        return Verification(self.folder, problems, dict(self.checked), tuple(self._format_notes(results, running)))
 
-    def _definition(self) -> None:
+    def _check_definition(self) -> None:
         path = self.folder / DEFINITION
         rerun = "writes it again from the study's YAML file"
         try:
-            found = self.store.definition()
+            found = self.store.read_definition()
         except DamageError as damage:
-            self._wrong(path, damage.why, rerun)
+            self._add_problem(path, damage.why, rerun)
             return
         if found is None:
-            self._wrong(path, "it is not there", rerun)
+            self._add_problem(path, "it is not there", rerun)
             return
         self.study, self.keys = found["study"], {each for each in found["keys"] if isinstance(each, str)}
-        self._fine(path, "definition")
+        self._count_good_file(path, "definition")
 
-    def _names(self, kind: str) -> Iterator[re.Match[str]]:
+    def _iter_file_names(self, kind: str) -> Iterator[re.Match[str]]:
         place = self.folder / kind
         if place.is_symlink():
-            self._wrong(place, "it is a link to another folder", "refuses to write there")
+            self._add_problem(place, "it is a link to another folder", "refuses to write there")
         elif place.exists() and not place.is_dir():
-            self._wrong(place, "it is not a folder", "sets it aside, and makes what was in it again")
+            self._add_problem(place, "it is not a folder", "sets it aside, and makes what was in it again")
         if not place.is_dir():
             return
         for name in sorted(each.name for each in place.iterdir()):
@@ -167,87 +167,91 @@ class _Check:
             if found:
                 yield found
             else:
-                self._stray(f"{kind}/{name}")
+                self._note_stray_file(f"{kind}/{name}")
 
-    def _stray(self, name: str) -> None:
+    def _note_stray_file(self, name: str) -> None:
         base = name.rpartition("/")[2]
         if base.startswith(".") and base.endswith(".part"):
             self.begun += 1
         else:
             (self.aside if ASIDE in name else self.other).append(name)
 
-    def _run(self, key: str) -> None:
+    def _check_run(self, key: str) -> None:
         status, trained = None, False
-        row = self._good(lambda: self.store.row(key))
+        row = self._read_or_damage(lambda: self.store.read_row(key))
         if isinstance(row, DamageError):
             status = "damaged"
         elif row is not None:
-            self._fine(self.store.row_path(key), "row")
+            self._count_good_file(self.store.row_path(key), "row")
             status = row.status
-        found = self._good(lambda: self.store.trained(key))
+        found = self._read_or_damage(lambda: self.store.read_trained(key))
         if isinstance(found, DamageError):
             again = "trains and measures the run again, with its group"
             if status == "failed":
                 again = "leaves it, since the run failed; with --retry-failed, trains the run again"
-            self._wrong(found.path, found.why, self._if_ours(key, again))
+            self._add_problem(found.path, found.why, self._format_rerun(key, again))
         elif found is not None:
             trained = True
-            self._fine(self.store.weights_path(key), "weights file")
+            self._count_good_file(self.store.weights_path(key), "weights file")
             if found[1] is not None:
-                self._fine(self.store.initial_path(key), "initial weights file")
+                self._count_good_file(self.store.initial_path(key), "initial weights file")
         if not trained:  # then nobody looked at these
-            initial = self._good(lambda: self._initial(key))
-            if isinstance(initial, DamageError) and self._name(initial.path) not in self.problems:
-                self._wrong(initial.path, initial.why, self._if_ours(key, "trains the run, and writes it again"))
+            initial = self._read_or_damage(lambda: self._read_initial(key))
+            if isinstance(initial, DamageError) and self._get_relative_path(initial.path) not in self.problems:
+                self._add_problem(
+                    initial.path, initial.why, self._format_rerun(key, "trains the run, and writes it again")
+                )
         if isinstance(row, DamageError):
             rebuilt = self.study.get("train") is None or self.study.get("network") is not None
             again = "measures the run again" if trained and rebuilt else "trains and measures the run again"
-            self._wrong(row.path, row.why, self._if_ours(key, again))
+            self._add_problem(row.path, row.why, self._format_rerun(key, again))
 
-    def _initial(self, key: str) -> None:
+    def _read_initial(self, key: str) -> None:
         path = self.store.initial_path(key)
-        if is_there(path):
+        if has_file(path):
             read_tensors(path, OF_INITIAL)
 
-    def _if_ours(self, key: str, again: str) -> str:
+    def _format_rerun(self, key: str, again: str) -> str:
         known = self.keys is None or key in self.keys
         return again if known else "leaves it, since the study no longer has this run"
 
-    def _checkpoint(self, group: str) -> None:
-        path = self.store.checkpoint(group)
-        found = self._good(lambda: load_checkpoint(path) if is_there(path) else None)
+    def _check_checkpoint(self, group: str) -> None:
+        path = self.store.checkpoint_path(group)
+        found = self._read_or_damage(lambda: load_checkpoint(path) if has_file(path) else None)
         if isinstance(found, DamageError):
-            self._wrong(path, found.why, "begins its training again, or removes it if nothing of it is left to train")
+            self._add_problem(
+                path, found.why, "begins its training again, or removes it if nothing of it is left to train"
+            )
         elif found is not None:
-            self._fine(path, "checkpoint")
+            self._count_good_file(path, "checkpoint")
 
-    def _results(self) -> Results | None:
+    def _load_results(self) -> Results | None:
         if self.keys is None or self.closed:
             return None
         try:
             return Results.load(self.folder)
         except SaltflatError as problem:
-            self._wrong(self.folder / DEFINITION, f"it cannot be used ({problem})", "writes it again if it can")
+            self._add_problem(self.folder / DEFINITION, f"it cannot be used ({problem})", "writes it again if it can")
             return None
 
-    def _table(self, results: Results) -> None:
+    def _check_table(self, results: Results) -> None:
         path = self.folder / TABLE
         damaged = any(problem.file.startswith(f"{ROWS}/") for problem in self.problems.values())
         rerun = "writes it again from the rows"
         try:
-            if not is_there(path):
+            if not has_file(path):
                 return
         except DamageError as damage:
-            self._wrong(path, damage.why, rerun)
+            self._add_problem(path, damage.why, rerun)
             return
         if damaged or results.counts["missing"]:
             self.bare["table", "since not all rows are there to compare it with"] += 1
         elif path.read_bytes() != results.csv().encode():
-            self._wrong(path, "it is not what the rows say", rerun)
+            self._add_problem(path, "it is not what the rows say", rerun)
         else:
-            self._fine(path, "table")
+            self._count_good_file(path, "table")
 
-    def _good(self, read: Callable[[], Any]) -> Any:
+    def _read_or_damage(self, read: Callable[[], Any]) -> Any:
         """Return what is read, or the damage."""
         try:
             return read()
@@ -257,35 +261,35 @@ class _Check:
             self.closed.append(str(problem))
             return None
 
-    def _fine(self, path: Path, kind: str) -> None:
+    def _count_good_file(self, path: Path, kind: str) -> None:
         self.checked[kind] += 1
-        covered = "everything" if kind == "table" else coverage(path)
+        covered = "everything" if kind == "table" else find_digest_coverage(path)
         if covered == "nothing":
             self.bare[kind, "beyond the form, since earlier versions wrote no digest"] += 1
         elif covered == "tensors":
             self.bare[kind, "beyond the tensors, since the digest of earlier versions covers nothing else"] += 1
 
-    def _wrong(self, path: Path, why: str, rerun: str) -> None:
-        name = self._name(path)
-        self.problems[name] = Problem(name, why, rerun)
+    def _add_problem(self, path: Path, why: str, rerun: str) -> None:
+        name = self._get_relative_path(path)
+        self.problems[name] = FileProblem(name, why, rerun)
 
-    def _name(self, path: Path) -> str:
+    def _get_relative_path(self, path: Path) -> str:
         return os.path.relpath(path.absolute(), self.folder.absolute())
 
-    def _notes(self, results: Results | None, running: bool) -> Iterator[str]:
+    def _format_notes(self, results: Results | None, running: bool) -> Iterator[str]:
         if running:
-            who = holder(self.folder)
+            who = format_lock_holder(self.folder)
             yield (
                 f"{who[0].upper()}{who[1:]} is working on it now. What it writes meanwhile can look wrong: check again "
                 "when it has ended."
             )
         if results is not None and results.counts["missing"]:
-            yield f"Not there yet: {many(results.counts['missing'], 'run')}. The next run makes them."
+            yield f"Not there yet: {format_count(results.counts['missing'], 'run')}. The next run makes them."
         for (kind, why), count in self.bare.items():
-            yield f"Not checked: {many(count, kind)} {why}."
+            yield f"Not checked: {format_count(count, kind)} {why}."
         yield from self.closed
         if self.begun:
-            yield f"Half written: {many(self.begun, 'file')}. The next run removes them."
+            yield f"Half written: {format_count(self.begun, 'file')}. The next run removes them."
         for what, names in (
             ("Set aside as damaged before", self.aside),
             ("Not of the study, and left alone", self.other),

@@ -1,5 +1,5 @@
 """The rescalings of a network that leave its function alone."""
 
-from saltflat.symmetry.canonical import canonical, same_up_to_rescaling
+from saltflat.symmetry.canonical import canonicalize, equal_up_to_rescaling
 
-__all__ = ["canonical", "same_up_to_rescaling"]
+__all__ = ["canonicalize", "equal_up_to_rescaling"]

@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.amounts import check_count, check_positive, is_choice
-from saltflat.errors import OptionError, SaltflatError, first_line, unknown
-from saltflat.evaluating import claims
-from saltflat.loan import loan
-from saltflat.measures.request import requests
+from saltflat.errors import OptionError, SaltflatError, format_error_line, make_unknown_name_error
+from saltflat.evaluating import list_invariances
+from saltflat.loan import open_session
+from saltflat.measures.request import parse_measures
 from saltflat.measuring import measure
 from saltflat.network import Network
-from saltflat.progress import steps_shown
+from saltflat.progress import show_steps
 from saltflat.report.audit import Audit, AuditLine
-from saltflat.report.change import TOLERANCE, change_of
+from saltflat.report.change import TOLERANCE, compute_change
 from saltflat.report.report import Report
-from saltflat.selection import select
+from saltflat.selection import select_examples
 from saltflat.sweep import check_seed
-from saltflat.symmetry.example import example_of
-from saltflat.symmetry.graph import symmetries_seen
+from saltflat.symmetry.example import take_example
+from saltflat.symmetry.graph import find_output_symmetries
 from saltflat.symmetry.group import Array, Symmetries
-from saltflat.symmetry.rescale import check_same, rescaled
-from saltflat.symmetry.running import of_loss
-from saltflat.symmetry.same import copied
-from saltflat.turns import in_turn
+from saltflat.symmetry.rescale import apply_rescaling, check_same_function
+from saltflat.symmetry.running import select_logits
+from saltflat.symmetry.same import copy_model
+from saltflat.turns import take_turns
 
 # The symmetry that a measure claims, for each kind of rescaling.
 KINDS = {"layer": "layer_scale", "unit": "unit_scale"}
@@ -41,8 +41,8 @@ SAME_LOSS = 1e-9
 STEP = "Measuring rescaled networks"
 
 
-@in_turn
-def audit(
+@take_turns
+def audit_invariance(
     model: nn.Module,
     data: Any,
     loss: Any = "cross_entropy",
@@ -94,15 +94,15 @@ def audit(
         >>> _ = torch.manual_seed(0)
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> data = torch.randn(20, 2), torch.randint(3, (20,))
-        >>> found = audit(net, data, measures=["normalized_sharpness", "hessian_trace"], draws=3)
+        >>> found = audit_invariance(net, data, measures=["normalized_sharpness", "hessian_trace"], draws=3)
         >>> found.holds, found["hessian_trace"].verdicts["unit"]
         (True, 'moves, as expected')
     """
     started = time.perf_counter()
     check_count(1, draws=draws)
     check_positive(spread=spread)
-    chosen, seed, data = _kinds(kinds), check_seed(seed), select(data, limit=limit)
-    requests(measures)  # misspelt names are told before the model is looked at
+    chosen, seed, data = _parse_kinds(kinds), check_seed(seed), select_examples(data, limit=limit)
+    parse_measures(measures)  # misspelt names are told before the model is looked at
     options: dict[str, Any] = {
         "columns": columns,
         "layers": layers,
@@ -114,13 +114,13 @@ def audit(
         "diagonal": diagonal,
         "initial": initial,
     }
-    with loan(model, "eval", data) as notes:
-        exact, example = copied(model).double(), example_of(data, torch.float64)
-    with steps_shown(progress) as tick:
+    with open_session(model, "eval", data) as notes:
+        exact, example = copy_model(model).double(), take_example(data, torch.float64)
+    with show_steps(progress) as tick:
         # What the loss does not see may change, and what is not measured stays.
         measured = Network(exact, layers, None).measured
-        group = symmetries_seen(exact, example, of_loss).moving_only(measured)
-        groups = {kind: group.by_layer() if kind == "layer" else group for kind in chosen}
+        group = find_output_symmetries(exact, example, select_logits).restrict_to_parameters(measured)
+        groups = {kind: group.restrict_to_layers() if kind == "layer" else group for kind in chosen}
         report = measure(exact, data, loss, measures, sampling=False, **options)
         again = partial(
             measure, data=data, loss=loss, measures=list(report), certificate=False, sampling=False, **options
@@ -132,11 +132,11 @@ def audit(
             for draw in range(tried[kind]):
                 # Beyond the largest seed they begin again at 0.
                 logs = each.sample((seed + draw) % 2**63, spread)
-                after[kind].append(_measured_again(exact, each, logs, example, report.loss, again))
+                after[kind].append(_measure_rescaled(exact, each, logs, example, report.loss, again))
                 tick(STEP, 1 + sum(map(len, after.values())), 1 + sum(tried.values()))
     return Audit(
         report=report,
-        lines=_lines(report, after),
+        lines=_make_audit_lines(report, after),
         scales={kind: each.scales for kind, each in groups.items()},
         obstacles=tuple(asdict(each) for each in group.obstacles),
         failed={
@@ -153,19 +153,19 @@ def audit(
     )
 
 
-def _kinds(given: str | Sequence[str] | None) -> list[str]:
+def _parse_kinds(given: str | Sequence[str] | None) -> list[str]:
     if not (given is None or isinstance(given, Sequence | Set)):
-        raise unknown("kind of rescaling", given, KINDS)
+        raise make_unknown_name_error("kind of rescaling", given, KINDS)
     kinds = list(KINDS) if given is None else [given] if isinstance(given, str) else list(given)
     for kind in kinds:
         if not is_choice(kind, KINDS):
-            raise unknown("kind of rescaling", kind, KINDS)
+            raise make_unknown_name_error("kind of rescaling", kind, KINDS)
     if not kinds:
         raise OptionError("Got no kinds. Want 'layer', 'unit' or both. Do: leave kinds out for both.")
     return list(dict.fromkeys(kinds))
 
 
-def _measured_again(
+def _measure_rescaled(
     model: nn.Module,
     group: Symmetries,
     logs: Array,
@@ -176,12 +176,12 @@ def _measured_again(
     """The rescaled network, or why it could not be measured."""
     try:
         with np.errstate(over="ignore"):  # factors beyond all numbers are told by what they do to the weights
-            check_same(model, group, logs, example, of_loss)
-            found = again(rescaled(model, group, logs))
+            check_same_function(model, group, logs, example, select_logits)
+            found = again(apply_rescaling(model, group, logs))
     except SaltflatError as error:
         return str(error)
     except (RuntimeError, ArithmeticError, np.linalg.LinAlgError) as error:
-        return first_line(error)
+        return format_error_line(error)
     if abs(found.loss - loss) > SAME_LOSS * max(1.0, abs(loss)):
         return (
             f"Got the loss {found.loss} after the rescaling and {loss} before: not the same function on all the data."
@@ -189,13 +189,13 @@ def _measured_again(
     return found
 
 
-def _lines(before: Report, after: Mapping[str, Sequence[Report | str]]) -> dict[str, AuditLine]:
+def _make_audit_lines(before: Report, after: Mapping[str, Sequence[Report | str]]) -> dict[str, AuditLine]:
     lines = {}
-    for request in requests(list(before)) if before else []:
+    for request in parse_measures(list(before)) if before else []:
         of, name = request.measure, request.key
-        claimed = claims(of, before[name])
+        claimed = list_invariances(of, before[name])
         changes = {
-            kind: change_of(
+            kind: compute_change(
                 before[name],
                 [found[name] if isinstance(found, Report) else None for found in draws],
                 KINDS[kind] in claimed,

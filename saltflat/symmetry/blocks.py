@@ -16,7 +16,7 @@ FREE, TIED, OPPOSITE, ABSORBED = "free", "tied", "opposite", "absorbed"
 
 
 @dataclass(frozen=True)
-class Block:
+class ScaleBlock:
     """Scales that occur in the same places: most often the units of one layer, or of a residual stream.
 
     Attributes:
@@ -38,7 +38,7 @@ class Block:
     @property
     def layers(self) -> tuple[str, ...]:
         """Layers that lead to it."""
-        return layers_of((*self.incoming, *self.opposite))
+        return get_layer_names((*self.incoming, *self.opposite))
 
     @property
     def kind(self) -> str:
@@ -49,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSummary:
     """What lies between blocks: a module with parameters, or a parameter of the model itself.
 
     Attributes:
@@ -67,12 +67,12 @@ class Layer:
     statistics: tuple[int, ...]
 
     @property
-    def fixed(self) -> bool:
+    def is_fixed(self) -> bool:
         return {*self.tails, *self.heads, *self.statistics} <= {FIXED}
 
 
 @dataclass(frozen=True)
-class Summary:
+class SymmetrySummary:
     """All blocks and layers, and what does not move.
 
     Attributes:
@@ -88,8 +88,8 @@ class Summary:
         assumed: lines of code that decide by the values of a mask how the forward pass goes on.
     """
 
-    blocks: tuple[Block, ...]
-    layers: tuple[Layer, ...]
+    blocks: tuple[ScaleBlock, ...]
+    layers: tuple[LayerSummary, ...]
     scales: int
     layer_scales: int
     moving: int
@@ -100,15 +100,15 @@ class Summary:
     assumed: tuple[str, ...]
 
 
-def layer_of(name: str) -> str:
+def get_layer_name(name: str) -> str:
     """The module of a parameter; the model's own parameters are layers of their own.
 
     Example:
-        >>> layer_of("layer1.0.conv1.weight"), layer_of("class_token")
+        >>> get_layer_name("layer1.0.conv1.weight"), get_layer_name("class_token")
         ('layer1.0.conv1', 'class_token')
     """
     return name.rpartition(".")[0] or name
 
 
-def layers_of(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(layer_of, names)))
+def get_layer_names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(get_layer_name, names)))

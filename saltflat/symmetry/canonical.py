@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from saltflat.errors import ModelError, NonFiniteError
 from saltflat.loan import check_module, check_tensors
-from saltflat.problem import finite
-from saltflat.symmetry.graph import symmetries
-from saltflat.symmetry.group import Array, Mask, Member, Numbers, Symmetries
-from saltflat.symmetry.rescale import rescaled
-from saltflat.symmetry.running import inputs_of
-from saltflat.symmetry.same import apart, widened
-from saltflat.turns import in_turn
+from saltflat.problem import is_finite
+from saltflat.symmetry.graph import find_symmetries
+from saltflat.symmetry.group import Array, Mask, Numbers, ScaledTensor, Symmetries
+from saltflat.symmetry.rescale import apply_rescaling
+from saltflat.symmetry.running import parse_example
+from saltflat.symmetry.same import compare_outputs, copy_in_float64
+from saltflat.turns import take_turns
 
 # Relative, per entry: what rounding in each precision can make of a factor.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 COARSE = 0.05  # for half precision
 
 
-@in_turn
-def canonical(model: nn.Module, example: Any) -> nn.Module:
+@take_turns
+def canonicalize(model: nn.Module, example: Any) -> nn.Module:
     """The member of a network's family whose units have incoming weights of length one.
 
     Networks that are the same function up to rescaling become equal. Where several layers lead to one unit from
@@ -41,16 +41,16 @@ def canonical(model: nn.Module, example: Any) -> nn.Module:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-        >>> new = canonical(net, torch.randn(1, 2))
+        >>> new = canonicalize(net, torch.randn(1, 2))
         >>> torch.allclose(new[0].weight.norm(dim=1), torch.ones(3))
         True
     """
-    group = symmetries(model, example)
-    return rescaled(model, group, unit_lengths(model, group))
+    group = find_symmetries(model, example)
+    return apply_rescaling(model, group, compute_canonical_logs(model, group))
 
 
-@in_turn
-def same_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
+@take_turns
+def equal_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
     """Whether two networks are the same function with weights that differ only by a rescaling.
 
     Args:
@@ -61,44 +61,46 @@ def same_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
     Example:
         >>> from saltflat import rescale
         >>> net, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(5, 2)
-        >>> same_up_to_rescaling(net, rescale(net, x, seed=1), x)
+        >>> equal_up_to_rescaling(net, rescale(net, x, seed=1), x)
         True
     """
     for model in (a, b):
         check_module(model)
         check_tensors(model)
-    shapes = [{name: tuple(v.shape) for name, v in _members(model).items()} for model in (a, b)]
+    shapes = [{name: tuple(v.shape) for name, v in _collect_tensors(model).items()} for model in (a, b)]
     if shapes[0] != shapes[1]:
         different = sorted({*shapes[0].items()} ^ {*shapes[1].items()})
         raise ModelError(
             f"Got two models of which only one has {different[0][0]!r} with the shape {different[0][1]}. Want two of "
             "one architecture. Do: compare checkpoints of the same model."
         )
-    tolerance = max(_tolerance(a), _tolerance(b))
+    tolerance = max(_get_weight_tolerance(a), _get_weight_tolerance(b))
     found = []
     for model in (a, b):
-        wide, inputs, least = widened(model, inputs_of(example))
-        group = symmetries(wide, inputs[0] or inputs[1])
-        found.append((wide, rescaled(wide, group, unit_lengths(wide, group))))
+        wide, inputs, least = copy_in_float64(model, parse_example(example))
+        group = find_symmetries(wide, inputs[0] or inputs[1])
+        found.append((wide, apply_rescaling(wide, group, compute_canonical_logs(wide, group))))
     (wide_a, one), (wide_b, two) = found
     # Rounding of the weights adds up on the way to the outputs.
-    if not apart(wide_a, wide_b, inputs) <= max(10 * tolerance, least):
+    if not compare_outputs(wide_a, wide_b, inputs) <= max(10 * tolerance, least):
         return False
-    others = _members(two)
-    return all(_close(value, others[name], name, group, tolerance) for name, value in _members(one).items())
+    others = _collect_tensors(two)
+    return all(
+        _is_close_tensor(value, others[name], name, group, tolerance) for name, value in _collect_tensors(one).items()
+    )
 
 
-def unit_lengths(model: nn.Module, group: Symmetries) -> Array:
+def compute_canonical_logs(model: nn.Module, group: Symmetries) -> Array:
     """Logarithms of the scales that give every unit's incoming weights the length one."""
-    values = _members(model)
+    values = _collect_tensors(model)
     for name, value in values.items():
-        if value.is_floating_point() and not finite(value):
+        if value.is_floating_point() and not is_finite(value):
             raise NonFiniteError(
                 f"Got NaN or infinity in {name!r}. Want finite weights. Do: load an earlier checkpoint."
             )
-    ends = _ends(group)
+    ends = _find_last_scales(group)
     members = [each for each in group.members.values() if each.kind == "parameter"]
-    found = [_entries(each, values[each.name], *ends) for each in members]
+    found = [_collect_entries(each, values[each.name], *ends) for each in members]
     if not found:
         return np.zeros(0)
     scale, wide, tail, entries = (np.concatenate(part) for part in zip(*(into for into, _ in found), strict=True))
@@ -109,34 +111,36 @@ def unit_lengths(model: nn.Module, group: Symmetries) -> Array:
         # Scales are in the order in which units were met: what a unit's weights come from is settled already.
         mine = order[start:stop]
         # What comes from a unit of no size (nan) is nothing.
-        parts = _known(entries[mine] - group.forms[tail[mine]] @ logs)
+        parts = _replace_nan(entries[mine] - group.forms[tail[mine]] @ logs)
         # Weights say how large a unit is; where there are none, factors and shifts do.
-        length = _length(parts[wide[mine]])
-        logs[number] = -length if np.isfinite(length) else -_length(parts)
+        length = _compute_log_norm(parts[wide[mine]])
+        logs[number] = -length if np.isfinite(length) else -_compute_log_norm(parts)
         logs[number] = logs[number] if np.isfinite(logs[number]) else np.nan
-    return _with_dead(group, logs, [out for _, out in found])
+    return _scale_dead_units(group, logs, [out for _, out in found])
 
 
-def _with_dead(group: Symmetries, logs: Array, leaving: Sequence[tuple[Any, ...]]) -> Array:
+def _scale_dead_units(group: Symmetries, logs: Array, leaving: Sequence[tuple[Any, ...]]) -> Array:
     """Units that nothing leads to are zero whatever their size, which is then that of their outgoing weights."""
     scale, head, entries = (np.concatenate(part) for part in zip(*leaving, strict=True))
     for number in np.flatnonzero(np.isnan(logs))[::-1]:
         mine = np.flatnonzero(scale == number)
-        length = _length(_known(entries[mine] + group.forms[head[mine]] @ logs))
+        length = _compute_log_norm(_replace_nan(entries[mine] + group.forms[head[mine]] @ logs))
         logs[number] = length if np.isfinite(length) else 0.0
     return logs
 
 
-def _known(logs: Array) -> Array:
+def _replace_nan(logs: Array) -> Array:
     return np.where(np.isnan(logs), -np.inf, logs)
 
 
-def _length(logs: Array) -> float:
+def _compute_log_norm(logs: Array) -> float:
     """The logarithm of the length of what has these logarithms of sizes: no square is too small or too large."""
     return float(logsumexp(2 * logs)) / 2 if len(logs) else -np.inf
 
 
-def _entries(member: Member, values: Tensor, last: Numbers, single: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _collect_entries(
+    member: ScaledTensor, values: Tensor, last: Numbers, single: Mask
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Entries that lead to a unit from earlier ones: its scale, whether they are weights, whence, how large.
 
     And those that lead away from a unit: its scale, where to, how large.
@@ -150,7 +154,7 @@ def _entries(member: Member, values: Tensor, last: Numbers, single: Mask) -> tup
     return leading, (last[tail[away]], head[away], logs[away])
 
 
-def _ends(group: Symmetries) -> tuple[Numbers, Mask]:
+def _find_last_scales(group: Symmetries) -> tuple[Numbers, Mask]:
     """For every unit the latest scale in its size, -1 for none; and whether its size is just this scale."""
     forms = group.forms
     counts = np.diff(forms.indptr)
@@ -161,16 +165,16 @@ def _ends(group: Symmetries) -> tuple[Numbers, Mask]:
     return last, single
 
 
-def _members(model: nn.Module) -> dict[str, Tensor]:
+def _collect_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def _tolerance(model: nn.Module) -> float:
-    kinds = {value.dtype for value in _members(model).values() if value.is_floating_point()}
+def _get_weight_tolerance(model: nn.Module) -> float:
+    kinds = {value.dtype for value in _collect_tensors(model).values() if value.is_floating_point()}
     return max((TOLERANCE.get(kind, COARSE) for kind in kinds), default=TOLERANCE[torch.float64])
 
 
-def _close(one: Tensor, two: Tensor, name: str, group: Symmetries, tolerance: float) -> bool:
+def _is_close_tensor(one: Tensor, two: Tensor, name: str, group: Symmetries, tolerance: float) -> bool:
     if not one.is_floating_point():
         # Counters of batches seen are no part of the function.
         return name.endswith("num_batches_tracked") or torch.equal(one.cpu(), two.cpu())

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from saltflat.symmetry.elimination import Elimination, first_of
-from saltflat.symmetry.group import Mask, Member, Numbers, Symmetries, rows_of
+from saltflat.symmetry.elimination import Elimination, find_first_pairs
+from saltflat.symmetry.group import Mask, Numbers, ScaledTensor, Symmetries, extract_forms
 
 # Of random weights, until no output depends on what had no slope in any of them; and how often that is tried.
 DRAWS = 16
@@ -34,66 +34,71 @@ def drop_scales_without_effect(group: Symmetries, values: Mapping[str, Tensor], 
         run: gives the outputs that are looked at, for other parameters and inputs.
     """
     members = {name: each for name, each in group.members.items() if name in values}
-    if not _can_be_idle(group, list(members.values())):
+    if not _can_have_idle_scales(group, list(members.values())):
         return group
-    masks = _Trial(values, inputs, run).effective()
+    masks = _DependenceProbe(values, inputs, run).find_effective_entries()
     if masks is None or all(mask.all() for mask in masks.values()):
         return group
-    system, rows = Elimination(), rows_of(_logs(group, [_pairs(each, masks[name]) for name, each in members.items()]))
+    system, rows = (
+        Elimination(),
+        extract_forms(
+            _compute_factor_logs(group, [_select_pairs(each, masks[name]) for name, each in members.items()])
+        ),
+    )
     for form in rows.values():
-        system.vanish(form)
-    idle = set(system.free(range(group.scales)))
+        system.set_to_zero(form)
+    idle = set(system.find_free_variables(range(group.scales)))
     kept = [scale for scale in range(group.scales) if scale not in idle]
     return replace(group, forms=csr_array(group.forms[:, kept]))
 
 
-def _can_be_idle(group: Symmetries, members: list[Member]) -> bool:
+def _can_have_idle_scales(group: Symmetries, members: list[ScaledTensor]) -> bool:
     """Whether nothing shrinks as some scale grows: it has no effect, or a norm undoes it."""
-    logs = _logs(group, [each.pairs() for each in members]).tocoo()
+    logs = _compute_factor_logs(group, [each.find_pairs() for each in members]).tocoo()
     grows, shrinks = (np.bincount(logs.col[logs.data * sign > 0], minlength=group.scales) for sign in (1, -1))
     return bool(((grows == 0) | (shrinks == 0)).any())
 
 
-def _logs(group: Symmetries, pairs: list[Numbers]) -> csr_array:
+def _compute_factor_logs(group: Symmetries, pairs: list[Numbers]) -> csr_array:
     """The logarithms of the factors of entries between these heads and tails."""
     every = np.concatenate([np.empty((0, 2), dtype=np.int64), *pairs])
     return csr_array(group.forms[every[:, 0]] - group.forms[every[:, 1]])
 
 
-def _pairs(member: Member, mask: Mask) -> Numbers:
+def _select_pairs(member: ScaledTensor, mask: Mask) -> Numbers:
     if mask.all():
-        return member.pairs()
+        return member.find_pairs()
     found = np.stack([side[mask] for side in (member.head, member.tail)], 1)
-    return found[first_of(found[:, 0], found[:, 1])] if len(found) else found
+    return found[find_first_pairs(found[:, 0], found[:, 1])] if len(found) else found
 
 
-class _Trial:
+class _DependenceProbe:
     """Finds by trial which entries an output depends on."""
 
     def __init__(self, values: Mapping[str, Tensor], inputs: Any, run: Run) -> None:
         self.values, self.inputs, self.run = values, inputs, run
         self.generator = torch.Generator().manual_seed(0)
 
-    def effective(self) -> dict[str, Mask] | None:
+    def find_effective_entries(self) -> dict[str, Mask] | None:
         """A mask for each parameter; None if it cannot be told."""
         found = {name: torch.zeros_like(value, dtype=torch.bool) for name, value in self.values.items()}
         try:
             for _ in range(DRAWS):
                 # The inputs as they are, which may be zeros, and others.
-                for inputs in (self.inputs, self._other_inputs()):
-                    for name, slope in self._slopes(inputs).items():
+                for inputs in (self.inputs, self._draw_inputs()):
+                    for name, slope in self._compute_gradients(inputs).items():
                         found[name] |= slope != 0
-                if all(self._is_all(found) for _ in range(TRIALS)):
+                if all(self._is_complete(found) for _ in range(TRIALS)):
                     return {name: each.cpu().numpy() for name, each in found.items()}
         except Exception:
             # Models may hold what cannot be differentiated, or refuse such numbers: then all that was found is kept.
             pass
         return None
 
-    def _slopes(self, inputs: Any) -> dict[str, Tensor]:
+    def _compute_gradients(self, inputs: Any) -> dict[str, Tensor]:
         """Of a random sum of the outputs, at random weights: at those of a trained model units may be dead."""
-        leaves = {name: value.requires_grad_() for name, value in self._weights().items()}
-        with torch.enable_grad(), _Open():  # type: ignore[no-untyped-call]
+        leaves = {name: value.requires_grad_() for name, value in self._draw_weights().items()}
+        with torch.enable_grad(), _StraightThroughReLU():  # type: ignore[no-untyped-call]
             outputs = [out for out in self.run(leaves, inputs) if out.requires_grad]
             if not outputs:
                 return {}
@@ -103,34 +108,34 @@ class _Trial:
             )
         return dict(zip(leaves, slopes, strict=True))
 
-    def _is_all(self, found: Mapping[str, Tensor]) -> bool:
+    def _is_complete(self, found: Mapping[str, Tensor]) -> bool:
         """Whether other numbers in all other places give the same outputs: a slope may be zero by chance."""
         if all(bool(each.all()) for each in found.values()):
             return True
-        one, two, inputs = self._weights(), self._weights(), self._other_inputs()
+        one, two, inputs = self._draw_weights(), self._draw_weights(), self._draw_inputs()
         mixed = {name: torch.where(found[name], one[name], two[name]) for name in found}
         return all(map(torch.equal, self.run(one, inputs), self.run(mixed, inputs)))
 
-    def _weights(self) -> dict[str, Tensor]:
-        def drawn(value: Tensor) -> Tensor:
+    def _draw_weights(self) -> dict[str, Tensor]:
+        def draw_weight(value: Tensor) -> Tensor:
             sizes = 0.5 + torch.rand(value.shape, generator=self.generator)
             signs = torch.randint(2, value.shape, generator=self.generator) * 2 - 1
             inputs = value[:1].numel() if value.dim() > 1 else 1
             found: Tensor = (sizes * signs / max(1, inputs) ** 0.5).to(value)
             return found
 
-        return {name: drawn(value) for name, value in self.values.items()}
+        return {name: draw_weight(value) for name, value in self.values.items()}
 
-    def _other_inputs(self) -> Any:
-        def drawn(leaf: Any) -> Any:
+    def _draw_inputs(self) -> Any:
+        def draw_input(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
             return torch.randn(leaf.shape, generator=self.generator).to(leaf)
 
-        return tree_map(drawn, self.inputs)
+        return tree_map(draw_input, self.inputs)
 
 
-class _Open(TorchDispatchMode):
+class _StraightThroughReLU(TorchDispatchMode):
     """Lets slopes through units that are off: they depend on their weights all the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -24,25 +24,25 @@ class Elimination:
 
         >>> system = Elimination()
         >>> a, b, c = 0, 1, 2
-        >>> system.vanish({a: 1, b: 1})
-        >>> system.vanish({b: 1, c: -1})
-        >>> system.resolved({c: 2})
+        >>> system.set_to_zero({a: 1, b: 1})
+        >>> system.set_to_zero({b: 1, c: -1})
+        >>> system.substitute({c: 2})
         {0: -2}
     """
 
     def __init__(self) -> None:
         self._solved: dict[int, Form] = {}
 
-    def resolved(self, form: Form) -> Form:
+    def substitute(self, form: Form) -> Form:
         """The same combination in free variables."""
         if not any(variable in self._solved for variable in form):
             return form
         total: Form = {}
         for variable, coefficient in form.items():
-            total = combined(total, self._expressed(variable), coefficient)
+            total = add_scaled_form(total, self._solve_variable(variable), coefficient)
         return total
 
-    def _expressed(self, variable: int) -> Form:
+    def _solve_variable(self, variable: int) -> Form:
         known = self._solved.get(variable)
         if known is None:
             return {variable: 1}
@@ -50,38 +50,42 @@ class Elimination:
         waiting = [variable]
         while waiting:
             last = waiting[-1]
-            behind = [v for v in self._solved[last] if v in self._solved and self._unsettled(v)]
+            behind = [v for v in self._solved[last] if v in self._solved and self._is_unresolved(v)]
             if behind:
                 waiting.extend(behind)
             else:
                 waiting.pop()
-                self._solved[last] = self.resolved(self._solved[last]) if self._unsettled(last) else self._solved[last]
+                self._solved[last] = (
+                    self.substitute(self._solved[last]) if self._is_unresolved(last) else self._solved[last]
+                )
         return self._solved[variable]
 
-    def _unsettled(self, variable: int) -> bool:
+    def _is_unresolved(self, variable: int) -> bool:
         return any(v in self._solved for v in self._solved[variable])
 
-    def vanish(self, form: Form) -> None:
+    def set_to_zero(self, form: Form) -> None:
         """From now on this combination is 0."""
-        form = self.resolved(form)
+        form = self.substitute(form)
         if not form:
             return
         latest = max(form)
         pivot = form[latest]
-        self._solved[latest] = {v: _exact(-c, pivot) for v, c in form.items() if v != latest}
+        self._solved[latest] = {v: _divide_exactly(-c, pivot) for v, c in form.items() if v != latest}
 
-    def free(self, variables: Iterable[int]) -> list[int]:
+    def find_free_variables(self, variables: Iterable[int]) -> list[int]:
         return [v for v in variables if v not in self._solved]
 
 
-def _exact(over: Fraction | int, under: Fraction | int) -> Fraction | int:
+def _divide_exactly(over: Fraction | int, under: Fraction | int) -> Fraction | int:
     if under in (1, -1):
         return over * int(under)
     quotient = Fraction(over) / Fraction(under)
     return quotient.numerator if quotient.denominator == 1 else quotient
 
 
-def combined(one: Mapping[int, Fraction | int], two: Mapping[int, Fraction | int], factor: Fraction | int = 1) -> Form:
+def add_scaled_form(
+    one: Mapping[int, Fraction | int], two: Mapping[int, Fraction | int], factor: Fraction | int = 1
+) -> Form:
     """``one + factor * two``."""
     total = dict(one)
     for variable, coefficient in two.items():
@@ -93,7 +97,7 @@ def combined(one: Mapping[int, Fraction | int], two: Mapping[int, Fraction | int
     return total
 
 
-def vanish_all(system: Elimination, forms: Mapping[int, Form], quads: NDArray[np.int64]) -> None:
+def equate_factors(system: Elimination, forms: Mapping[int, Form], quads: NDArray[np.int64]) -> None:
     """Let ``(h - t) - (H - T)`` be 0 for every row ``h, t, H, T`` of numbers of forms.
 
     There is a row for every entry of a weight, and far fewer equations among them that say something new: if each of
@@ -102,16 +106,16 @@ def vanish_all(system: Elimination, forms: Mapping[int, Form], quads: NDArray[np
     """
     while len(quads):
         pairings = [[(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0, 1), (2, 3)]]
-        firsts = [np.concatenate([first_of(quads[:, a], quads[:, b]) for a, b in pairs]) for pairs in pairings]
+        firsts = [np.concatenate([find_first_pairs(quads[:, a], quads[:, b]) for a, b in pairs]) for pairs in pairings]
         for h, t, H, T in quads[np.unique(min(firsts, key=len))].tolist():
-            form = combined(forms[h], forms[t], -1)
-            system.vanish(combined(combined(form, forms[H], -1), forms[T]))
-        quads = quads[np.abs(tried(system, forms, quads) @ np.array([1.0, -1.0, -1.0, 1.0])) > 1e-9]
+            form = add_scaled_form(forms[h], forms[t], -1)
+            system.set_to_zero(add_scaled_form(add_scaled_form(form, forms[H], -1), forms[T]))
+        quads = quads[np.abs(evaluate_forms(system, forms, quads) @ np.array([1.0, -1.0, -1.0, 1.0])) > 1e-9]
 
 
-def first_of(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.int64]:
+def find_first_pairs(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each pair is first met."""
-    (a, size), (b, width) = _counted(one), _counted(two)
+    (a, size), (b, width) = _compute_dense_ranks(one), _compute_dense_ranks(two)
     keys = a * width + b
     if size * width > 4 * len(keys):
         found: NDArray[np.int64] = np.unique(keys, return_index=True)[1]
@@ -121,7 +125,7 @@ def first_of(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.int64
     return places[places >= 0]
 
 
-def telling(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
+def select_independent_entries(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
     """Arrays of one shape, side by side, in as many places as tell a sum of them everywhere.
 
     A weight has a head for every row and a tail for every column. What is a sum of something of the row and something
@@ -129,14 +133,14 @@ def telling(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
 
     Example:
         >>> rows, columns = np.array([[2, 2, 2], [3, 3, 3]]), np.array([[4, 5, 6], [4, 5, 6]])
-        >>> telling(rows, columns).tolist()
+        >>> select_independent_entries(rows, columns).tolist()
         [[2, 4], [3, 4], [2, 4], [2, 5], [2, 6]]
     """
     if not sides[0].size:
         return np.empty((0, len(sides)), dtype=np.int64)
     parts: list[set[int]] = []
     for side in sides:
-        axes = {axis for axis, size in enumerate(narrowed(side).shape) if size > 1}
+        axes = {axis for axis, size in enumerate(collapse_repeats(side).shape) if size > 1}
         # Those that vary along the same axis are one part of the sum.
         together = axes.union(*(part for part in parts if part & axes))
         parts = [*(part for part in parts if not part & axes), together]
@@ -147,11 +151,11 @@ def telling(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate(found)
 
 
-def narrowed(side: NDArray[np.int64]) -> NDArray[np.int64]:
+def collapse_repeats(side: NDArray[np.int64]) -> NDArray[np.int64]:
     """The array without what only repeats itself along an axis.
 
     Example:
-        >>> narrowed(np.array([[2, 2, 2], [3, 3, 3]])).tolist()
+        >>> collapse_repeats(np.array([[2, 2, 2], [3, 3, 3]])).tolist()
         [[2], [3]]
     """
     for axis in reversed(range(side.ndim if side.size else 0)):
@@ -163,13 +167,13 @@ def narrowed(side: NDArray[np.int64]) -> NDArray[np.int64]:
     return side
 
 
-def _counted(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+def _compute_dense_ranks(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     """The numbers in their order, from 0 on without gaps, and how many there are."""
-    kinds, places = _different(numbers)
+    kinds, places = _find_unique(numbers)
     return places, len(kinds)
 
 
-def _different(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _find_unique(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The numbers that occur, in order, and for each where it stands among them. For many, faster than sorting."""
     highest = int(numbers.max(initial=-1))
     if highest > 4 * numbers.size:
@@ -180,10 +184,10 @@ def _different(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
     return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
-def tried(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+def evaluate_forms(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """The forms at some values of the free variables that no coincidence makes equal."""
-    kinds, places = _different(numbers)
-    resolved = [system.resolved(forms[number]) for number in kinds.tolist()]
+    kinds, places = _find_unique(numbers)
+    resolved = [system.substitute(forms[number]) for number in kinds.tolist()]
     values = np.array([sum(float(c) * math.sin(1.0 + v * math.e) for v, c in form.items()) for form in resolved], float)
     found: NDArray[np.float64] = values[places]
     return found

@@ -11,14 +11,14 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from saltflat.errors import DataError, ModelError
 from saltflat.layers.affine import Affine
-from saltflat.loan import loan
-from saltflat.symmetry.same import copied
-from saltflat.symmetry.uses import Norm, Transposed, dimensions, is_norm, traced
-from saltflat.symmetry.uses_seen import watched
-from saltflat.turns import in_turn
+from saltflat.loan import open_session
+from saltflat.symmetry.same import copy_model
+from saltflat.symmetry.uses import Norm, Transposed, get_output_dimensions, is_batch_norm, trace_uses
+from saltflat.symmetry.uses_seen import observe_uses
+from saltflat.turns import take_turns
 
 
-@in_turn
+@take_turns
 def fold(model: nn.Module, example: Any = None) -> nn.Module:
     """The same function without BatchNorm, as a new model.
 
@@ -51,14 +51,14 @@ def fold(model: nn.Module, example: Any = None) -> nn.Module:
           (3): Affine(2)
         )
     """
-    with loan(model, "eval"):
-        folded = copied(model)
-        norms = [name for name, module in model.named_modules() if is_norm(module)]
+    with open_session(model, "eval"):
+        folded = copy_model(model)
+        norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
         if norms:
-            uses = traced(model) if example is None else watched(model, example)
+            uses = trace_uses(model) if example is None else observe_uses(model, example)
             for name in norms:
                 if name not in uses.read:
-                    _remove(folded, name, uses.sources.get(name))
+                    _fold_batch_norm(folded, name, uses.sources.get(name))
             if not uses.kept_by(folded):
                 raise ModelError(
                     f"Got a {type(model).__name__} that does something else once its BatchNorm layers are replaced: "
@@ -70,7 +70,7 @@ def fold(model: nn.Module, example: Any = None) -> nn.Module:
     return folded
 
 
-class Folded(nn.Identity):
+class FoldedBatchNorm(nn.Identity):
     """In the place of a BatchNorm that takes inputs of several dimensions: the layer before has it for one of them."""
 
     def __init__(self, dimensions: int) -> None:
@@ -78,14 +78,14 @@ class Folded(nn.Identity):
         self.dimensions = dimensions
 
     def forward(self, input: Tensor) -> Tensor:
-        return expected(input, self.dimensions)
+        return check_dimensions(input, self.dimensions)
 
     def extra_repr(self) -> str:
         return f"dimensions={self.dimensions}"
 
 
 @torch.fx.wrap  # one step to a tracer, which does not know the dimensions
-def expected(x: Tensor, dimensions: int) -> Tensor:
+def check_dimensions(x: Tensor, dimensions: int) -> Tensor:
     if x.dim() != dimensions:
         raise DataError(
             f"Got {x.dim()} dimensions where a BatchNorm was folded into the layer before. Want {dimensions}: the "
@@ -94,31 +94,31 @@ def expected(x: Tensor, dimensions: int) -> Tensor:
     return x
 
 
-def _remove(model: nn.Module, name: str, source: str | None) -> None:
+def _fold_batch_norm(model: nn.Module, name: str, source: str | None) -> None:
     """Replace one BatchNorm, by what it does to the layer it follows or else by an ``Affine``."""
     norm: Any = model.get_submodule(name)
     if source is None:
         affine = Affine(norm.num_features)
-        weight, shift = _merged(torch.ones_like(norm.running_mean)[:, None], None, norm, transposed=False)
+        weight, shift = _fuse_weights(torch.ones_like(norm.running_mean)[:, None], None, norm, transposed=False)
         affine.weight = nn.Parameter(weight[:, 0], norm.weight is not None and norm.weight.requires_grad)
         affine.bias = nn.Parameter(shift, norm.bias is not None and norm.bias.requires_grad)
-        _become(norm, affine)
+        _replace_in_place(norm, affine)
         return
     layer: Any = model.get_submodule(source)
     # A transposed convolution has its groups along the inputs: (groups, inputs, outputs, ...).
     transposed = isinstance(layer, Transposed)
     groups = layer.groups if transposed else 1
     weight = layer.weight.unflatten(0, (groups, -1)).movedim(0, 1).flatten(1, 2)
-    weight, bias = _merged(weight, layer.bias, norm, transposed)
+    weight, bias = _fuse_weights(weight, layer.bias, norm, transposed)
     weight = weight.unflatten(1, (groups, -1)).movedim(1, 0).flatten(0, 1)
     shift = norm.bias if layer.bias is None else layer.bias
     layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
     layer.bias = nn.Parameter(bias, shift is not None and shift.requires_grad)
     strict = isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d)
-    _become(norm, nn.Identity() if strict else Folded(dimensions(layer)))
+    _replace_in_place(norm, nn.Identity() if strict else FoldedBatchNorm(get_output_dimensions(layer)))
 
 
-def _merged(weight: Tensor, bias: Tensor | None, norm: Norm, transposed: bool) -> tuple[Tensor, Tensor]:
+def _fuse_weights(weight: Tensor, bias: Tensor | None, norm: Norm, transposed: bool) -> tuple[Tensor, Tensor]:
     """By torch's own formula, which serves linear layers as well; rounded once, at the end."""
     tensors = (weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     w, b, mean, variance, gamma, beta = (None if t is None else t.detach().double() for t in tensors)
@@ -129,7 +129,7 @@ def _merged(weight: Tensor, bias: Tensor | None, norm: Norm, transposed: bool) -
     return merged[0].detach().to(weight.dtype), merged[1].detach().to(weight.dtype)
 
 
-def _become(old: nn.Module, new: nn.Module) -> None:
+def _replace_in_place(old: nn.Module, new: nn.Module) -> None:
     """Make one module another: whatever holds it, by any name or in a plain list, then holds that; hooks stay."""
     vars(old).update({key: value for key, value in vars(new).items() if "hook" not in key and key != "training"})
     old.__class__ = new.__class__

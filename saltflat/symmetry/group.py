@@ -13,13 +13,19 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 from torch import Tensor
 
-from saltflat.amounts import check_amount, is_choice, whole_number
-from saltflat.errors import OptionError, unknown
-from saltflat.report.table import rendered
-from saltflat.symmetry.elimination import Elimination, Form, first_of, telling, vanish_all
-from saltflat.symmetry.picture import figure_of
+from saltflat.amounts import check_non_negative, is_choice, parse_integer
+from saltflat.errors import OptionError, make_unknown_name_error
+from saltflat.report.table import render_text
+from saltflat.symmetry.elimination import (
+    Elimination,
+    Form,
+    equate_factors,
+    find_first_pairs,
+    select_independent_entries,
+)
+from saltflat.symmetry.picture import plot_symmetries
 from saltflat.symmetry.scales import GROUND
-from saltflat.symmetry.table import Tabled, page_of
+from saltflat.symmetry.table import SymmetriesRenderable, format_symmetries_html
 from saltflat.symmetry.watch import Obstacle
 
 Array = NDArray[np.float64]
@@ -29,7 +35,7 @@ KINDS = ("unit", "layer")
 
 
 @dataclass(frozen=True)
-class Member:
+class ScaledTensor:
     """A parameter, or a running statistic, and the units its entries lie between.
 
     Attributes:
@@ -48,12 +54,12 @@ class Member:
     kind: str = "parameter"
     eps: float = 0.0
 
-    def pairs(self) -> Numbers:
+    def find_pairs(self) -> Numbers:
         """The heads and tails between which its entries lie: each pair once, and only those that say something new."""
-        found = telling(self.head, self.tail)
-        return found[first_of(found[:, 0], found[:, 1])]
+        found = select_independent_entries(self.head, self.tail)
+        return found[find_first_pairs(found[:, 0], found[:, 1])]
 
-    def scaled(self, value: Tensor, logs: Array) -> Tensor:
+    def rescale(self, value: Tensor, logs: Array) -> Tensor:
         """The tensor with these logarithms of factors, multiplied in float64 and rounded once."""
         factor = torch.from_numpy(np.asarray(np.exp(logs))).to(value.device)
         exact = value.detach().double()
@@ -77,7 +83,7 @@ class Symmetries:
             those of inputs for which it goes on as it did.
     """
 
-    members: Mapping[str, Member]
+    members: Mapping[str, ScaledTensor]
     forms: csr_array
     obstacles: tuple[Obstacle, ...]
     kind: str = "unit"
@@ -88,7 +94,7 @@ class Symmetries:
         """How many can be chosen independently."""
         return int(self.forms.shape[1])
 
-    def logs(self, logs: Array) -> dict[str, Array]:
+    def compute_factor_logs(self, logs: Array) -> dict[str, Array]:
         """The logarithm of every entry's factor, by parameter."""
         if np.shape(logs) != (self.scales,):
             raise OptionError(
@@ -100,78 +106,80 @@ class Symmetries:
         sizes = self.forms @ np.asarray(logs, dtype=np.float64)
         return {name: sizes[each.head] - sizes[each.tail] for name, each in self.members.items()}
 
-    def moving(self) -> dict[str, Mask]:
+    def find_movable_entries(self) -> dict[str, Mask]:
         """Whether an entry can move at all, by parameter."""
         # Combinations that differ are told apart by numbers without relations.
-        moved = self.logs(np.sin(1.0 + np.e * np.arange(self.scales)))
+        moved = self.compute_factor_logs(np.sin(1.0 + np.e * np.arange(self.scales)))
         return {name: np.abs(each) > 1e-9 for name, each in moved.items()}
 
     def sample(self, seed: int = 0, spread: float = 2.0) -> Array:
         """Logarithms of random sizes: normal with the deviation ``spread``, and none beyond twice that."""
-        number = whole_number(seed)
+        number = parse_integer(seed)
         if number is None or number < 0:
             raise OptionError(f"Expected seed to be a whole number from 0, but got {seed!r}. Try seed=0.")
-        check_amount(spread=spread)
+        check_non_negative(spread=spread)
         generator = np.random.default_rng(number)
         found = generator.standard_normal(self.scales)
         while (wide := np.abs(found) > 2).any():
             found[wide] = generator.standard_normal(int(wide.sum()))
         return spread * found
 
-    def by_layer(self) -> Symmetries:
+    def restrict_to_layers(self) -> Symmetries:
         """Those rescalings that multiply each parameter by one number."""
         # Every entry has the factor of the first.
-        pairs = [each.pairs() for each in self.members.values() if each.kind == "parameter" and each.head.size]
+        pairs = [each.find_pairs() for each in self.members.values() if each.kind == "parameter" and each.head.size]
         equal = [np.concatenate([of, np.broadcast_to(of[:1], of.shape)], 1) for of in pairs]
-        return replace(self, forms=self._where(equal), kind="layer")
+        return replace(self, forms=self._impose_equations(equal), kind="layer")
 
-    def fixing(self, names: Iterable[str]) -> Symmetries:
+    def fix_parameters(self, names: Iterable[str]) -> Symmetries:
         """Those rescalings that leave these parameters alone."""
         one = isinstance(names, str | Tensor) or not isinstance(names, Iterable)
         listed: list[Any] = [names] if one else list(names)
         for name in listed:
             if not is_choice(name, self.members):
-                raise unknown("parameter", name, self.members)
-        pairs = [self.members[name].pairs() for name in listed]
-        return replace(self, forms=self._where([np.pad(of, ((0, 0), (0, 2)), constant_values=GROUND) for of in pairs]))
+                raise make_unknown_name_error("parameter", name, self.members)
+        pairs = [self.members[name].find_pairs() for name in listed]
+        return replace(
+            self, forms=self._impose_equations([np.pad(of, ((0, 0), (0, 2)), constant_values=GROUND) for of in pairs])
+        )
 
-    def moving_only(self, names: Container[str]) -> Symmetries:
+    def restrict_to_parameters(self, names: Container[str]) -> Symmetries:
         """Those that leave alone all parameters but these."""
         kinds = {name: each.kind for name, each in self.members.items()}
-        return self.fixing(name for name, kind in kinds.items() if kind == "parameter" and name not in names)
+        return self.fix_parameters(name for name, kind in kinds.items() if kind == "parameter" and name not in names)
 
-    def _where(self, equations: list[Numbers]) -> csr_array:
+    def _impose_equations(self, equations: list[Numbers]) -> csr_array:
         """The sizes of units when factors ``h - t`` and ``H - T`` are the same, for rows ``h, t, H, T``."""
-        system, rows = Elimination(), rows_of(self.forms)
+        system, rows = Elimination(), extract_forms(self.forms)
         for quads in equations:
-            vanish_all(system, rows, quads)
-        free = system.free(range(self.scales))
-        basis = matrix_of([system.resolved({scale: 1}) for scale in range(self.scales)], free)
+            equate_factors(system, rows, quads)
+        free = system.find_free_variables(range(self.scales))
+        basis = build_form_matrix([system.substitute({scale: 1}) for scale in range(self.scales)], free)
         return csr_array(self.forms @ basis)
 
     def __repr__(self) -> str:
         return f"<Symmetries: {self.scales} independent scales of {len(self.members)} tensors; print() shows them>"
 
     def __str__(self) -> str:
-        return rendered(self.__rich__())
+        return render_text(self.__rich__())
 
-    def __rich__(self) -> Tabled:
-        return Tabled(self)
+    def __rich__(self) -> SymmetriesRenderable:
+        return SymmetriesRenderable(self)
 
     def _repr_html_(self) -> str:
-        return page_of(self)
+        return format_symmetries_html(self)
 
     def plot(self) -> Any:
         """A ``matplotlib`` Figure of blocks of scales and the layers between them; nothing is shown or kept."""
-        return figure_of(self)
+        return plot_symmetries(self)
 
 
-def check_kind(kind: str) -> None:
+def check_rescaling_kind(kind: str) -> None:
     if not is_choice(kind, KINDS):
         raise OptionError(f"Got kind={kind!r}. Want 'unit' or 'layer'. Do: leave it out for 'unit'.")
 
 
-def matrix_of(forms: list[Form], variables: list[int]) -> csr_array:
+def build_form_matrix(forms: list[Form], variables: list[int]) -> csr_array:
     column = {variable: number for number, variable in enumerate(variables)}
     rows = np.repeat(np.arange(len(forms)), [len(form) for form in forms])
     columns = np.array([column[v] for form in forms for v in form], dtype=np.int64)
@@ -179,7 +187,7 @@ def matrix_of(forms: list[Form], variables: list[int]) -> csr_array:
     return csr_array(coo_array((values, (rows, columns)), shape=(len(forms), len(variables))))
 
 
-def rows_of(matrix: csr_array) -> dict[int, Form]:
+def extract_forms(matrix: csr_array) -> dict[int, Form]:
     """A sparse matrix as combinations of its columns."""
     found: dict[int, Form] = {}
     for row in range(matrix.shape[0]):

@@ -14,7 +14,7 @@ NOWHERE = 0
 
 
 @dataclass(frozen=True)
-class Marks:
+class TensorScales:
     """What is known of a tensor's entries.
 
     Attributes:
@@ -28,34 +28,34 @@ class Marks:
     fixed: list[bool]
 
 
-def by_value(tensor: Tensor) -> Marks:
+def make_constant_scales(tensor: Tensor) -> TensorScales:
     """A constant; nothing makes zeros and infinities larger."""
     if not isinstance(tensor, Tensor):
-        return Marks(torch.zeros(()), False, [True])
-    if _without_memory(tensor):
+        return TensorScales(torch.zeros(()), False, [True])
+    if _has_no_storage(tensor):
         scale = ANY if tensor._is_zerotensor() else GROUND
-        return Marks(torch.full(tensor.shape, scale, dtype=torch.float64), False, [True])
+        return TensorScales(torch.full(tensor.shape, scale, dtype=torch.float64), False, [True])
     free = ((tensor == 0) | tensor.isinf()).cpu() if tensor.is_floating_point() else (tensor == 0).cpu()
     ids = torch.where(free, float(ANY), float(GROUND)).double()
-    return Marks(laid_out(ids, tensor), False, [True])
+    return TensorScales(copy_in_memory_order(ids, tensor), False, [True])
 
 
-def _without_memory(tensor: Tensor) -> bool:
+def _has_no_storage(tensor: Tensor) -> bool:
     """Sparse ones, and the zeros that forward-mode derivatives are made of."""
     return tensor.layout is not torch.strided or tensor._is_zerotensor()
 
 
-def laid_out(ids: Tensor, tensor: Tensor) -> Tensor:
+def copy_in_memory_order(ids: Tensor, tensor: Tensor) -> Tensor:
     """A copy in the tensor's own memory order, since views will be taken of both."""
-    if _without_memory(tensor):
+    if _has_no_storage(tensor):
         return ids.clone()
     return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
 
 
-def memory_of(tensor: Tensor) -> int:
+def get_storage_address(tensor: Tensor) -> int:
     """Return where a tensor's values are, which it shares with its views; ``NOWHERE`` for one without any."""
-    return NOWHERE if _without_memory(tensor) else tensor.untyped_storage().data_ptr()
+    return NOWHERE if _has_no_storage(tensor) else tensor.untyped_storage().data_ptr()
 
 
-def same_memory(one: Tensor, two: Tensor) -> bool:
+def has_same_storage(one: Tensor, two: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()

@@ -17,14 +17,14 @@ LIBRARY = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
-class Place(NamedTuple):
+class CodeLocation(NamedTuple):
     """The innermost module of the model, and the innermost line of code that is not torch's."""
 
     module: str
     line: str
 
 
-def place(names: Mapping[int, str]) -> Place:
+def find_code_location(names: Mapping[int, str]) -> CodeLocation:
     """Where the forward pass of a model with these modules is just now."""
     frame: FrameType | None = sys._getframe(1)
     module, line = None, ""
@@ -39,4 +39,4 @@ def place(names: Mapping[int, str]) -> Place:
             text = linecache.getline(file, frame.f_lineno).strip()
             line = f"{Path(file).name}:{frame.f_lineno}" + (f": {text}" if text else "")
         frame = frame.f_back
-    return Place(module or "", line)
+    return CodeLocation(module or "", line)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from saltflat.symmetry.marks import NOWHERE, memory_of
+from saltflat.symmetry.marks import NOWHERE, get_storage_address
 
 
-class Recording(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """While it is entered, the name of every operation, and the memory it reads and writes."""
 
     def __init__(self) -> None:
@@ -29,21 +29,21 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.names.append(str(func))
-        self._read.append(self._memory((args, kwargs)))
-        self._written.append(self._memory(out))
+        self._read.append(self._collect_storage((args, kwargs)))
+        self._written.append(self._collect_storage(out))
         return out
 
-    def _memory(self, tree: Any) -> set[int]:
+    def _collect_storage(self, tree: Any) -> set[int]:
         tensors = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
         self._tensors += tensors
-        return set(map(memory_of, tensors))
+        return set(map(get_storage_address, tensors))
 
-    def reaching(self, outputs: Sequence[Tensor]) -> list[bool]:
+    def find_live(self, outputs: Sequence[Tensor]) -> list[bool]:
         """Whether each operation has a part in the outputs, by the memory it writes to.
 
         Operations that give no tensor count: what they give may decide how the forward pass goes on.
         """
-        needed = {NOWHERE, *map(memory_of, outputs)}
+        needed = {NOWHERE, *map(get_storage_address, outputs)}
         found = []
         for read, written in zip(reversed(self._read), reversed(self._written), strict=True):
             reaches = not written or not needed.isdisjoint(written)
@@ -52,7 +52,7 @@ class Recording(TorchDispatchMode):
         return found[::-1]
 
 
-class Disturbing(TorchDispatchMode):
+class DeadOperationPerturber(TorchDispatchMode):
     """While it is entered, operations that are said to have no part in the outputs give other numbers."""
 
     def __init__(self, operations: Sequence[tuple[str, bool]]) -> None:
@@ -65,15 +65,19 @@ class Disturbing(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name, reaches = next(self._operations, ("", True))
         if name == str(func) and not reaches:
-            given = {memory_of(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
+            given = {get_storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
             for leaf in tree_flatten(out)[0]:
                 # A view of a parameter is the parameter.
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and memory_of(leaf) not in {NOWHERE, *given}:
+                if (
+                    isinstance(leaf, Tensor)
+                    and leaf.is_floating_point()
+                    and get_storage_address(leaf) not in {NOWHERE, *given}
+                ):
                     leaf.mul_(1.5).add_(0.1)
         return out
 
 
-def reaching_operations(
+def find_live_operations(
     run: Callable[[], Callable[[], Any]], seen: Callable[[Any], Sequence[Tensor]]
 ) -> list[tuple[str, bool]]:
     """Return, for each operation of a forward pass, its name and whether the outputs depend on it.
@@ -90,21 +94,21 @@ def reaching_operations(
         >>> def forward():
         ...     x.exp()  # to no purpose
         ...     return x.neg()
-        >>> reaching_operations(lambda: forward, lambda found: [found])
+        >>> find_live_operations(lambda: forward, lambda found: [found])
         [('aten.exp.default', False), ('aten.neg.default', True)]
     """
-    forward, recording = run(), Recording()
+    forward, recording = run(), OperationRecorder()
     with torch.random.fork_rng(devices=[]), recording:
         outputs = seen(forward())
-    found = list(zip(recording.names, recording.reaching(outputs), strict=True))
+    found = list(zip(recording.names, recording.find_live(outputs), strict=True))
     if all(reaches for _, reaches in found):
         return found
     forward = run()
-    with torch.random.fork_rng(devices=[]), Disturbing(found):
+    with torch.random.fork_rng(devices=[]), DeadOperationPerturber(found):
         again = seen(forward())
-    same = len(outputs) == len(again) and all(map(_equal, outputs, again))
+    same = len(outputs) == len(again) and all(map(_is_equal_or_nan, outputs, again))
     return found if same else [(name, True) for name, _ in found]
 
 
-def _equal(one: Tensor, two: Tensor) -> bool:
+def _is_equal_or_nan(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and bool(((one == two) | (one.isnan() & two.isnan())).all())

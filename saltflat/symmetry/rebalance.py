@@ -11,16 +11,16 @@ from torch import nn
 from saltflat.amounts import check_flag
 from saltflat.errors import ModelError
 from saltflat.progress import Progress
-from saltflat.sweep import statistics_of
-from saltflat.symmetry.example import example_of
-from saltflat.symmetry.graph import symmetries
-from saltflat.symmetry.group import check_kind
-from saltflat.symmetry.rescale import check_same, rescaled
-from saltflat.symmetry.smallest import by_entry, by_layer
-from saltflat.turns import in_turn
+from saltflat.sweep import compute_statistics
+from saltflat.symmetry.example import take_example
+from saltflat.symmetry.graph import find_symmetries
+from saltflat.symmetry.group import check_rescaling_kind
+from saltflat.symmetry.rescale import apply_rescaling, check_same_function
+from saltflat.symmetry.smallest import minimize_trace_by_layer, minimize_trace_by_unit
+from saltflat.turns import take_turns
 
 
-@in_turn
+@take_turns
 def rebalance(
     model: nn.Module,
     data: Any,
@@ -57,11 +57,11 @@ def rebalance(
         >>> round(after["hessian_trace"].value / before["minimum_unit_sharpness"].value, 4)
         1.0
     """
-    check_kind(kind)
+    check_rescaling_kind(kind)
     check_flag(strict=strict)
-    example = example_of(data)
+    example = take_example(data)
     name = "curvature_diagonal" if kind == "unit" else "curvature_trace"
-    found = statistics_of(
+    found = compute_statistics(
         model, data, [name], loss, columns=columns, memory=memory, dtype=dtype, seed=seed, progress=progress
     )[name]
     if any(bool((values < 0).any()) for values in found.values()):
@@ -69,12 +69,12 @@ def rebalance(
             "Got negative curvature: the trace has no minimum over scales. Want a loss that does not bend downwards. "
             "Do: use cross_entropy, mse or another convex loss."
         )
-    group = symmetries(model, example).moving_only(found)
+    group = find_symmetries(model, example).restrict_to_parameters(found)
     if kind == "unit":
-        best = by_entry(group, found)
+        best = minimize_trace_by_unit(group, found)
     else:
-        group = group.by_layer()
-        best = by_layer(group, {each: float(trace) for each, trace in found.items()})
+        group = group.restrict_to_layers()
+        best = minimize_trace_by_layer(group, {each: float(trace) for each, trace in found.items()})
     if best.absorbed:
         raise ModelError(f"Got a model without a rescaling of smallest trace: {best.notes[0]} Do: fold it first.")
     if best.lost:
@@ -83,5 +83,5 @@ def rebalance(
     if not best.converged:
         warnings.warn(f"The trace may not be the smallest: {best.notes[-1]}", stacklevel=3)
     if strict:
-        check_same(model, group, best.logs, example)
-    return rescaled(model, group, best.logs)
+        check_same_function(model, group, best.logs, example)
+    return apply_rescaling(model, group, best.logs)

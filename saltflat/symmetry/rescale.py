@@ -11,14 +11,14 @@ from torch import nn
 from saltflat.amounts import check_flag
 from saltflat.errors import ModelError, OptionError
 from saltflat.sweep import check_seed
-from saltflat.symmetry.graph import symmetries
-from saltflat.symmetry.group import Array, Symmetries, check_kind
-from saltflat.symmetry.running import Seen, inputs_of, tensors_in
-from saltflat.symmetry.same import apart, copied, widened
-from saltflat.turns import in_turn
+from saltflat.symmetry.graph import find_symmetries
+from saltflat.symmetry.group import Array, Symmetries, check_rescaling_kind
+from saltflat.symmetry.running import Seen, find_tensors, parse_example
+from saltflat.symmetry.same import compare_outputs, copy_in_float64, copy_model
+from saltflat.turns import take_turns
 
 
-@in_turn
+@take_turns
 def rescale(
     model: nn.Module, example: Any, seed: int = 0, spread: float = 2.0, kind: str = "unit", strict: bool = True
 ) -> nn.Module:
@@ -39,40 +39,42 @@ def rescale(
         >>> torch.allclose(net(x), other(x)), torch.allclose(net[0].weight, other[0].weight)
         (True, False)
     """
-    check_kind(kind)
+    check_rescaling_kind(kind)
     if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 <= spread < 100:
         raise OptionError(f"Got spread={spread!r}. Want a number from 0 to 100. Do: leave it out for 2.0.")
     check_flag(strict=strict)
-    group = symmetries(model, example, kind)
+    group = find_symmetries(model, example, kind)
     logs = group.sample(check_seed(seed), spread)
     if strict:
-        check_same(model, group, logs, example)
-    return rescaled(model, group, logs)
+        check_same_function(model, group, logs, example)
+    return apply_rescaling(model, group, logs)
 
 
-def rescaled(model: nn.Module, group: Symmetries, logs: Array) -> nn.Module:
+def apply_rescaling(model: nn.Module, group: Symmetries, logs: Array) -> nn.Module:
     """A copy of a model with the factors of these sizes."""
-    factors = group.logs(logs)
-    new = copied(model)
+    factors = group.compute_factor_logs(logs)
+    new = copy_model(model)
     values = dict([*new.named_parameters(), *new.named_buffers()])
     for name, each in group.members.items():
         if name not in values or values[name].shape != each.shape:
             raise OptionError(
                 f"Got rescalings of {name!r} with the shape {tuple(each.shape)}, which the model does not have. Want "
-                "those of this model. Do: find them with symmetries(model, example)."
+                "those of this model. Do: find them with find_symmetries(model, example)."
             )
     with torch.no_grad():
         for name, each in group.members.items():
             if not np.any(factors[name]):
                 continue
-            values[name].copy_(each.scaled(values[name], factors[name]))
+            values[name].copy_(each.rescale(values[name], factors[name]))
     return new
 
 
-def check_same(model: nn.Module, group: Symmetries, logs: Array, example: Any, seen: Seen = tensors_in) -> None:
+def check_same_function(
+    model: nn.Module, group: Symmetries, logs: Array, example: Any, seen: Seen = find_tensors
+) -> None:
     """See that a rescaling leaves the outputs alone, in float64."""
-    wide, inputs, tolerance = widened(model, inputs_of(example))
-    off = apart(wide, rescaled(wide, group, logs), inputs, seen)
+    wide, inputs, tolerance = copy_in_float64(model, parse_example(example))
+    off = compare_outputs(wide, apply_rescaling(wide, group, logs), inputs, seen)
     if off != off:
         raise ModelError(
             "Got NaN or infinity in the outputs after a rescaling: its factors are too large for the model's numbers. "

@@ -22,10 +22,20 @@ from torch.utils._pytree import tree_flatten
 
 from saltflat.data import Batch
 from saltflat.errors import ModelError
-from saltflat.geometry import GROUP, IN, OUT, POSITION, Arranged, Convolution, Geometry, Transposed, geometries
+from saltflat.geometry import (
+    GROUP,
+    IN,
+    OUT,
+    POSITION,
+    Convolution,
+    Geometry,
+    PermutedGeometry,
+    Transposed,
+    find_geometries,
+)
 from saltflat.network import Network
-from saltflat.symmetry.entries import Entries
-from saltflat.symmetry.graph import outputs_moved, watched_on
+from saltflat.symmetry.entries import ParameterEntries
+from saltflat.symmetry.graph import compute_output_change, trace_batch
 from saltflat.symmetry.group import Array, Symmetries
 
 # The functions by which layers of torch use their own weights.
@@ -52,15 +62,15 @@ UNEVEN = (
 UNSEEN = "the rescalings of its units could not be found, so this value may not stay under them"
 
 
-def geometries_in_use(network: Network, batch: Batch) -> dict[str, Geometry]:
+def find_used_geometries(network: Network, batch: Batch) -> dict[str, Geometry]:
     """The measured parameters of two or more axes, as the model uses them on a batch."""
-    layouts, few = dict(geometries(network)), batch.cut(0, 2)
-    others = _used_otherwise(network, few, set(layouts)) if layouts else set()
+    layouts, few = dict(find_geometries(network)), batch.cut(0, 2)
+    others = _find_custom_uses(network, few, set(layouts)) if layouts else set()
     if not others:
         return layouts
     try:
-        group, entries = watched_on(network, few)
-        off, tolerance = outputs_moved(network, few, group)
+        group, entries = trace_batch(network, few)
+        off, tolerance = compute_output_change(network, few, group)
     except ModelError:
         off, tolerance = inf, 0.0
     if not off <= tolerance:
@@ -71,15 +81,15 @@ def geometries_in_use(network: Network, batch: Batch) -> dict[str, Geometry]:
     # No relation between numbers of scales is met by chance.
     sizes = group.forms @ np.sin(1.0 + np.e * np.arange(group.scales))
     for name in others:
-        layouts[name] = _fitting(name, layouts[name], group, entries, sizes)
+        layouts[name] = _choose_geometry(name, layouts[name], group, entries, sizes)
     return layouts
 
 
-def _used_otherwise(network: Network, batch: Batch, names: set[str]) -> set[str]:
+def _find_custom_uses(network: Network, batch: Batch, names: set[str]) -> set[str]:
     """Those parameters that are used in another way than layers of torch use theirs."""
     owners = {name: network.model.get_submodule(name.rpartition(".")[0]) for name in names}
-    known = {name: _functions(name, owner) for name, owner in owners.items()}
-    calls = Calls({id(network.constants[name]): name for name in names})
+    known = {name: _get_known_functions(name, owner) for name, owner in owners.items()}
+    calls = WeightUseRecorder({id(network.constants[name]): name for name in names})
     try:
         with torch.no_grad(), calls:
             network(batch)
@@ -89,13 +99,13 @@ def _used_otherwise(network: Network, batch: Batch, names: set[str]) -> set[str]
     return {name for name in names if not known[name] or not calls.found[name] <= known[name]}
 
 
-def _functions(name: str, owner: nn.Module) -> set[str]:
+def _get_known_functions(name: str, owner: nn.Module) -> set[str]:
     if "weight" not in name.rpartition(".")[2] or name.endswith("_orig"):
         return set()
     return next((functions for kind, functions in LAYERS.items() if isinstance(owner, kind)), set())
 
 
-class Calls(TorchFunctionMode):
+class WeightUseRecorder(TorchFunctionMode):
     """While it is entered, the names of the functions that are called with some tensors."""
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -107,7 +117,7 @@ class Calls(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         # Asking for a shape is no use of the values.
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten(out)[0]):
-            name = self._name(func, args)
+            name = self._get_call_name(func, args)
             leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
             given = [self.names[id(leaf)] for leaf in leaves if id(leaf) in self.names]
             for each in given:
@@ -115,7 +125,7 @@ class Calls(TorchFunctionMode):
             self.by_position |= name in PRODUCTS or bool(given and not name.startswith("conv"))
         return out
 
-    def _name(self, func: Any, args: Any) -> str:
+    def _get_call_name(self, func: Any, args: Any) -> str:
         name: str = getattr(func, "__name__", "")
         if name == "multi_head_attention_forward" and args[0] is not args[1]:
             return f"{name} of two inputs"  # of which each has a part of the weight to itself
@@ -124,26 +134,28 @@ class Calls(TorchFunctionMode):
         return name
 
 
-def _fitting(name: str, layout: Geometry, group: Symmetries, entries: Entries, sizes: Array) -> Geometry:
+def _choose_geometry(
+    name: str, layout: Geometry, group: Symmetries, entries: ParameterEntries, sizes: Array
+) -> Geometry:
     """The first use of a parameter that fits the rescalings; the usual layout if it was never seen used."""
     member = group.members[name]
     logs = torch.from_numpy(np.asarray(sizes[member.head] - sizes[member.tail])).reshape(layout.shape)
     idle = entries.idle[entries.first[name] :][: layout.shape.numel()].reshape(layout.shape)
-    seen = [*_seen(layout.shape, entries.first[name], entries)]
+    seen = [*_iterate_geometries(layout.shape, entries.first[name], entries)]
     usual = replace(layout, guessed=not seen)
     # Rows of a table are its inputs, whatever else is done with it.
     candidates = [usual, *seen] if layout.inputs_first else [*seen, usual]
     if not seen and len(layout.shape) > 2:
         # Experts of which some are chosen, one matrix each.
         roles = (GROUP, OUT, IN, *[POSITION] * (len(layout.shape) - 3))
-        candidates.append(replace(Arranged.of(layout.shape, tuple(layout.shape), roles), guessed=True))
-    fitting = next((each for each in candidates if _fits(each, logs, idle)), None)
+        candidates.append(replace(PermutedGeometry.from_roles(layout.shape, tuple(layout.shape), roles), guessed=True))
+    fitting = next((each for each in candidates if _is_separable(each, logs, idle)), None)
     return fitting or replace(candidates[0], doubt=UNEVEN)
 
 
-def _fits(geometry: Geometry, logs: Tensor, idle: Tensor) -> bool:
+def _is_separable(geometry: Geometry, logs: Tensor, idle: Tensor) -> bool:
     """Whether every logarithm of a factor is one of its row plus one of its column."""
-    L, used = geometry.matrices(logs), ~geometry.matrices(idle)
+    L, used = geometry.view_as_matrices(logs), ~geometry.view_as_matrices(idle)
     # Rows and columns that nothing uses have no curvature and add nothing, whatever their factors are.
     rows, columns = used.any(3).any(2), used.any(3).any(1)
     group = torch.arange(L.shape[0])
@@ -154,24 +166,24 @@ def _fits(geometry: Geometry, logs: Tensor, idle: Tensor) -> bool:
     return bool(((L - sums).abs() * both <= 1e-9 * (1 + L.abs())).all())
 
 
-def _seen(shape: torch.Size, first: int, entries: Entries) -> Iterator[Geometry]:
+def _iterate_geometries(shape: torch.Size, first: int, entries: ParameterEntries) -> Iterator[Geometry]:
     """A parameter as each of its uses sees it."""
     for use in entries.uses.values():
         if first <= int(use.numbers[(0,) * use.numbers.dim()]) < first + shape.numel():
-            steps = _steps(use.numbers.long() - first)
+            steps = _find_axis_steps(use.numbers.long() - first)
             if steps is None:
                 continue
-            roles = entries.roles(use)
+            roles = entries.find_roles(use)
             pieces = [(step, count, role) for each, role in zip(steps, roles, strict=True) for step, count in each]
             # A part of a parameter may stand for all of it; if that does not fit, the parts are by themselves.
             parts = {step * count for step, count, _ in pieces}
             for ends in (set(), parts):
-                found = _arranged(shape, pieces, ends)
+                found = _arrange_axes(shape, pieces, ends)
                 if found is not None:
                     yield found
 
 
-def _arranged(shape: torch.Size, pieces: list[tuple[int, int, str]], ends: set[int]) -> Geometry | None:
+def _arrange_axes(shape: torch.Size, pieces: list[tuple[int, int, str]], ends: set[int]) -> Geometry | None:
     """A parameter by the roles of its axes in an operation, which may have seen it reshaped or a part of it."""
     total = shape.numel()
     # Axes end where one of the parameter's does, or one of the operation's.
@@ -184,20 +196,20 @@ def _arranged(shape: torch.Size, pieces: list[tuple[int, int, str]], ends: set[i
         sizes.append(large // small)
         # What the operation saw one number of, such as one of several experts, is a part by itself.
         roles.append(next((role for step, count, role in pieces if step <= small < step * count), GROUP))
-    return _plain(shape, tuple(sizes), tuple(roles))
+    return _simplify_geometry(shape, tuple(sizes), tuple(roles))
 
 
-def _plain(shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> Geometry:
+def _simplify_geometry(shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> Geometry:
     """As a plain matrix or convolution where it is one."""
     if sizes == tuple(shape) and set(roles[2:]) <= {POSITION}:
         if roles[:2] == (OUT, IN):
             return Geometry(shape)
         if roles[:2] == (IN, OUT):
             return Geometry(shape, inputs_first=True)
-    return Arranged.of(shape, sizes, roles)
+    return PermutedGeometry.from_roles(shape, sizes, roles)
 
 
-def _steps(numbers: Tensor) -> list[list[tuple[int, int]]] | None:
+def _find_axis_steps(numbers: Tensor) -> list[list[tuple[int, int]]] | None:
     """Each axis as steps and how often they are taken, largest first; None if numbers do not go in such steps."""
     start = numbers[(0,) * numbers.dim()]
     lines = []
@@ -208,13 +220,13 @@ def _steps(numbers: Tensor) -> list[list[tuple[int, int]]] | None:
         total = total + line.reshape([-1 if each == axis else 1 for each in range(numbers.dim())])
     if not torch.equal(total.expand(numbers.shape), numbers):
         return None
-    found = [_regular(line.tolist()) for line in lines]
+    found = [_find_regular_steps(line.tolist()) for line in lines]
     return None if any(each is None for each in found) else [each for each in found if each is not None]
 
 
-def _regular(line: list[int]) -> list[tuple[int, int]] | None:
+def _find_regular_steps(line: list[int]) -> list[tuple[int, int]] | None:
     """
-    >>> _regular([0, 1, 2, 12, 13, 14])
+    >>> _find_regular_steps([0, 1, 2, 12, 13, 14])
     [(12, 2), (1, 3)]
     """
     steps: list[tuple[int, int]] = []

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from saltflat.errors import ModelError, OptionError, SaltflatError, first_line
-from saltflat.network import check_dense, logits
+from saltflat.errors import ModelError, OptionError, SaltflatError, format_error_line
+from saltflat.network import check_dense_outputs, extract_logits
 
 # Which of a model's outputs are looked at.
 Seen = Callable[[Any], list[Tensor]]
@@ -18,7 +18,7 @@ Seen = Callable[[Any], list[Tensor]]
 DEPTH = 8
 
 
-def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def parse_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and named inputs of a model."""
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -37,27 +37,27 @@ def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {}
 
 
-def outputs_of(
+def compute_outputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None = None
 ) -> list[Tensor]:
     """All tensors of real or complex numbers that a model gives and that are looked at."""
     # Copies, because a model may write to its inputs.
     given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
-    with users_errors(model):
+    with wrap_model_errors(model):
         found = model(*given[0], **given[1])
-    return [each.detach() for each in (seen or tensors_in)(found) if each.is_floating_point() or each.is_complex()]
+    return [each.detach() for each in (seen or find_tensors)(found) if each.is_floating_point() or each.is_complex()]
 
 
-def of_loss(found: Any) -> list[Tensor]:
+def select_logits(found: Any) -> list[Tensor]:
     """What a loss is taken of: not the caches and hidden states that some models give besides."""
-    return [logits(found)]
+    return [extract_logits(found)]
 
 
-def tensors_in(found: Any) -> list[Tensor]:
+def find_tensors(found: Any) -> list[Tensor]:
     """Every tensor in what a model gave, also in objects that are only known to have attributes."""
-    tensors = list(_tensors(found, DEPTH))
+    tensors = list(_iterate_tensors(found, DEPTH))
     for tensor in tensors:
-        check_dense(tensor)
+        check_dense_outputs(tensor)
     if not tensors:
         raise ModelError(
             f"Got {type(found).__name__} from the model, in which no tensor is to be found. Want outputs that can be "
@@ -66,21 +66,21 @@ def tensors_in(found: Any) -> list[Tensor]:
     return tensors
 
 
-def _tensors(found: Any, depth: int) -> Iterator[Tensor]:
+def _iterate_tensors(found: Any, depth: int) -> Iterator[Tensor]:
     for leaf in tree_flatten(found)[0]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and isinstance(leaf, Mapping):
-            yield from _tensors(dict(leaf), depth - 1)
+            yield from _iterate_tensors(dict(leaf), depth - 1)
         elif depth and not isinstance(leaf, type | nn.Module):
             slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
             held = {name: getattr(leaf, name, None) for name in [*getattr(leaf, "__dict__", {}), *slots]}
             if held:
-                yield from _tensors(held, depth - 1)
+                yield from _iterate_tensors(held, depth - 1)
 
 
 @contextmanager
-def users_errors(model: nn.Module) -> Iterator[None]:
+def wrap_model_errors(model: nn.Module) -> Iterator[None]:
     """What goes wrong in the model's own code is told as such."""
     try:
         yield
@@ -88,7 +88,7 @@ def users_errors(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"Got an error from the model on this example ({first_line(error)}). "
+            f"Got an error from the model on this example ({format_error_line(error)}). "
             f"Want an example that {type(model).__name__} accepts. "
             "Do: pass inputs of the right shape and kind, with the axis of examples; several inputs as a tuple."
         ) from error

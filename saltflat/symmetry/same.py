@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from saltflat.errors import ModelError, NonFiniteError, first_line
-from saltflat.loan import loan
-from saltflat.symmetry.running import Seen, outputs_of, tensors_in
-from saltflat.turns import check_in_place
+from saltflat.errors import ModelError, NonFiniteError, format_error_line
+from saltflat.loan import open_session
+from saltflat.symmetry.running import Seen, compute_outputs, find_tensors
+from saltflat.turns import check_not_moved
 
 SAME = 1e-9  # relative, in float64
 COARSE = 1e-3  # the same where a model runs in less
@@ -22,9 +22,9 @@ COARSE = 1e-3  # the same where a model runs in less
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """A copy that shares nothing with the model."""
-    check_in_place(model.parameters())
+    check_not_moved(model.parameters())
     # Weights that a hook computes before each pass (pruning, weight_norm) are left on the module by the last one, and
     # are no tensors that deepcopy takes.
     computed = {
@@ -37,36 +37,36 @@ def copied(model: nn.Module) -> nn.Module:
         return deepcopy(model, computed)
     except Exception as error:
         raise ModelError(
-            f"Got a model that cannot be copied ({first_line(error)}). Want one that copy.deepcopy accepts. "
+            f"Got a model that cannot be copied ({format_error_line(error)}). Want one that copy.deepcopy accepts. "
             "Do: take what cannot be copied (hooks, open files, computed tensors) out of it first."
         ) from error
 
 
-def widened(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, float]:
+def copy_in_float64(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, float]:
     """A copy of the model and its inputs in float64, and how far outputs may be apart by rounding.
 
     A model that insists on another precision is taken in its own.
     """
 
-    def one(leaf: Any) -> Any:
+    def convert_leaf(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    wide, wide_inputs = copied(model).double(), tree_map(one, inputs)
+    wide, wide_inputs = copy_model(model).double(), tree_map(convert_leaf, inputs)
     try:
-        with loan(wide, "eval"), torch.no_grad(), Coarsest() as coarsest:  # type: ignore[no-untyped-call]
-            outputs_of(wide, *wide_inputs)
+        with open_session(wide, "eval"), torch.no_grad(), PrecisionRecorder() as coarsest:  # type: ignore[no-untyped-call]
+            compute_outputs(wide, *wide_inputs)
     except ModelError:
-        return copied(model), inputs, COARSE
-    return wide, wide_inputs, tolerance_at(coarsest.step)
+        return copy_model(model), inputs, COARSE
+    return wide, wide_inputs, compute_tolerance(coarsest.step)
 
 
-def tolerance_at(step: float) -> float:
+def compute_tolerance(step: float) -> float:
     """How far outputs may be apart, where numbers are rounded to steps of this size on the way."""
     # Some models go through shorter numbers, whatever their weights are.
     return SAME if step <= torch.finfo(torch.float64).eps else step**0.5
 
 
-class Coarsest(TorchDispatchMode):
+class PrecisionRecorder(TorchDispatchMode):
     """The largest rounding step of any number that operations give."""
 
     step = 0.0
@@ -79,13 +79,13 @@ class Coarsest(TorchDispatchMode):
         return out
 
 
-def apart(one: nn.Module, two: nn.Module, inputs: Inputs, seen: Seen = tensors_in) -> float:
+def compare_outputs(one: nn.Module, two: nn.Module, inputs: Inputs, seen: Seen = find_tensors) -> float:
     """How far the outputs of two models differ; those of the first must be finite."""
     # A loan gives random states back: both begin with the same.
-    with loan(one, "eval"), torch.no_grad():
-        before = outputs_of(one, *inputs, seen)
-    with loan(two, "eval"), torch.no_grad():
-        after = outputs_of(two, *inputs, seen)
+    with open_session(one, "eval"), torch.no_grad():
+        before = compute_outputs(one, *inputs, seen)
+    with open_session(two, "eval"), torch.no_grad():
+        after = compute_outputs(two, *inputs, seen)
     if not all(bool(each.isfinite().all()) for each in before):
         raise NonFiniteError(
             "Got NaN or infinity in the model's outputs on this example. Want finite ones, which can be compared. "
@@ -93,10 +93,10 @@ def apart(one: nn.Module, two: nn.Module, inputs: Inputs, seen: Seen = tensors_i
         )
     if len(before) != len(after):
         return inf
-    return max((difference(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
+    return max((compute_relative_difference(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
 
 
-def difference(one: Tensor, two: Tensor) -> float:
+def compute_relative_difference(one: Tensor, two: Tensor) -> float:
     """Largest, relative to the largest entry."""
     if one.shape != two.shape:
         return inf

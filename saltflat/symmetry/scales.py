@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from saltflat.symmetry.elimination import Elimination, Form, combined
+from saltflat.symmetry.elimination import Elimination, Form, add_scaled_form
 
 # 0 and infinity keep their value whatever they are multiplied by. It is number 0, so that operations which fill with
 # zeros, done to the array, give what they should.
@@ -26,7 +26,7 @@ GROUND = 1
 SHIFT = 1 << 31
 
 
-class Scales:
+class ScaleSystem:
     """All combinations of variables that occur, and the equations between them."""
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ class Scales:
         self._numbers: dict[tuple[tuple[int, Fraction | int], ...], int] = {(): GROUND}
         self._next = count(2)
 
-    def fresh(self, size: int) -> Tensor:
+    def add_variables(self, size: int) -> Tensor:
         """New variables, one for each of so many units."""
         found = []
         for _ in range(size):
-            found.append(self._number({self.variables: 1}))
+            found.append(self._number_form({self.variables: 1}))
             self.variables += 1
         return torch.tensor(found, dtype=torch.float64)
 
-    def _number(self, form: Form) -> int:
+    def _number_form(self, form: Form) -> int:
         key = tuple(sorted(form.items()))
         known = self._numbers.get(key)
         if known is None:
@@ -55,65 +55,67 @@ class Scales:
     def pin(self, ids: Tensor) -> int:
         """Let these scales be fixed. Returns how many were free."""
         free = 0
-        for number in _small(ids)[0].unique().tolist():
-            form = self.system.resolved(self.forms[int(number)])
+        for number in _collapse_repeated_axes(ids)[0].unique().tolist():
+            form = self.system.substitute(self.forms[int(number)])
             free += bool(form)
-            self.system.vanish(form)
+            self.system.set_to_zero(form)
         return free
 
-    def join(self, *arrays: Tensor) -> Tensor:
+    def equate(self, *arrays: Tensor) -> Tensor:
         """Let entries in the same places (after broadcasting) have the same scale, and give it."""
         total = arrays[0]
         for other in arrays[1:]:
-            total = elementwise(self._equal, total, other)
+            total = apply_elementwise(self._equate_pair, total, other)
         return total
 
-    def _equal(self, one: int, two: int) -> int:
+    def _equate_pair(self, one: int, two: int) -> int:
         if one == two or two == ANY:
             return one
         if one == ANY:
             return two
-        self.system.vanish(combined(self.forms[one], self.forms[two], -1))
+        self.system.set_to_zero(add_scaled_form(self.forms[one], self.forms[two], -1))
         return min(one, two)
 
-    def join_along(self, ids: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    def equate_along(self, ids: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
         """Let all entries along these axes have the same scale, and give it."""
         dims = [dim % ids.dim() for dim in dims] if ids.dim() else []
         for dim in sorted(dims):
             # Entries along an axis are most often alike already.
             first = ids.narrow(dim, 0, 1)
-            ids = first if _alike(ids, dim) else _folded(self._equal, ids, dim)
+            ids = first if _is_constant_along(ids, dim) else _reduce_along(self._equate_pair, ids, dim)
         if keepdim:
             return ids.contiguous()
         return ids.squeeze(dims).contiguous() if dims else ids
 
-    def plus(self, one: Tensor, two: Tensor, factor: Fraction | int = 1) -> Tensor:
+    def add(self, one: Tensor, two: Tensor, factor: Fraction | int = 1) -> Tensor:
         """The scale of products of two arrays' entries; with ``factor=-1`` of quotients."""
 
-        def of(a: int, b: int) -> int:
+        def add_pair(a: int, b: int) -> int:
             if ANY in (a, b):
                 return ANY
             if b == GROUND:
                 return a
-            resolved = self.system.resolved
-            return self._number(combined(resolved(self.forms[a]), resolved(self.forms[b]), factor))
+            resolved = self.system.substitute
+            return self._number_form(add_scaled_form(resolved(self.forms[a]), resolved(self.forms[b]), factor))
 
-        return elementwise(of, one, two)
+        return apply_elementwise(add_pair, one, two)
 
-    def times(self, ids: Tensor, factor: Fraction | int) -> Tensor:
+    def multiply(self, ids: Tensor, factor: Fraction | int) -> Tensor:
         """The scale of powers."""
         ground = torch.full((), GROUND, dtype=torch.float64)
 
-        def of(a: int, _: int) -> int:
-            return a if a == ANY else self._number(combined({}, self.system.resolved(self.forms[a]), factor))
+        def multiply_id(a: int, _: int) -> int:
+            return (
+                a if a == ANY else self._number_form(add_scaled_form({}, self.system.substitute(self.forms[a]), factor))
+            )
 
-        return elementwise(of, ids, ground)
+        return apply_elementwise(multiply_id, ids, ground)
 
 
-def elementwise(function: Callable[[int, int], int], one: Tensor, two: Tensor) -> Tensor:
+def apply_elementwise(function: Callable[[int, int], int], one: Tensor, two: Tensor) -> Tensor:
     """A function of two numbers, in all places of two arrays; called once for each pair that occurs."""
     shape = torch.broadcast_shapes(one.shape, two.shape)
-    small = _small(one.expand(shape), two.expand(shape))
+    small = _collapse_repeated_axes(one.expand(shape), two.expand(shape))
     keys, places = (small[0].long() * SHIFT + small[1].long()).unique(return_inverse=True)
     found = [function(*divmod(key, SHIFT)) for key in keys.tolist()]
     values = torch.tensor(found, dtype=torch.float64)[places] if found else torch.zeros_like(small[0])
@@ -121,25 +123,25 @@ def elementwise(function: Callable[[int, int], int], one: Tensor, two: Tensor) -
     return values.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
-def _small(*arrays: Tensor) -> list[Tensor]:
+def _collapse_repeated_axes(*arrays: Tensor) -> list[Tensor]:
     """The arrays without what only repeats itself along an axis."""
     shape = arrays[0].shape
     order = [0, *range(len(shape) - 1, 0, -1)] if shape else []
     for dim in order:
-        if shape[dim] > 1 and all(_alike(array, dim) for array in arrays):
+        if shape[dim] > 1 and all(_is_constant_along(array, dim) for array in arrays):
             arrays = tuple(array.narrow(dim, 0, 1) for array in arrays)
     return list(arrays)
 
 
-def _alike(ids: Tensor, dim: int) -> bool:
+def _is_constant_along(ids: Tensor, dim: int) -> bool:
     return ids.shape[dim] < 2 or ids.stride(dim) == 0 or bool((ids == ids.narrow(dim, 0, 1)).all())
 
 
-def _folded(function: Callable[[int, int], int], ids: Tensor, dim: int) -> Tensor:
+def _reduce_along(function: Callable[[int, int], int], ids: Tensor, dim: int) -> Tensor:
     """All entries along an axis in one, halving it again and again."""
     while ids.shape[dim] > 1:
         half = ids.shape[dim] // 2
-        joined = elementwise(function, ids.narrow(dim, 0, half), ids.narrow(dim, half, half))
+        joined = apply_elementwise(function, ids.narrow(dim, 0, half), ids.narrow(dim, half, half))
         rest = ids.narrow(dim, 2 * half, ids.shape[dim] - 2 * half)
         ids = torch.cat([joined, rest], dim) if rest.numel() else joined
     return ids

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saltflat.balance.forms import BalancedForms, balance_forms
+from saltflat.balance.forms import FormBalanceResult, balance_forms
 from saltflat.symmetry.group import Array, Symmetries
 
 
 @dataclass(frozen=True)
-class Smallest:
+class SmallestTrace:
     """The smallest trace, and the sizes of units that reach it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Smallest:
     factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def by_layer(group: Symmetries, traces: Mapping[str, float]) -> Smallest:
+def minimize_trace_by_layer(group: Symmetries, traces: Mapping[str, float]) -> SmallestTrace:
     """With one factor per parameter, from the parameters' traces."""
     names = [name for name in traces if group.members[name].head.size]
     heads, tails = (
@@ -51,52 +51,54 @@ def by_layer(group: Symmetries, traces: Mapping[str, float]) -> Smallest:
         for end in ("head", "tail")
     )
     weights = np.array([traces[name] for name in names], dtype=np.float64)
-    found = balance_forms(_forms(group, heads, tails), weights)
+    found = balance_forms(_compute_curvature_forms(group, heads, tails), weights)
     layers = dict(zip(names, found.terms.tolist(), strict=True))
     lost = {name: 1 for name, gone in zip(names, found.lost, strict=True) if gone}
-    return _smallest(group, found, layers, lost)
+    return _make_smallest_trace(group, found, layers, lost)
 
 
-def by_entry(group: Symmetries, diagonal: Mapping[str, Tensor]) -> Smallest:
+def minimize_trace_by_unit(group: Symmetries, diagonal: Mapping[str, Tensor]) -> SmallestTrace:
     """With a size for every unit, from the curvature of every entry."""
     # Entries between the same two units are multiplied alike: only their sum matters.
     rows = group.forms.shape[0]
-    keys = {name: _keys(group, name, rows) for name in diagonal}
+    keys = {name: _compute_pair_keys(group, name, rows) for name in diagonal}
     each = [np.unique(key, return_inverse=True) for key in keys.values()]
     pairs = np.unique(np.concatenate([different for different, _ in each])) if each else np.array([], dtype=np.int64)
     weights = np.zeros(len(pairs))
     # Which of all pairs each parameter's entries belong to.
     places = {name: np.searchsorted(pairs, found)[inverse] for name, (found, inverse) in zip(keys, each, strict=True)}
-    values = {name: _flat(diagonal[name]) for name in diagonal}
+    values = {name: _flatten_values(diagonal[name]) for name in diagonal}
     for name, place in places.items():
         weights += np.bincount(place, values[name], minlength=len(pairs))
-    found = balance_forms(_forms(group, pairs // rows, pairs % rows), weights)
+    found = balance_forms(_compute_curvature_forms(group, pairs // rows, pairs % rows), weights)
     share = np.divide(found.terms, weights, out=np.zeros_like(weights), where=weights > 0)
     layers = {name: float((values[name] * share[place]).sum()) for name, place in places.items()}
     gone = {name: int((found.lost[place] & (values[name] > 0)).sum()) for name, place in places.items()}
     factors = {name: torch.from_numpy(share[place]).to(diagonal[name].device) for name, place in places.items()}
-    smallest = _smallest(group, found, layers, {name: count for name, count in gone.items() if count})
+    smallest = _make_smallest_trace(group, found, layers, {name: count for name, count in gone.items() if count})
     return replace(smallest, factors=factors)
 
 
-def _keys(group: Symmetries, name: str, rows: int) -> NDArray[np.int64]:
+def _compute_pair_keys(group: Symmetries, name: str, rows: int) -> NDArray[np.int64]:
     member = group.members[name]
     return (member.head.astype(np.int64) * rows + member.tail).reshape(-1)
 
 
-def _flat(values: Tensor) -> Array:
+def _flatten_values(values: Tensor) -> Array:
     found: Array = values.detach().double().cpu().numpy().reshape(-1)
     return found
 
 
-def _forms(group: Symmetries, heads: NDArray[np.int64], tails: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+def _compute_curvature_forms(group: Symmetries, heads: NDArray[np.int64], tails: NDArray[np.int64]):  # type: ignore[no-untyped-def]
     # A factor of e^a divides the curvature by its square.
     return -2.0 * (group.forms[heads] - group.forms[tails])
 
 
-def _smallest(group: Symmetries, found: BalancedForms, layers: dict[str, float], lost: dict[str, int]) -> Smallest:
-    absorbed = _absorbed(group, found.drift) if lost else ()
-    return Smallest(
+def _make_smallest_trace(
+    group: Symmetries, found: FormBalanceResult, layers: dict[str, float], lost: dict[str, int]
+) -> SmallestTrace:
+    absorbed = _find_absorbing_norms(group, found.drift) if lost else ()
+    return SmallestTrace(
         value=found.value,
         logs=found.potentials,
         layers=layers,
@@ -105,12 +107,12 @@ def _smallest(group: Symmetries, found: BalancedForms, layers: dict[str, float],
         attained=found.attained,
         residual=found.residual,
         converged=found.converged,
-        notes=(*_reasons(group, lost, absorbed), *([] if found.converged else found.notes)),
+        notes=(*_explain_infimum(group, lost, absorbed), *([] if found.converged else found.notes)),
     )
 
 
-def _absorbed(group: Symmetries, drift: Array) -> tuple[str, ...]:
-    moved = group.logs(drift)
+def _find_absorbing_norms(group: Symmetries, drift: Array) -> tuple[str, ...]:
+    moved = group.compute_factor_logs(drift)
     return tuple(
         name.rpartition(".")[0]
         for name, each in group.members.items()
@@ -118,7 +120,7 @@ def _absorbed(group: Symmetries, drift: Array) -> tuple[str, ...]:
     )
 
 
-def _reasons(group: Symmetries, lost: Mapping[str, int], absorbed: tuple[str, ...]) -> tuple[str, ...]:
+def _explain_infimum(group: Symmetries, lost: Mapping[str, int], absorbed: tuple[str, ...]) -> tuple[str, ...]:
     if not group.scales:
         return (
             "no rescaling of the measured parameters leaves the network's function alone: this is the Hessian trace",
@@ -127,16 +129,19 @@ def _reasons(group: Symmetries, lost: Mapping[str, int], absorbed: tuple[str, ..
         return ()
     if absorbed:
         return (
-            f"the curvature of {_some(lost)} can be scaled away, since the running statistics of {_some(absorbed)} "
-            "absorb any scale: no finite factors reach the infimum. Measure saltflat.fold(model) instead.",
+            f"the curvature of {_format_some_names(lost)} can be scaled away, since the running statistics of "
+            f"{_format_some_names(absorbed)} absorb any scale: no finite factors reach the infimum. Measure "
+            "saltflat.fold(model) instead.",
         )
     return (
-        f"the curvature of {_some(lost)} can be scaled away, since nothing on the other side of these units has any "
-        "(units that are dead, weights of exactly zero, normalisations that undo any scale): no finite factors reach "
+        f"the curvature of {_format_some_names(lost)} can be scaled away, since nothing on the other side of these "
+        "units "
+        "has any (units that are dead, weights of exactly zero, normalisations that undo any scale): no finite "
+        "factors reach "
         "the infimum",
     )
 
 
-def _some(names: Mapping[str, int] | tuple[str, ...]) -> str:
+def _format_some_names(names: Mapping[str, int] | tuple[str, ...]) -> str:
     every = list(names)
     return ", ".join(every[:4]) + (f" and {len(every) - 4} more" if len(every) > 4 else "")

@@ -12,34 +12,36 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array, hstack
 
-from saltflat.symmetry.blocks import FIXED, Block, Layer, Summary, layer_of, layers_of
-from saltflat.symmetry.elimination import narrowed
+from saltflat.symmetry.blocks import FIXED, LayerSummary, ScaleBlock, SymmetrySummary, get_layer_name, get_layer_names
+from saltflat.symmetry.elimination import collapse_repeats
 
 if TYPE_CHECKING:
-    from saltflat.symmetry.group import Member, Symmetries
+    from saltflat.symmetry.group import ScaledTensor, Symmetries
 
 Pairs = NDArray[np.int64]
 # Numbers of members: those with heads and with tails that have a positive power of a scale, and a negative one.
 Places = list[list[int]]
 
 
-def summary(group: Symmetries) -> Summary:
+def summarize_symmetries(group: Symmetries) -> SymmetrySummary:
     """What the table and the picture of a group say."""
-    pairs = {name: each.pairs() for name, each in group.members.items()}
+    pairs = {name: each.find_pairs() for name, each in group.members.items()}
     sizes = group.forms @ np.sin(1.0 + np.e * np.arange(group.scales))
     # What leads from a unit to itself says nothing of it.
-    apart = {name: each[~_selves(sizes[each])] for name, each in pairs.items()}
-    block_of, places = _grouped(group.forms, list(apart.values()))
+    apart = {name: each[~_find_self_pairs(sizes[each])] for name, each in pairs.items()}
+    block_of, places = _group_scales(group.forms, list(apart.values()))
     names = list(group.members)
     statistics = {name for name in names if group.members[name].kind != "parameter"}
     many = np.bincount(block_of, minlength=len(places)).tolist()
-    blocks = [_block(names, statistics, *each) for each in zip(places, many, strict=True)]
-    moving = {name: _moving(each, sizes) for name, each in group.members.items() if name not in statistics}
-    return Summary(
-        blocks=_named(blocks),
-        layers=_layers(group.forms, pairs, apart, statistics, block_of),
+    blocks = [_make_block(names, statistics, *each) for each in zip(places, many, strict=True)]
+    moving = {
+        name: _count_movable_entries(each, sizes) for name, each in group.members.items() if name not in statistics
+    }
+    return SymmetrySummary(
+        blocks=_name_blocks(blocks),
+        layers=_make_layers(group.forms, pairs, apart, statistics, block_of),
         scales=group.scales,
-        layer_scales=_layer_scales(group, pairs),
+        layer_scales=_count_layer_scales(group, pairs),
         moving=sum(moving.values()),
         entries=sum(group.members[name].head.size for name in moving),
         fixed={name: group.members[name].head.size for name, moves in moving.items() if not moves},
@@ -49,17 +51,17 @@ def summary(group: Symmetries) -> Summary:
     )
 
 
-def _moving(member: Member, sizes: NDArray[np.float64]) -> int:
-    moved = np.abs(sizes[narrowed(member.head)] - sizes[narrowed(member.tail)]) > 1e-9
+def _count_movable_entries(member: ScaledTensor, sizes: NDArray[np.float64]) -> int:
+    moved = np.abs(sizes[collapse_repeats(member.head)] - sizes[collapse_repeats(member.tail)]) > 1e-9
     return int(np.count_nonzero(np.broadcast_to(moved, member.shape)))
 
 
-def _selves(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _find_self_pairs(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
     same: NDArray[np.bool_] = np.abs(sizes[:, 0] - sizes[:, 1]) < 1e-9
     return same & (np.abs(sizes[:, 0]) > 1e-9)
 
 
-def _grouped(forms: csr_array, pairs: list[Pairs]) -> tuple[NDArray[np.int64], list[Places]]:
+def _group_scales(forms: csr_array, pairs: list[Pairs]) -> tuple[NDArray[np.int64], list[Places]]:
     """The number of each scale's block, and the places of each block: its scales are those that occur in the same."""
     where = [each[:, side] for side in (0, 1) for each in pairs]
     rows = np.concatenate([*where, np.empty(0, dtype=np.int64)])
@@ -81,28 +83,28 @@ def _grouped(forms: csr_array, pairs: list[Pairs]) -> tuple[NDArray[np.int64], l
     return found, first
 
 
-def _block(names: list[str], statistics: set[str], places: Places, scales: int) -> Block:
+def _make_block(names: list[str], statistics: set[str], places: Places, scales: int) -> ScaleBlock:
     up, up_tails, down, down_tails = places
     grows, shrinks = [names[number] for number in up], [names[number] for number in down]
     leaves = [names[number] for number in sorted({*up_tails, *down_tails})]
     if not any(name not in statistics for name in grows):
         grows, shrinks = shrinks, grows
-    return Block(
+    return ScaleBlock(
         name="",
         scales=scales,
         incoming=tuple(name for name in grows if name not in statistics),
         outgoing=tuple(name for name in leaves if name not in statistics),
-        absorbed_by=layers_of(name for name in (*grows, *shrinks) if name in statistics),
+        absorbed_by=get_layer_names(name for name in (*grows, *shrinks) if name in statistics),
         opposite=tuple(name for name in shrinks if name not in statistics),
     )
 
 
-def _named(blocks: list[Block]) -> tuple[Block, ...]:
+def _name_blocks(blocks: list[ScaleBlock]) -> tuple[ScaleBlock, ...]:
     taken: set[str] = set()
     numbers: defaultdict[str, count[int]] = defaultdict(lambda: count(1))
     found = []
     for block in blocks:
-        name = (block.layers or block.absorbed_by or layers_of(block.outgoing) or ("?",))[0]
+        name = (block.layers or block.absorbed_by or get_layer_names(block.outgoing) or ("?",))[0]
         again = (name if number == 1 else f"{name} ({number})" for number in numbers[name])
         unique = next(each for each in again if each not in taken)
         taken.add(unique)
@@ -110,16 +112,16 @@ def _named(blocks: list[Block]) -> tuple[Block, ...]:
     return tuple(found)
 
 
-def _layers(
+def _make_layers(
     forms: csr_array,
     pairs: Mapping[str, Pairs],
     apart: Mapping[str, Pairs],
     statistics: set[str],
     block_of: NDArray[np.int64],
-) -> tuple[Layer, ...]:
+) -> tuple[LayerSummary, ...]:
     empty = np.diff(forms.indptr) == 0
 
-    def blocks(rows: NDArray[np.int64]) -> set[int]:
+    def find_blocks(rows: NDArray[np.int64]) -> set[int]:
         rows = np.unique(rows[rows > 0])  # 0 is what fits any scale
         scales = forms[rows].indices if len(rows) else np.empty(0, dtype=np.int64)
         grounded = bool(empty[rows].any())
@@ -127,28 +129,28 @@ def _layers(
 
     members: dict[str, list[str]] = {}
     for name in pairs:
-        members.setdefault(layer_of(name), []).append(name)
+        members.setdefault(get_layer_name(name), []).append(name)
     found = []
     for layer, names in members.items():
         own = [name for name in names if name not in statistics]
-        tails = [blocks(apart[name][:, 1]) for name in own]
+        tails = [find_blocks(apart[name][:, 1]) for name in own]
         # Biases come from what is fixed; that says something only where nothing else comes from anywhere.
         weights = [each for each in tails if each != {FIXED}] or tails
         found.append(
-            Layer(
+            LayerSummary(
                 name=layer,
                 parameters=tuple(name.removeprefix(f"{layer}.") for name in own),
                 tails=tuple(sorted(set().union(*weights))),
-                heads=tuple(sorted(set().union(*(blocks(apart[name][:, 0]) for name in own)))),
-                statistics=tuple(sorted(set().union(*(blocks(pairs[n][:, 0]) for n in names if n in statistics)))),
+                heads=tuple(sorted(set().union(*(find_blocks(apart[name][:, 0]) for name in own)))),
+                statistics=tuple(sorted(set().union(*(find_blocks(pairs[n][:, 0]) for n in names if n in statistics)))),
             )
         )
     return tuple(found)
 
 
-def _layer_scales(group: Symmetries, pairs: Mapping[str, Pairs]) -> int:
+def _count_layer_scales(group: Symmetries, pairs: Mapping[str, Pairs]) -> int:
     if group.kind == "layer":
         return group.scales
     # The same equations from far fewer entries.
     small = {n: replace(each, head=pairs[n][:, 0], tail=pairs[n][:, 1]) for n, each in group.members.items()}
-    return replace(group, members=small).by_layer().scales
+    return replace(group, members=small).restrict_to_layers().scales

@@ -14,9 +14,9 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from saltflat.errors import ModelError, first_line
+from saltflat.errors import ModelError, format_error_line
 from saltflat.symmetry.place import LIBRARY, TORCH
-from saltflat.symmetry.same import copied
+from saltflat.symmetry.same import copy_model
 
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Layer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
@@ -24,7 +24,7 @@ Norm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatc
 
 
 @dataclass(frozen=True)
-class Uses:
+class BatchNormUses:
     """What was found, with layers and BatchNorms by their names.
 
     Attributes:
@@ -38,37 +38,39 @@ class Uses:
     kept_by: Callable[[nn.Module], bool]
 
 
-def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+def find_norms_and_layers(model: nn.Module) -> dict[str, nn.Module]:
     """BatchNorms, and layers that one can be folded into."""
     held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 
-    def is_layer(module: nn.Module) -> bool:
+    def is_foldable_layer(module: nn.Module) -> bool:
         # A parameter that another module holds too would have to change there as well.
         shared = any(p is not None and held[id(p)] > 1 for p in module._parameters.values())
-        return _plain(module, Layer) and not _hooked(module) and not shared
+        return _is_unmodified(module, Layer) and not _has_hooks(module) and not shared
 
-    return {name: module for name, module in model.named_modules() if is_norm(module) or is_layer(module)}
+    return {
+        name: module for name, module in model.named_modules() if is_batch_norm(module) or is_foldable_layer(module)
+    }
 
 
-def is_norm(module: nn.Module) -> bool:
+def is_batch_norm(module: nn.Module) -> bool:
     """Whether a module is a BatchNorm with running statistics."""
     statistics = (module._buffers.get(name) for name in ("running_mean", "running_var"))
-    return _plain(module, Norm) and all(each is not None for each in statistics)
+    return _is_unmodified(module, Norm) and all(each is not None for each in statistics)
 
 
-def dimensions(layer: Any) -> int:
+def get_output_dimensions(layer: Any) -> int:
     """Of what a layer returns when its units are along axis 1."""
     return 2 if isinstance(layer, nn.Linear) else 2 + len(layer.kernel_size)
 
 
-def _fits(layer: Any, norm: Any) -> bool:
+def _can_fold(layer: Any, norm: Any) -> bool:
     """Whether the channels of the BatchNorm are the units of the layer."""
-    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[dimensions(layer)]
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[get_output_dimensions(layer)]
     units = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-    return isinstance(norm, kind | nn.SyncBatchNorm) and units == norm.num_features and not _hooked(norm)
+    return isinstance(norm, kind | nn.SyncBatchNorm) and units == norm.num_features and not _has_hooks(norm)
 
 
-def _plain(module: nn.Module, kinds: Any) -> bool:
+def _is_unmodified(module: nn.Module, kinds: Any) -> bool:
     """Whether a module computes what its type does, from parameters of its own."""
     kind = next((kind for kind in kinds.__args__ if isinstance(module, kind)), None)
     methods = ("forward", "_conv_forward", "_check_input_dim")
@@ -80,70 +82,72 @@ def _plain(module: nn.Module, kinds: Any) -> bool:
     )
 
 
-def _hooked(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
+def get_tensors(module: nn.Module) -> list[Tensor]:
     return [t for t in [*module._parameters.values(), *module._buffers.values()] if t is not None]
 
 
-def traced(model: nn.Module) -> Uses:
+def trace_uses(model: nn.Module) -> BatchNormUses:
     """The uses that ``torch.fx`` finds in the code."""
-    if is_norm(model):  # all there is; torch.fx would look inside
-        return Uses({}, set(), lambda folded: True)
-    parts = parts_of(model)
-    graph, read = _trace(model, parts)
+    if is_batch_norm(model):  # all there is; torch.fx would look inside
+        return BatchNormUses({}, set(), lambda folded: True)
+    parts = find_norms_and_layers(model)
+    graph, read = _trace_graph(model, parts)
     modules = dict(model.named_modules())
     calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
 
-    def origin(node: torch.fx.Node) -> str | None:
+    def find_source(node: torch.fx.Node) -> str | None:
         """The module that made what this one is given, if that is all it was made for."""
         given = node.all_input_nodes[0]
         if given.op != "call_module" or len(given.users) > 1:
             return None
         module = modules[str(given.target)]
-        passed_on = isinstance(module, nn.Identity | _DropoutNd) and not _hooked(module)
-        return origin(given) if passed_on else str(given.target)
+        passed_on = isinstance(module, nn.Identity | _DropoutNd) and not _has_hooks(module)
+        return find_source(given) if passed_on else str(given.target)
 
     sources = {}
     for node in graph.nodes:
         name = str(node.target)
-        if node.op == "call_module" and name in parts and is_norm(parts[name]):
-            source = origin(node)
-            if source in parts and not is_norm(parts[source]) and calls[name] == calls[source] == 1:
+        if node.op == "call_module" and name in parts and is_batch_norm(parts[name]):
+            source = find_source(node)
+            if source in parts and not is_batch_norm(parts[source]) and calls[name] == calls[source] == 1:
                 sources[name] = source
 
-    def kept_by(folded: nn.Module) -> bool:
+    def is_kept_by(folded: nn.Module) -> bool:
         try:
-            return _steps(_trace(folded, parts)[0]) == _steps(graph)
+            return _list_steps(_trace_graph(folded, parts)[0]) == _list_steps(graph)
         except ModelError:
             return False
 
-    return Uses(foldable(sources, parts, read), read, kept_by)
+    return BatchNormUses(select_foldable(sources, parts, read), read, is_kept_by)
 
 
-def foldable(sources: Mapping[str, str], parts: Mapping[str, nn.Module], read: set[str]) -> dict[str, str]:
-    return {norm: layer for norm, layer in sources.items() if layer not in read and _fits(parts[layer], parts[norm])}
+def select_foldable(sources: Mapping[str, str], parts: Mapping[str, nn.Module], read: set[str]) -> dict[str, str]:
+    return {
+        norm: layer for norm, layer in sources.items() if layer not in read and _can_fold(parts[layer], parts[norm])
+    }
 
 
-def _trace(model: nn.Module, parts: Iterable[str]) -> tuple[torch.fx.Graph, set[str]]:
+def _trace_graph(model: nn.Module, parts: Iterable[str]) -> tuple[torch.fx.Graph, set[str]]:
     """The steps of the forward pass, and those parts whose numbers other code reads."""
-    model = copied(model)  # because a forward pass may leave something behind
+    model = copy_model(model)  # because a forward pass may leave something behind
     modules = {name: model.get_submodule(name) for name in parts}
-    tracer = _Tracer(set(modules.values()))
+    tracer = _BatchNormTracer(set(modules.values()))
     try:
         graph = tracer.trace(model)
     except Exception as error:
-        reason = first_line(error).split(". ")[0]
+        reason = format_error_line(error).split(". ")[0]
         raise ModelError(
-            f"Got a model that torch.fx cannot follow, {_line(error)} ({reason}). "
+            f"Got a model that torch.fx cannot follow, {_format_error_line(error)} ({reason}). "
             "Want to know what each BatchNorm is given. Do: pass an example input: fold(model, example)."
         ) from error
-    return graph, {name for name, module in modules.items() if {id(t) for t in tensors_of(module)} & tracer.read}
+    return graph, {name for name, module in modules.items() if {id(t) for t in get_tensors(module)} & tracer.read}
 
 
-class _Tracer(torch.fx.Tracer):
+class _BatchNormTracer(torch.fx.Tracer):
     """Follows the forward pass down to layers and BatchNorms; what has none inside is one step."""
 
     def __init__(self, parts: set[nn.Module]) -> None:
@@ -162,11 +166,11 @@ class _Tracer(torch.fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
 
-def _steps(graph: torch.fx.Graph) -> list[tuple[str, str]]:
+def _list_steps(graph: torch.fx.Graph) -> list[tuple[str, str]]:
     return [(node.op, str(node.target)) for node in graph.nodes]
 
 
-def _line(error: BaseException) -> str:
+def _format_error_line(error: BaseException) -> str:
     """The innermost line of the user's code that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((LIBRARY, TORCH, "<"))]

@@ -5,7 +5,7 @@ from saltflat.training.fisher_penalty import FisherPenalty
 from saltflat.training.gradient_norm import GradientNormPenalty
 from saltflat.training.penalty import Penalty, penalty
 from saltflat.training.sam import SAM
-from saltflat.training.shift import shifted
+from saltflat.training.shift import shift_weights
 from saltflat.training.two_pass import TwoPass
 
-__all__ = ["ASAM", "SAM", "FisherPenalty", "GradientNormPenalty", "Penalty", "TwoPass", "penalty", "shifted"]
+__all__ = ["ASAM", "SAM", "FisherPenalty", "GradientNormPenalty", "Penalty", "TwoPass", "penalty", "shift_weights"]

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_amount
+from saltflat.amounts import check_non_negative
 from saltflat.training.two_pass import TwoPass
-from saltflat.training.vectors import norm_of
-from saltflat.training.wrapper import Default
+from saltflat.training.vectors import compute_norm
+from saltflat.training.wrapper import DefaultFloat
 
 
 class ASAM(TwoPass):
@@ -27,7 +27,7 @@ class ASAM(TwoPass):
         model: the module that is trained; with DistributedDataParallel, that.
         base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
         rho: how far to go; groups of the base may have their own. Around a base that has a ``rho`` itself, its key in
-            the groups is ``sam_rho``; see :meth:`key`.
+            the groups is ``sam_rho``; see :meth:`get_key`.
         eta: keeps small weights from standing still; groups of the base may have their own.
         sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
         options: of the base, if it is a class.
@@ -37,15 +37,15 @@ class ASAM(TwoPass):
         self,
         model: nn.Module,
         base: Optimizer | Callable[..., Optimizer],
-        rho: float = Default(0.5),
-        eta: float = Default(0.01),
+        rho: float = DefaultFloat(0.5),
+        eta: float = DefaultFloat(0.01),
         sync: str = "global",
         **options: Any,
     ) -> None:
-        check_amount(rho=rho, eta=eta)
+        check_non_negative(rho=rho, eta=eta)
         super().__init__(model, base, sync=sync, own={"rho": rho, "eta": eta}, options=options)
 
-    def ascent(
+    def compute_ascent(
         self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Tensor]:
         biases = {id(p) for name, p in self.model.named_parameters() if "bias" in name.rpartition(".")[2]}
@@ -54,4 +54,4 @@ class ASAM(TwoPass):
         ]
         once = [g if t is None else t * g for t, g in zip(scales, gradients, strict=True)]
         twice = [g if t is None else t * g for t, g in zip(scales, once, strict=True)]
-        return twice, norm_of(once)
+        return twice, compute_norm(once)

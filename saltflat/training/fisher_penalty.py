@@ -13,22 +13,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_amount, check_count, check_positive, whole_number
+from saltflat.amounts import check_count, check_non_negative, check_positive, parse_integer
 from saltflat.errors import ModelError, OptionError, PrecisionError, TrainingError
 from saltflat.loan import check_tensors
-from saltflat.losses import loss_from
-from saltflat.randomness import remembered
-from saltflat.training.either_way import EitherWay
-from saltflat.training.frozen import normalises_by_batch
-from saltflat.training.objective import Objective, is_mean_over_examples, mean_loss, objective_from
-from saltflat.training.part_gradients import Gradients, Passes
-from saltflat.training.parts import COARSE, Parts, copied, examples_in
-from saltflat.training.processes import averaged
+from saltflat.losses import parse_loss
+from saltflat.randomness import snapshot_rng
+from saltflat.training.either_way import VmapOrLoop
+from saltflat.training.frozen import has_training_batch_norm
+from saltflat.training.objective import Objective, compute_mean_loss, is_mean_over_examples, make_objective
+from saltflat.training.part_gradients import Gradients, PartGradients
+from saltflat.training.parts import COARSE, BatchParts, copy_batch, count_examples
+from saltflat.training.processes import average_gradients
 from saltflat.training.sharded import check_not_sharded
 from saltflat.training.two_pass import TwoPass
-from saltflat.training.vectors import multiply, norm_of
-from saltflat.training.wrapped import check_steps_alone
-from saltflat.turns import in_turn
+from saltflat.training.vectors import compute_norm, multiply_in_place
+from saltflat.training.wrapped import check_needs_no_closure
+from saltflat.turns import take_turns
 
 
 class FisherPenalty:
@@ -98,7 +98,7 @@ class FisherPenalty:
         1
     """
 
-    @in_turn
+    @take_turns
     def __init__(
         self,
         model: nn.Module,
@@ -116,7 +116,7 @@ class FisherPenalty:
     ) -> None:
         check_count(1, parts=parts)
         check_positive(alpha=alpha)
-        check_amount(beta=beta)
+        check_non_negative(beta=beta)
         if clip is not None:
             check_positive(clip=clip)
         check_count(0, start_step=start_step, start_epoch=start_epoch)
@@ -127,16 +127,16 @@ class FisherPenalty:
                 f"Got an objective of type {type(objective).__name__}. Want a function of a model and a batch. "
                 "Do: leave it out for one made from the loss."
             )
-        _check_model(model)
+        _check_trainable_model(model)
         self.model, self.parts, self.alpha, self.beta = model, parts, float(alpha), float(beta)
         self.threshold, self.whole = None if clip is None else float(clip), whole
         self.start_step, self.start_epoch = start_step, start_epoch
-        self.objective = objective_from(loss) if objective is None else objective
-        self._loss = loss_from(loss) if objective is None else None
+        self.objective = make_objective(loss) if objective is None else objective
+        self._loss = parse_loss(loss) if objective is None else None
         self.steps = self.epoch = 0
-        self._either_way = EitherWay(way)
+        self._either_way = VmapOrLoop(way)
 
-    @in_turn
+    @take_turns
     def step(self, optimizer: Optimizer, batch: Any, scaler: GradScaler | None = None) -> Tensor:
         """Take the gradient of the batch, clip it and let the optimizer step; gradients from before are cleared.
 
@@ -149,21 +149,21 @@ class FisherPenalty:
         Returns:
             The loss of the batch, without the penalty.
         """
-        _check_optimizer(optimizer, self.model)
-        loss, gradients = self._gradients(batch, scaler)
+        _check_one_pass_optimizer(optimizer, self.model)
+        loss, gradients = self._compute_gradients(batch, scaler)
         optimizer.zero_grad()
         self.model.zero_grad()  # parameters that the optimizer does not have count when gradients are clipped
-        self._accumulate(gradients)
+        self._accumulate_gradients(gradients)
         if self.threshold is not None:
             self.clip()
         if scaler is None:
             optimizer.step()
         else:
-            multiply(self._present(), self._scale(scaler))
+            multiply_in_place(self._list_gradients(), self._get_scale(scaler))
             scaler.step(optimizer)
         return loss
 
-    @in_turn
+    @take_turns
     def backward(self, batch: Any, weight: float = 1.0, scaler: GradScaler | None = None) -> Tensor:
         """Add the gradient of the loss and its penalty to ``.grad``, as ``loss.backward()`` adds that of the loss.
 
@@ -176,23 +176,23 @@ class FisherPenalty:
             The loss of the batch, without the penalty and the weight.
         """
         check_positive(weight=weight)
-        loss, gradients = self._gradients(batch, scaler)
-        factor = float(weight) if scaler is None else float(weight) * self._scale(scaler)
+        loss, gradients = self._compute_gradients(batch, scaler)
+        factor = float(weight) if scaler is None else float(weight) * self._get_scale(scaler)
         if scaler is not None or weight != 1:
-            multiply(list(gradients.values()), factor)
-        self._accumulate(gradients)
+            multiply_in_place(list(gradients.values()), factor)
+        self._accumulate_gradients(gradients)
         return loss
 
-    @in_turn
+    @take_turns
     @torch.no_grad()
     def clip(self) -> Tensor:
         """Shorten the gradient of all parameters together to the norm ``clip``, if longer; returns the norm before."""
-        gradients = self._present()
+        gradients = self._list_gradients()
         if not gradients:
             return torch.zeros(())
-        norm = norm_of(gradients)
+        norm = compute_norm(gradients)
         if self.threshold is not None:
-            multiply(gradients, (self.threshold / norm).clamp(max=1.0))
+            multiply_in_place(gradients, (self.threshold / norm).clamp(max=1.0))
         return norm
 
     def set_epoch(self, epoch: int) -> None:
@@ -215,7 +215,7 @@ class FisherPenalty:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         given = state_dict if isinstance(state_dict, Mapping) else {}
-        steps, epoch = whole_number(given.get("steps")), whole_number(given.get("epoch"))
+        steps, epoch = parse_integer(given.get("steps")), parse_integer(given.get("epoch"))
         if steps is None or epoch is None or min(steps, epoch) < 0:
             raise TrainingError(
                 f"Got a state with the keys {sorted(map(str, given))}. Want 'steps' and 'epoch', whole numbers. "
@@ -223,64 +223,64 @@ class FisherPenalty:
             )
         self.steps, self.epoch = steps, epoch
 
-    def _gradients(self, batch: Any, scaler: GradScaler | None) -> tuple[Tensor, Gradients]:
+    def _compute_gradients(self, batch: Any, scaler: GradScaler | None) -> tuple[Tensor, Gradients]:
         """The loss of the batch, and the gradient of loss and penalty; nothing but statistics has changed."""
         model = self.model
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        parameters = _trained(inner)
-        examples = examples_in(batch)
-        apart = not self.is_active or self._takes_own_pass(inner, batch)
-        passes = Passes(inner, self.objective, parameters, self.alpha, self.beta, own=float(not apart))
+        parameters = _get_trained_parameters(inner)
+        examples = count_examples(batch)
+        apart = not self.is_active or self._has_own_pass(inner, batch)
+        passes = PartGradients(inner, self.objective, parameters, self.alpha, self.beta, own=float(not apart))
         if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
             model._sync_buffers()  # as its forward would
         # Low-precision copies of weights, which a caller's autocast may have kept since before the last step.
         torch.clear_autocast_cache()
-        start = remembered()
+        start = snapshot_rng()
         gradients: Gradients = {}
         if apart:
-            scale = None if scaler is None else self._scale(scaler)
-            loss, found = passes.of_whole(copied(batch), scale)
+            scale = None if scaler is None else self._get_scale(scaler)
+            loss, found = passes.compute_whole_gradient(copy_batch(batch), scale)
             # Copies in the parameters' own layout: autograd may give the same tensor to two of them.
             gradients = {name: torch.empty_like(parameters[name]).copy_(each) for name, each in found.items()}
             if scale is not None:
-                multiply(list(gradients.values()), 1 / scale)
-        elif _keeps_statistics(inner):
+                multiply_in_place(list(gradients.values()), 1 / scale)
+        elif _has_running_statistics(inner):
             self._update_buffers(inner, batch)
         if self.is_active:
-            most = max(1, examples // 2) if normalises_by_batch(inner) else examples
-            parts = Parts(batch, examples, min(self.parts, most), next(iter(parameters.values())).dtype)
+            most = max(1, examples // 2) if has_training_batch_norm(inner) else examples
+            parts = BatchParts(batch, examples, min(self.parts, most), next(iter(parameters.values())).dtype)
             of_parts, added, is_written = self._either_way(passes, parts)
-            if is_written and not apart and not _keeps_statistics(inner):
+            if is_written and not apart and not _has_running_statistics(inner):
                 start()
                 self._update_buffers(inner, batch)
             loss = loss if apart else of_parts
             for name, value in added.items():
                 gradients[name] = gradients[name].add_(value) if name in gradients else value
         if isinstance(model, DistributedDataParallel):
-            gradients = averaged(model, parameters, gradients)
+            gradients = average_gradients(model, parameters, gradients)
         self.steps += 1
         return loss, gradients
 
-    def _takes_own_pass(self, model: nn.Module, batch: Any) -> bool:
+    def _has_own_pass(self, model: nn.Module, batch: Any) -> bool:
         if self.whole is not None:
             return self.whole
-        return normalises_by_batch(model) or self._loss is None or not is_mean_over_examples(self._loss, batch)
+        return has_training_batch_norm(model) or self._loss is None or not is_mean_over_examples(self._loss, batch)
 
     def _update_buffers(self, model: nn.Module, batch: Any) -> None:
         """As a plain step would; passes over the parts leave them alone."""
         with torch.no_grad():
-            mean_loss(self.objective, model, copied(batch))
+            compute_mean_loss(self.objective, model, copy_batch(batch))
 
-    def _scale(self, scaler: GradScaler) -> Tensor:
+    def _get_scale(self, scaler: GradScaler) -> Tensor:
         """Asked of the scaler in this way it does not wait for the device."""
         one = torch.ones((), device=next(self.model.parameters()).device)
         return scaler.scale(one)
 
-    def _present(self) -> list[Tensor]:
+    def _list_gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     @torch.no_grad()
-    def _accumulate(self, gradients: Gradients) -> None:
+    def _accumulate_gradients(self, gradients: Gradients) -> None:
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         for name, p in inner.named_parameters():
             if name not in gradients:
@@ -291,12 +291,12 @@ class FisherPenalty:
                 p.grad += gradients[name]
 
 
-def _keeps_statistics(model: nn.Module) -> bool:
+def _has_running_statistics(model: nn.Module) -> bool:
     layers = [each for each in model.modules() if isinstance(each, _NormBase) and each.training]
     return any(each.track_running_stats and each.running_mean is not None for each in layers)
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
+def _get_trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     trained: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ModelError(
@@ -316,17 +316,17 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return trained
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_trainable_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module that is trained."
         )
     check_not_sharded(model)
     check_tensors(model, buffers=False)
-    _trained(model)
+    _get_trained_parameters(model)
 
 
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def _check_one_pass_optimizer(optimizer: Any, model: nn.Module) -> None:
     if isinstance(getattr(optimizer, "optimizer", optimizer), TwoPass):
         raise TrainingError(
             f"Got a {type(optimizer).__name__}, which takes a gradient at two points itself. Want an optimizer that "
@@ -337,7 +337,7 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"Got a {type(optimizer).__name__} in place of the optimizer. Want one of torch.optim. "
             "Do: for instance step(torch.optim.SGD(model.parameters(), lr=0.1), batch)."
         )
-    check_steps_alone(optimizer)
+    check_needs_no_closure(optimizer)
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in getattr(optimizer, "param_groups", []) for p in group["params"]):
         raise OptionError(

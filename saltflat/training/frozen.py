@@ -16,7 +16,7 @@ TAKE_A_WORD = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @contextmanager
-def frozen_buffers(model: nn.Module) -> Iterator[None]:
+def freeze_buffers(model: nn.Module) -> Iterator[None]:
     """Passes inside leave every buffer as it was; layers normalise as they do in their mode.
 
     Torch's BatchNorm layers are told not to keep running statistics, so that nothing is written. Whatever else writes
@@ -33,24 +33,24 @@ def frozen_buffers(model: nn.Module) -> Iterator[None]:
                 stack.callback(setattr, module, "track_running_stats", module.track_running_stats)
                 vars(module)["track_running_stats"] = False
             elif module._buffers:
-                stack.callback(_put_in, module, dict(module._buffers))
+                stack.callback(_restore_buffer_objects, module, dict(module._buffers))
                 others += [each for each in module._buffers.values() if each is not None]
-        stack.callback(_put_back, others, [each.detach().clone() for each in others])
+        stack.callback(_restore_buffer_values, others, [each.detach().clone() for each in others])
         yield
 
 
-def _put_in(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+def _restore_buffer_objects(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
     for key, buffer in buffers.items():
         if module._buffers.get(key) is not buffer:
             module._buffers[key] = buffer
 
 
-def _put_back(buffers: list[Tensor], kept: list[Tensor]) -> None:
+def _restore_buffer_values(buffers: list[Tensor], kept: list[Tensor]) -> None:
     with torch.no_grad():
         for buffer, value in zip(buffers, kept, strict=True):
             buffer.copy_(value)
 
 
-def normalises_by_batch(model: nn.Module) -> bool:
+def has_training_batch_norm(model: nn.Module) -> bool:
     """Whether an example's outputs depend on the others of its batch, through layers that torch knows."""
     return any(isinstance(each, _BatchNorm) and each.training for each in model.modules())

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_amount
+from saltflat.amounts import check_non_negative
 from saltflat.errors import OptionError
 from saltflat.training.two_pass import TwoPass
-from saltflat.training.vectors import norm_of
-from saltflat.training.wrapper import Default
+from saltflat.training.vectors import compute_norm
+from saltflat.training.wrapper import DefaultFloat
 
 
 class GradientNormPenalty(TwoPass):
@@ -28,7 +28,7 @@ class GradientNormPenalty(TwoPass):
         model: the module that is trained; with DistributedDataParallel, that.
         base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
         rho: how far to go; groups of the base may have their own. Around a base that has a ``rho`` itself, its key in
-            the groups is ``sam_rho``; see :meth:`key`.
+            the groups is ``sam_rho``; see :meth:`get_key`.
         balance: :math:`a`, how much of the step is the second gradient, from 0 to 1: :math:`\lambda` is
             ``balance * rho``.
         sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
@@ -41,26 +41,26 @@ class GradientNormPenalty(TwoPass):
         self,
         model: nn.Module,
         base: Optimizer | Callable[..., Optimizer],
-        rho: float = Default(0.05),
-        balance: float = Default(0.8),
+        rho: float = DefaultFloat(0.05),
+        balance: float = DefaultFloat(0.8),
         sync: str = "global",
         **options: Any,
     ) -> None:
-        check_amount(rho=rho, balance=balance)
+        check_non_negative(rho=rho, balance=balance)
         _check_balance(balance)
         super().__init__(model, base, sync=sync, own={"rho": rho, "balance": balance}, options=options)
 
-    def ascent(
+    def compute_ascent(
         self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Tensor]:
-        return gradients, norm_of(gradients)
+        return gradients, compute_norm(gradients)
 
-    def mixed(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:
+    def mix_gradients(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:
         return first.lerp(second, group["balance"])
 
-    def _check(self, group: dict[str, Any]) -> None:
-        super()._check(group)
-        _check_balance(group.get(self.key("balance"), 0.0))
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        _check_balance(group.get(self.get_key("balance"), 0.0))
 
 
 def _check_balance(balance: float) -> None:

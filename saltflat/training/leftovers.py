@@ -11,7 +11,7 @@ from saltflat.errors import TrainingError
 
 
 @contextmanager
-def without_leftovers(parameters: Iterable[Tensor]) -> Iterator[None]:
+def check_gradients_cleared(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Around a closure that is called again at shifted weights: gradients from before cannot be taken again there.
 
     There are many ways to clear them, so the parameters are watched: when the first backward pass comes to one, its
@@ -23,15 +23,15 @@ def without_leftovers(parameters: Iterable[Tensor]) -> Iterator[None]:
     """
     every = list(parameters)
     with ExitStack() as stack:
-        watched = [_Watched(p) for p in every if p.requires_grad and p.grad is not None]
+        watched = [_PriorGradient(p) for p in every if p.requires_grad and p.grad is not None]
         for each in watched:
-            stack.callback(each.parameter.register_hook(each.come_to).remove)
+            stack.callback(each.parameter.register_hook(each.record_backward).remove)
         yield
     untouched = {id(each.before) for each in watched if each.is_untouched}
     if all(p.grad is None or id(p.grad) in untouched for p in every):
         raise NoGradientError("Got a closure that made no gradient")
     for each in watched:
-        each.come_to()  # if no backward pass did
+        each.record_backward()  # if no backward pass did
     if any(each.is_left for each in watched):
         raise TrainingError(
             "Got gradients from before the closure, which it added to. Want all of the step's gradient from the "
@@ -52,7 +52,7 @@ class NoGradientError(TrainingError):
         )
 
 
-class _Watched:
+class _PriorGradient:
     def __init__(self, parameter: Tensor) -> None:
         self.parameter, self.before = parameter, parameter.grad
         self.version = None if self.before is None else self.before._version
@@ -66,7 +66,7 @@ class _Watched:
             return False
         return before._version == self.version or not bool(before.any())
 
-    def come_to(self, _: Tensor | None = None) -> None:
+    def record_backward(self, _: Tensor | None = None) -> None:
         if self.is_left is None:
             before = self.before
             self.is_left = before is not None and self.parameter.grad is before and bool(before.any())

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 
-from saltflat.data import inputs_and_targets
+from saltflat.data import unpack_batch
 from saltflat.errors import OptionError
 from saltflat.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
-    Custom,
+    CustomLoss,
     Loss,
     NegativeLogLikelihood,
     SquaredError,
-    loss_from,
+    parse_loss,
 )
-from saltflat.network import logits
+from saltflat.network import extract_logits
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> its mean loss
 
 
-def objective_from(loss: Any) -> Objective:
+def make_objective(loss: Any) -> Objective:
     """The mean loss of a batch, by torch's own functions.
 
     Args:
@@ -35,31 +35,31 @@ def objective_from(loss: Any) -> Objective:
 
     Example:
         >>> import torch
-        >>> objective = objective_from("mse")
+        >>> objective = make_objective("mse")
         >>> objective(nn.Identity(), (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
         tensor(5.)
     """
-    function = _function(loss_from(loss))
+    function = _make_loss_function(parse_loss(loss))
 
-    def objective(model: nn.Module, batch: Any) -> Tensor:
-        args, kwargs, targets = inputs_and_targets(batch)
-        return function(logits(model(*args, **kwargs)), targets)
+    def compute_objective(model: nn.Module, batch: Any) -> Tensor:
+        args, kwargs, targets = unpack_batch(batch)
+        return function(extract_logits(model(*args, **kwargs)), targets)
 
-    return objective
+    return compute_objective
 
 
 def is_mean_over_examples(loss: Any, batch: Any) -> bool:
     """Whether the loss of a batch is the mean of its examples' own; class weights and ignored labels undo that."""
-    known = loss_from(loss)
+    known = parse_loss(loss)
     if not isinstance(known, CrossEntropy):
-        return not isinstance(known, Custom)  # a function of the user's own
-    _, _, targets = inputs_and_targets(batch)
+        return not isinstance(known, CustomLoss)  # a function of the user's own
+    _, _, targets = unpack_batch(batch)
     if targets.is_floating_point():
         return True
     return known.weight is None and not bool((targets == known.ignore_index).any())
 
 
-def mean_loss(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
+def compute_mean_loss(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
     """What the objective gives, as a number."""
     value = objective(model, batch)
     if not isinstance(value, Tensor) or value.numel() != 1:
@@ -76,31 +76,31 @@ def mean_loss(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
     return value.reshape(())
 
 
-def _function(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+def _make_loss_function(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
     if isinstance(loss, CrossEntropy):
-        return lambda outputs, targets: _cross_entropy(loss, outputs, targets)
-    if isinstance(loss, Custom):
+        return lambda outputs, targets: _compute_cross_entropy(loss, outputs, targets)
+    if isinstance(loss, CustomLoss):
         return loss.function
     if isinstance(loss, SquaredError):
 
-        def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+        def compute_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
             loss.check(outputs, targets)
             return F.mse_loss(outputs, targets.to(outputs))
 
-        return squared_error
+        return compute_squared_error
     if isinstance(loss, BinaryCrossEntropy):
 
-        def binary(outputs: Tensor, targets: Tensor) -> Tensor:
+        def compute_binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
             SquaredError().check(outputs, targets)  # shapes only: a look at the values would wait for the device
             weight = None if loss.pos_weight is None else loss.pos_weight.to(outputs)
             return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs), pos_weight=weight)
 
-        return binary
+        return compute_binary_cross_entropy
     return lambda outputs, targets: loss.total(outputs, targets).sum() / loss.share(outputs, targets).sum()
 
 
-def _cross_entropy(loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> Tensor:
-    axis = loss.class_axis(outputs, targets)
+def _compute_cross_entropy(loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> Tensor:
+    axis = loss.find_class_axis(outputs, targets)
     if targets.device.type == "cpu" and peek_interpreter_stack() is None:
         # A look at the labels. On a GPU it would wait for the device, and transforms do not allow it.
         CrossEntropy.check(loss, outputs, targets)

@@ -15,10 +15,10 @@ from saltflat.errors import DataError, EmptyDataError
 COARSE = (torch.float16, torch.bfloat16)
 
 
-def sizes(examples: int, parts: int) -> list[int]:
+def compute_part_sizes(examples: int, parts: int) -> list[int]:
     """Sizes of parts that differ by at most one, the larger ones first; no part is empty.
 
-    >>> sizes(10, 4), sizes(2, 4)
+    >>> compute_part_sizes(10, 4), compute_part_sizes(2, 4)
     ([3, 3, 2, 2], [1, 1])
     """
     parts = min(parts, examples)
@@ -26,7 +26,7 @@ def sizes(examples: int, parts: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class BatchParts:
     """A batch cut into parts, in the order of its examples.
 
     Attributes:
@@ -40,39 +40,42 @@ class Parts:
     count: int
     dtype: torch.dtype
 
-    def each(self) -> Iterator[tuple[Any, float]]:
+    def iterate_parts(self) -> Iterator[tuple[Any, float]]:
         """Every part, with its share of the examples."""
         start = 0
-        for size in sizes(self.examples, self.count):
-            yield self.placed([t[start : start + size] for t in self._cut()]), size / self.examples
+        for size in compute_part_sizes(self.examples, self.count):
+            yield (
+                self.replace_tensors([t[start : start + size] for t in self._find_cut_tensors()]),
+                size / self.examples,
+            )
             start += size
 
-    def groups(self) -> Iterator[tuple[list[Tensor], float]]:
+    def iterate_stacks(self) -> Iterator[tuple[list[Tensor], float]]:
         """All parts of one size: every cut tensor as ``(parts, size, ...)``, with the share of each part."""
-        each, start = sizes(self.examples, self.count), 0
+        each, start = compute_part_sizes(self.examples, self.count), 0
         for size in dict.fromkeys(each):
             many = each.count(size)
             stop = start + many * size
-            yield [t[start:stop].unflatten(0, (many, size)) for t in self._cut()], size / self.examples
+            yield [t[start:stop].unflatten(0, (many, size)) for t in self._find_cut_tensors()], size / self.examples
             start = stop
 
-    def placed(self, leaves: Sequence[Tensor]) -> Any:
+    def replace_tensors(self, leaves: Sequence[Tensor]) -> Any:
         """The batch with these in place of the tensors that are cut."""
         values = iter(leaves)
-        return mapped(lambda t: next(values) if self._counts(t) else t, self.batch)
+        return map_tensors(lambda t: next(values) if self._is_cut(t) else t, self.batch)
 
-    def fresh(self, part: Any) -> Any:
+    def copy_part(self, part: Any) -> Any:
         """A copy of a part for one pass."""
-        return copied(part, self.dtype)
+        return copy_batch(part, self.dtype)
 
-    def _cut(self) -> list[Tensor]:
-        return [t for t in tensors_in(self.batch) if self._counts(t)]
+    def _find_cut_tensors(self) -> list[Tensor]:
+        return [t for t in find_tensors(self.batch) if self._is_cut(t)]
 
-    def _counts(self, t: Tensor) -> bool:
+    def _is_cut(self, t: Tensor) -> bool:
         return t.dim() > 0 and len(t) == self.examples
 
 
-def copied(batch: Any, dtype: torch.dtype | None = None) -> Any:
+def copy_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
     """For one pass: models may write to their inputs, and the next pass needs them as they were.
 
     Args:
@@ -80,31 +83,31 @@ def copied(batch: Any, dtype: torch.dtype | None = None) -> Any:
         dtype: what half-precision inputs become; None leaves them.
     """
 
-    def one(t: Tensor) -> Tensor:
+    def copy_tensor(t: Tensor) -> Tensor:
         same = t.detach().to(dtype) if dtype is not None and t.dtype in COARSE else t.detach().clone()
         return same.requires_grad_() if t.requires_grad else same
 
-    return mapped(one, batch)
+    return map_tensors(copy_tensor, batch)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def find_tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
-    def note(t: Tensor) -> Tensor:
+    def record_tensor(t: Tensor) -> Tensor:
         found.append(t)
         return t
 
-    mapped(note, tree)
+    map_tensors(record_tensor, tree)
     return found
 
 
-def examples_in(batch: Any) -> int:
+def count_examples(batch: Any) -> int:
     """How many examples a batch has: by its targets, or else by the first tensor in it.
 
-    >>> examples_in((torch.zeros(6, 2), torch.zeros(6)))
+    >>> count_examples((torch.zeros(6, 2), torch.zeros(6)))
     6
     """
-    leaves = tensors_in(batch)
+    leaves = find_tensors(batch)
     for leaf in leaves:
         if leaf.is_nested:
             raise DataError(
@@ -136,20 +139,20 @@ def examples_in(batch: Any) -> int:
     return len(targets)
 
 
-def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
     """The same tuples, lists and mappings with every tensor in them changed."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
         same = copy.copy(tree)  # keeps whatever kind of dict it is
-        same.update({key: mapped(change, value) for key, value in tree.items()})
+        same.update({key: map_tensors(change, value) for key, value in tree.items()})
         return same
     if isinstance(tree, MutableMapping):
         other = copy.copy(tree)
         for key, value in tree.items():
-            other[key] = mapped(change, value)
+            other[key] = map_tensors(change, value)
         return other
     if isinstance(tree, tuple | list):
-        items = [mapped(change, each) for each in tree]
+        items = [map_tensors(change, each) for each in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.amounts import is_choice
-from saltflat.columns import Dice, plan_from
+from saltflat.columns import ExampleRNG, parse_column_plan
 from saltflat.data import Batch
 from saltflat.errors import (
     EmptyDataError,
@@ -21,25 +21,25 @@ from saltflat.errors import (
     NotSmoothError,
     OptionError,
     SaltflatError,
-    first_line,
-    unknown,
+    format_error_line,
+    make_unknown_name_error,
 )
-from saltflat.evaluating import by_unit, parts_of
-from saltflat.geometry import Geometry, geometries
-from saltflat.loan import loan
-from saltflat.logits import normalized
-from saltflat.losses import loss_from
+from saltflat.evaluating import compute_parts, is_axis_dependent
+from saltflat.geometry import Geometry, find_geometries
+from saltflat.loan import open_session
+from saltflat.logits import normalize_logits
+from saltflat.losses import parse_loss
 from saltflat.measures import MEASURES
-from saltflat.measures.request import Request, parsed
-from saltflat.probe import TOLERANCE, checked_outputs
+from saltflat.measures.request import MeasureRequest, parse_measure
+from saltflat.probe import TOLERANCE, compute_checked_outputs
 from saltflat.problem import Problem
-from saltflat.statistic import keywords
+from saltflat.statistic import find_keyword_defaults
 from saltflat.sweep import check_seed
-from saltflat.symmetry.same import difference
-from saltflat.training.differentiable import Live, statistics
-from saltflat.training.trial import reason_against
-from saltflat.training.written_out import WrittenOut
-from saltflat.turns import in_turn
+from saltflat.symmetry.same import compute_relative_difference
+from saltflat.training.differentiable import DifferentiableProblem, compute_statistics_with_graph
+from saltflat.training.trial import find_refusal_reason
+from saltflat.training.written_out import DecomposedLayersMode
+from saltflat.turns import take_turns
 
 COMPARED = 4  # examples for which the vectorised pass is compared with single ones, once for every model
 
@@ -54,7 +54,7 @@ class Penalty:
 
     def __init__(
         self,
-        request: Request,
+        request: MeasureRequest,
         loss: Any = "cross_entropy",
         *,
         columns: str = "exact",
@@ -69,83 +69,83 @@ class Penalty:
             raise OptionError(f"Got way={way!r}. Want 'auto', 'vectorised' or 'loop'. Do: leave it out for 'auto'.")
         if not is_choice(mode, ("eval", "keep")):
             raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out for eval mode.")
-        self.name, self.request, self.loss = request.key, request, normalized(loss_from(loss), logits)
-        self.plan, self.layers, self.dtype, self.mode, self.way = plan_from(columns), layers, dtype, mode, way
+        self.name, self.request, self.loss = request.key, request, normalize_logits(parse_loss(loss), logits)
+        self.plan, self.layers, self.dtype, self.mode, self.way = parse_column_plan(columns), layers, dtype, mode, way
         self.seed = check_seed(seed)
         self._loops: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._shapes: WeakKeyDictionary[nn.Module, Mapping[str, Geometry]] = WeakKeyDictionary()
 
-    @in_turn
+    @take_turns
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The penalty of a batch ``(inputs, targets)``: a scalar to add to its loss."""
         wants_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with loan(model, self.mode):
-            problem = Problem.of(model, [batch], self.loss, self.layers, self.dtype, self.mode)
-            examples = next(problem.batches())
-            shapes = self._geometries(problem, examples)
-            with WrittenOut():
-                value = self._whichever(Live.of(problem, examples, shapes))
+        with open_session(model, self.mode):
+            problem = Problem.build(model, [batch], self.loss, self.layers, self.dtype, self.mode)
+            examples = next(problem.read_batches())
+            shapes = self._find_geometries(problem, examples)
+            with DecomposedLayersMode():
+                value = self._compute_penalty(DifferentiableProblem.build(problem, examples, shapes))
         self.seed += 1
         return value if wants_graph else value.detach()
 
-    def _geometries(self, problem: Problem, batch: Batch) -> Mapping[str, Geometry]:
+    def _find_geometries(self, problem: Problem, batch: Batch) -> Mapping[str, Geometry]:
         """How the weights are matrices, found once for each model."""
-        usual, known = geometries(problem.network), self._shapes.get(problem.model, {})
-        if not by_unit(self.request):
+        usual, known = find_geometries(problem.network), self._shapes.get(problem.model, {})
+        if not is_axis_dependent(self.request):
             return usual
         if {name: each.shape for name, each in usual.items()} != {name: each.shape for name, each in known.items()}:
-            known = self._shapes[problem.model] = geometries(problem.network, batch)
+            known = self._shapes[problem.model] = find_geometries(problem.network, batch)
         return known
 
-    def _whichever(self, live: Live) -> Tensor:
+    def _compute_penalty(self, live: DifferentiableProblem) -> Tensor:
         """All examples together where that is known to be right, else one at a time."""
         model = live.problem.model
         if self.way != "auto":
-            return self._value(live, self.way == "loop")
+            return self._compute_value(live, self.way == "loop")
         if model not in self._loops:
-            self._compare(live)
+            self._compare_vmap_with_loop(live)
         if not self._loops.get(model, False):
             try:
-                return self._value(live, looped=False)
+                return self._compute_value(live, looped=False)
             except (SaltflatError, torch.OutOfMemoryError):
                 raise
             except Exception:
                 # What could be vectorised for some examples need not be for all.
                 self._loops[model] = True
-        return self._value(live, looped=True)
+        return self._compute_value(live, looped=True)
 
-    def _compare(self, live: Live) -> None:
+    def _compare_vmap_with_loop(self, live: DifferentiableProblem) -> None:
         """Not every operation can be vectorised, and torch gets some of them wrong: try it on a few examples."""
-        checked_outputs(live.problem, live.batch.cut(0, 2))
+        compute_checked_outputs(live.problem, live.batch.cut(0, 2))
         few = replace(live, batch=live.batch.cut(0, COMPARED))
         try:
-            truth = self._slope(few, looped=True)
+            truth = self._compute_value_and_gradient(few, looped=True)
         except EmptyDataError:  # their targets do not count: ask again with the next batch
             return
         except SaltflatError:
             raise
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(
-                f"Got {first_line(error)} for single examples. Want a model that can be differentiated twice. "
+                f"Got {format_error_line(error)} for single examples. Want a model that can be differentiated twice. "
                 "Do: replace the operation that cannot."
             ) from error
         try:
-            off = difference(truth, self._slope(few, looped=False))
+            off = compute_relative_difference(truth, self._compute_value_and_gradient(few, looped=False))
         except Exception:
             off = torch.inf
         self._loops[live.problem.model] = not off <= TOLERANCE[truth.dtype]
 
-    def _slope(self, live: Live, looped: bool) -> Tensor:
+    def _compute_value_and_gradient(self, live: DifferentiableProblem, looped: bool) -> Tensor:
         leaves = list(live.leaves.values())
-        value = self._value(live, looped)
+        value = self._compute_value(live, looped)
         slopes = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
         return torch.cat([value.detach().reshape(1), *(slope.reshape(-1) for slope in slopes)])
 
-    def _value(self, live: Live, looped: bool) -> Tensor:
+    def _compute_value(self, live: DifferentiableProblem, looped: bool) -> Tensor:
         needs = self.request.needs
-        found = statistics(live, list(needs.values()), self.plan, Dice(self.seed, 0), looped)
+        found = compute_statistics_with_graph(live, list(needs.values()), self.plan, ExampleRNG(self.seed, 0), looped)
         values = {name: found[need.key] for name, need in needs.items()}
-        parts = parts_of(self.request, values, live.shapes)
+        parts = compute_parts(self.request, values, live.shapes)
         if not parts:
             raise OptionError(
                 f"Got no weights of two or more axes for {self.name}. Want at least one. Do: name others with layers=."
@@ -208,14 +208,14 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
     """
     if not isinstance(measure, str):
         raise OptionError(f"Got measure={measure!r}. Want a name. Do: for instance penalty('fisher_trace').")
-    request, known = parsed(measure), keywords(Penalty.__init__)
+    request, known = parse_measure(measure), find_keyword_defaults(Penalty.__init__)
     for option in options:
         if option not in known:
-            raise unknown("option of penalty", option, known)
+            raise make_unknown_name_error("option of penalty", option, known)
     made = Penalty(request, loss, **options)
-    reason = _refused(request.key)
+    reason = _find_measure_refusal(request.key)
     if reason is not None:
-        works = ", ".join(name for name in MEASURES if _refused(name) is None)
+        works = ", ".join(name for name in MEASURES if _find_measure_refusal(name) is None)
         raise NotSmoothError(
             f"Got {request.key!r} as a penalty: {reason}. "
             f"Want a measure that is a smooth function of the weights, one of: {works}. "
@@ -225,6 +225,6 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
 
 
 @cache
-def _refused(measure: str) -> str | None:
-    request = parsed(measure)
-    return reason_against(request, Penalty(request, way="vectorised"))
+def _find_measure_refusal(measure: str) -> str | None:
+    request = parse_measure(measure)
+    return find_refusal_reason(request, Penalty(request, way="vectorised"))

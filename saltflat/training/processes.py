@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 @torch.no_grad()
-def averaged(
+def average_gradients(
     model: DistributedDataParallel, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The mean of every parameter's gradient over all processes.

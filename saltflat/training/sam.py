@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_amount
+from saltflat.amounts import check_non_negative
 from saltflat.training.two_pass import TwoPass
-from saltflat.training.vectors import norm_of
-from saltflat.training.wrapper import Default
+from saltflat.training.vectors import compute_norm
+from saltflat.training.wrapper import DefaultFloat
 
 
 class SAM(TwoPass):
@@ -24,7 +24,7 @@ class SAM(TwoPass):
         model: the module that is trained; with DistributedDataParallel, that.
         base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
         rho: how far to go; groups of the base may have their own. Around a base that has a ``rho`` itself, its key in
-            the groups is ``sam_rho``; see :meth:`key`.
+            the groups is ``sam_rho``; see :meth:`get_key`.
         sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
         options: of the base, if it is a class.
 
@@ -46,14 +46,14 @@ class SAM(TwoPass):
         self,
         model: nn.Module,
         base: Optimizer | Callable[..., Optimizer],
-        rho: float = Default(0.05),
+        rho: float = DefaultFloat(0.05),
         sync: str = "global",
         **options: Any,
     ) -> None:
-        check_amount(rho=rho)
+        check_non_negative(rho=rho)
         super().__init__(model, base, sync=sync, own={"rho": rho}, options=options)
 
-    def ascent(
+    def compute_ascent(
         self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Tensor]:
-        return gradients, norm_of(gradients)
+        return gradients, compute_norm(gradients)

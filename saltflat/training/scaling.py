@@ -18,7 +18,7 @@ def check_not_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
         )
 
 
-def scale_of(scaler: GradScaler | None) -> float:
+def get_gradient_scale(scaler: GradScaler | None) -> float:
     """What the first gradient was scaled with."""
     if scaler is None:
         raise TrainingError(

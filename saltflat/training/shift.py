@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.errors import OptionError
-from saltflat.training.frozen import frozen_buffers
-from saltflat.turns import moving
+from saltflat.training.frozen import freeze_buffers
+from saltflat.turns import mark_moved
 
 
 @contextmanager
-def moved(parameters: list[Tensor], steps: list[Tensor]) -> Iterator[None]:
+def move_parameters(parameters: list[Tensor], steps: list[Tensor]) -> Iterator[None]:
     """Inside, parameters have moved by ``steps``; afterwards, and after an error, they are back, bit for bit."""
-    with moving(parameters):
+    with mark_moved(parameters):
         kept = [each.detach().clone() for each in parameters]
         try:
             if kept:
@@ -34,12 +34,12 @@ def moved(parameters: list[Tensor], steps: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def shifted(model: nn.Module, parameters: Iterable[Tensor], steps: Iterable[Tensor]) -> Iterator[None]:
+def shift_weights(model: nn.Module, parameters: Iterable[Tensor], steps: Iterable[Tensor]) -> Iterator[None]:
     """Inside, parameters have moved by ``steps`` and passes leave buffers alone; afterwards all is what it was.
 
     Parameters are moved in place, so everything that holds on to them (optimizers, compiled graphs,
     DistributedDataParallel) sees them move, and put back bit for bit, also after an error. For buffers see
-    :func:`~saltflat.training.frozen.frozen_buffers`.
+    :func:`~saltflat.training.frozen.freeze_buffers`.
 
     Args:
         model: whose extra passes run inside.
@@ -49,13 +49,13 @@ def shifted(model: nn.Module, parameters: Iterable[Tensor], steps: Iterable[Tens
     Example:
         >>> layer = nn.Linear(1, 1)
         >>> _ = nn.init.constant_(layer.weight, 2.0)
-        >>> with shifted(layer, [layer.weight], [torch.ones(1, 1)]):
+        >>> with shift_weights(layer, [layer.weight], [torch.ones(1, 1)]):
         ...     layer.weight.item()
         3.0
         >>> layer.weight.item()
         2.0
     """
-    which, how_far = _listed(parameters), _listed(steps)
+    which, how_far = _list_tensors(parameters), _list_tensors(steps)
     known = {id(p) for p in model.parameters()}
     fits = len(which) == len(how_far) and len({id(p) for p in which}) == len(which)
     if not fits or not all(
@@ -64,12 +64,13 @@ def shifted(model: nn.Module, parameters: Iterable[Tensor], steps: Iterable[Tens
     ):
         raise OptionError(
             f"Got {len(which)} parameters and {len(how_far)} steps that do not fit. Want parameters of the model, each "
-            "once, and for each a step of its shape. Do: for instance shifted(model, [weight], [0.1 * weight.grad])."
+            "once, and for each a step of its shape. Do: for instance "
+            "shift_weights(model, [weight], [0.1 * weight.grad])."
         )
-    with frozen_buffers(model), moved(which, how_far):
+    with freeze_buffers(model), move_parameters(which, how_far):
         yield
 
 
-def _listed(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _list_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     # A tensor is iterable, too, but that of no dimensions raises.
     return list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else []

@@ -8,40 +8,40 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saltflat.columns import Dice, Plan, columns_of
-from saltflat.curvature import Curvature, Diagonal, Roots, Softmax
-from saltflat.losses import Custom, Loss
+from saltflat.columns import ColumnPlan, ExampleRNG, make_columns
+from saltflat.curvature import Curvature, DiagonalCurvature, FactoredCurvature, SoftmaxCurvature
+from saltflat.losses import CustomLoss, Loss
 
 # The root of a probability that has underflowed has no slope. Nobody can tell it from this.
 TINY = 1e-290
 
 
-def columns_with_graph(
-    loss: Loss, outputs: Tensor, targets: Tensor, plan: Plan, dice: Dice
+def compute_columns_with_graph(
+    loss: Loss, outputs: Tensor, targets: Tensor, plan: ColumnPlan, dice: ExampleRNG
 ) -> list[tuple[Tensor, int]]:
-    """``(columns, examples, *outputs)`` and their sign, for each set that :func:`saltflat.columns.columns_of` gives."""
-    curvature = _curvature(loss, outputs, targets)
-    return [(each.block(0, each.layout.total), each.sign) for each in columns_of(curvature, plan, dice)]
+    """``(columns, examples, *outputs)`` and their sign, for each set of :func:`saltflat.columns.make_columns`."""
+    curvature = _compute_smooth_curvature(loss, outputs, targets)
+    return [(each.block(0, each.layout.total), each.sign) for each in make_columns(curvature, plan, dice)]
 
 
-def gradient_with_graph(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_gradient_with_graph(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """The loss's gradient at the outputs, with its own slope."""
-    if not isinstance(loss, Custom):
+    if not isinstance(loss, CustomLoss):
         return loss.gradient(outputs, targets)
     free = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
     return torch.autograd.grad(loss.total(free, targets).sum(), free, create_graph=True)[0]
 
 
-def _curvature(loss: Loss, outputs: Tensor, targets: Tensor) -> Curvature:
-    if isinstance(loss, Custom):
-        return _roots(loss, outputs, targets)
+def _compute_smooth_curvature(loss: Loss, outputs: Tensor, targets: Tensor) -> Curvature:
+    if isinstance(loss, CustomLoss):
+        return _compute_smooth_roots(loss, outputs, targets)
     found = loss.curvature(outputs, targets)
-    if isinstance(found, Softmax):
+    if isinstance(found, SoftmaxCurvature):
         return replace(found, p=found.p.clamp_min(TINY))
-    return Diagonal(found.values.clamp_min(TINY)) if isinstance(found, Diagonal) else found
+    return DiagonalCurvature(found.values.clamp_min(TINY)) if isinstance(found, DiagonalCurvature) else found
 
 
-def _roots(loss: Custom, outputs: Tensor, targets: Tensor) -> Roots:
+def _compute_smooth_roots(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> FactoredCurvature:
     r"""Roots of any second derivative, without the slope of an eigenvector, which equal eigenvalues do not have.
 
     Let :math:`B_0 = \sum_k \pm s_k s_k^T` be the matrix here, and B the same with its graph. The columns
@@ -56,23 +56,27 @@ def _roots(loss: Custom, outputs: Tensor, targets: Tensor) -> Roots:
     with torch.no_grad():
         here = loss.curvature(outputs.detach(), targets)
     size = outputs[0].numel()
-    B = _hessians(loss, outputs, targets).reshape(-1, size, size)
+    B = _compute_hessians(loss, outputs, targets).reshape(-1, size, size)
     change = B - B.detach()
 
-    def follow(roots: Tensor, sign: int) -> Tensor:
+    def follow_outputs(roots: Tensor, sign: int) -> Tensor:
         flat = roots.reshape(*roots.shape[:2], size)
         square = flat.square().sum(2, keepdim=True)
         unit = flat / square.where(square > 0, torch.ones_like(square))
         return (flat + sign / 2 * torch.einsum("nij,knj->kni", change, unit)).reshape(roots.shape)
 
-    return Roots(follow(here.columns, 1), None if here.negative is None else follow(here.negative, -1))
+    return FactoredCurvature(
+        follow_outputs(here.columns, 1), None if here.negative is None else follow_outputs(here.negative, -1)
+    )
 
 
-def _hessians(loss: Custom, outputs: Tensor, targets: Tensor) -> Tensor:
+def _compute_hessians(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
     try:
-        mapped: Tensor = torch.func.vmap(torch.func.hessian(loss.of_one))(outputs, targets)
+        mapped: Tensor = torch.func.vmap(torch.func.hessian(loss.compute_example_loss))(outputs, targets)
         return mapped
     except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
         one: Callable[..., Tensor] = torch.autograd.functional.hessian
         pairs = zip(outputs, targets, strict=True)
-        return torch.stack([one(lambda o, t=t: loss.of_one(o, t), o, create_graph=True) for o, t in pairs])
+        return torch.stack(
+            [one(lambda o, t=t: loss.compute_example_loss(o, t), o, create_graph=True) for o, t in pairs]
+        )

@@ -15,29 +15,30 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_amount
+from saltflat.amounts import check_non_negative
 from saltflat.errors import OptionError, TrainingError
-from saltflat.randomness import remembered
-from saltflat.training.leftovers import NoGradientError, without_leftovers
-from saltflat.training.processes import averaged
-from saltflat.training.scaling import check_not_unscaled, scale_of
-from saltflat.training.shift import shifted
-from saltflat.training.vectors import norm_of, times
-from saltflat.training.wrapped import base_from, check_model, check_not_ambiguous
-from saltflat.training.wrapper import Default, Wrapper, check_state
-from saltflat.turns import in_turn
+from saltflat.randomness import snapshot_rng
+from saltflat.training.leftovers import NoGradientError, check_gradients_cleared
+from saltflat.training.processes import average_gradients
+from saltflat.training.scaling import check_not_unscaled, get_gradient_scale
+from saltflat.training.shift import shift_weights
+from saltflat.training.vectors import compute_norm, scale_directions
+from saltflat.training.wrapped import check_not_ambiguous, check_two_pass_model, parse_base_optimizer
+from saltflat.training.wrapper import DefaultFloat, OptimizerWrapper, check_state_dict
+from saltflat.turns import take_turns
 
 STEPPED_WITH = "_stepped_with"  # an attribute of gradients: they belong to the step before
 CLEARED = "_cleared"  # an attribute of gradients: their version when they were set to zero
 COUNTS = "two_pass"  # the key of what state_dict holds beside the base's
 
 
-class TwoPass(Wrapper, ABC):
+class TwoPass(OptimizerWrapper, ABC):
     """A wrapper around any optimizer, which steps with a gradient taken somewhere else than where the weights are.
 
     ``param_groups``, ``state`` and ``defaults`` are the base's own: schedulers act on what the base uses. A subclass
-    says where to go (:meth:`ascent`) and may say how the two gradients make one (:meth:`mixed`). Hooks on ``step`` run
-    once for every step that is taken, just before and after the base's, when ``.grad`` is what the base steps with.
+    says where to go (:meth:`compute_ascent`) and may say how the two gradients make one (:meth:`mix_gradients`). Hooks
+    on ``step`` run once for every step that is taken, just before and after the base's, when ``.grad`` is what the base
+    steps with.
 
     Args:
         model: the module that is trained; with DistributedDataParallel, that.
@@ -46,8 +47,9 @@ class TwoPass(Wrapper, ABC):
             (``"global"``: the same result for any number of processes), or of each process's own (``"local"``:
             m-sharpness as in the paper on SAM, with m the batch size of one process).
         own: options that this optimizer adds to every group, ``rho`` among them; those that the user did not pass are
-            :class:`~saltflat.training.wrapper.Default`. In what :meth:`ascent` and :meth:`mixed` are given they have
-            these names; for their keys in ``param_groups`` see :meth:`key`.
+            :class:`~saltflat.training.wrapper.DefaultFloat`. In what :meth:`compute_ascent` and
+            :meth:`mix_gradients` are given they have these names; for their keys in ``param_groups`` see
+            :meth:`get_key`.
         options: of the base, if it is a class.
 
     Attributes:
@@ -60,7 +62,7 @@ class TwoPass(Wrapper, ABC):
 
     keeps_first = False  # whether mixed() is to be asked
 
-    @in_turn
+    @take_turns
     def __init__(
         self,
         model: nn.Module,
@@ -70,7 +72,7 @@ class TwoPass(Wrapper, ABC):
         own: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        check_model(model, sync)
+        check_two_pass_model(model, sync)
         if isinstance(base, TwoPass):
             raise OptionError(
                 f"Got a {type(base).__name__} as the base. Want an optimizer that takes one pass. Do: pass its base."
@@ -78,12 +80,12 @@ class TwoPass(Wrapper, ABC):
         self.model, self.sync = model, sync
         self._perturbation: Tensor | float = 0.0
         self._perturbed: Tensor | int = 0
-        made = base_from(model, base, options)
-        check_not_ambiguous(type(self), base, made, [name for name in own if not isinstance(own[name], Default)])
+        made = parse_base_optimizer(model, base, options)
+        check_not_ambiguous(type(self), base, made, [name for name in own if not isinstance(own[name], DefaultFloat)])
         super().__init__(made, own)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset_pass_state(self) -> None:
+        super()._reset_pass_state()
         self._extra: ExitStack | None = None  # open while the weights are shifted
         self._back: Callable[[], None] | None = None
         self._scaler: GradScaler | None = None
@@ -92,16 +94,16 @@ class TwoPass(Wrapper, ABC):
         self._first: dict[Tensor, Tensor] = {}
 
     @abstractmethod
-    def ascent(
+    def compute_ascent(
         self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Tensor]:
         """A direction for every parameter, and the length that stands for one: the weights move by ``rho`` of those."""
 
-    def mixed(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:
+    def mix_gradients(self, group: dict[str, Any], first: Tensor, second: Tensor) -> Tensor:
         """The gradient to step with; asked only if ``keeps_first``."""
         return second
 
-    @in_turn
+    @take_turns
     def step(self, closure: Callable[[], Any] | None = None, scaler: GradScaler | None = None) -> Any:
         """Both passes and the base's step; returns what the closure returned at the weights themselves.
 
@@ -119,24 +121,24 @@ class TwoPass(Wrapper, ABC):
                     "Do: step(closure), or first_step() and second_step() after a backward pass each. "
                     "(With 16-mixed in Lightning: saltflat.integrations.lightning.TwoPassPrecision.)"
                 )
-            return self.second_step(scaler) if scaler is not None else self._finish()
+            return self.second_step(scaler) if scaler is not None else self._finish_step()
         if not callable(closure):
             raise TrainingError(
                 f"Expected a closure that computes the loss and its gradient, but got a {type(closure).__name__}. "
                 "Try a function that calls zero_grad(), takes the loss, calls backward() and returns the loss."
             )
-        self._check_not_moved()
+        self._check_not_shifted()
         self._back = None
         parameters = [p for group in self.param_groups for p in group["params"]]
         loss = None
         try:
-            with self.first_pass(), without_leftovers(parameters), torch.enable_grad():
+            with self.first_pass(), check_gradients_cleared(parameters), torch.enable_grad():
                 loss = closure()
         except NoGradientError:
-            if loss is None and _is_lightnings(closure):
+            if loss is None and _is_lightning_closure(closure):
                 return None  # a training_step that returns None skips its batch
             raise
-        for _, _, gradient in self._gradients():
+        for _, _, gradient in self._iterate_gradients():
             vars(gradient).pop(STEPPED_WITH, None)  # it has been seen to be cleared
         try:
             self.first_step(scaler)
@@ -159,16 +161,16 @@ class TwoPass(Wrapper, ABC):
 
         With ``sync="local"`` the gradients stay on their process.
         """
-        self._check_not_moved()
-        back = self._back or remembered()  # once for all micro-batches
-        self._begin()
-        alone = self._local
+        self._check_not_shifted()
+        back = self._back or snapshot_rng()  # once for all micro-batches
+        self._reset_pass_state()
+        alone = self._local_model
         with nullcontext() if alone is None else alone.no_sync():
             yield
         # Not after an error: that pass is over.
         self._back, self._is_local = back, True
 
-    @in_turn
+    @take_turns
     @torch.no_grad()
     def first_step(self, scaler: GradScaler | None = None) -> None:
         """Move the weights to where the second gradient is to be taken, and clear the first.
@@ -177,16 +179,16 @@ class TwoPass(Wrapper, ABC):
             scaler: what the loss was scaled with, if it was. A direction does not depend on it. After a gradient that
                 overflowed the weights are moved to NaN, so the second one is NaN, too, and the scaler will see it.
         """
-        self._check_not_moved(restore=True)
-        if self._local is not None and not self._is_local:
+        self._check_not_shifted(restore=True)
+        if self._local_model is not None and not self._is_local:
             raise TrainingError(
                 "Got first_step() with sync='local' after a backward pass that averaged over the processes. "
                 "Want each process's own gradient. Do: forward and backward inside of `with optimizer.first_pass():`."
             )
         check_not_unscaled(scaler, self)
         for group in self.param_groups:  # schedules may have changed it
-            check_amount(**{self.key("rho"): self._options(group)["rho"]})
-        groups, parameters, gradients = self._with_gradients()
+            check_non_negative(**{self.get_key("rho"): self._get_options(group)["rho"]})
+        groups, parameters, gradients = self._collect_gradients()
         if any(STEPPED_WITH in vars(each) for each in gradients):
             raise TrainingError(
                 "Got gradients that the last step was taken with, added to since. Want those of this step alone. "
@@ -195,24 +197,24 @@ class TwoPass(Wrapper, ABC):
         cleared = all(vars(each).get(CLEARED) == each._version for each in gradients)
         if cleared and not any(bool(each.any()) for each in gradients):
             raise NoGradientError("Got first_step() without a gradient")
-        directions, length = self.ascent(groups, parameters, gradients)
+        directions, length = self.compute_ascent(groups, parameters, gradients)
         # Nothing to go along: stay. (NaN compares false, too, and stays NaN in the product.)
         per_length = torch.where(length > 0, 1 / length, 0.0)
         # Up, which is down for those that are to make the loss large.
         rhos = [-group["rho"] if group.get("maximize") else group["rho"] for group in groups]
-        steps = times(directions, rhos, per_length)
+        steps = scale_directions(directions, rhos, per_length)
         if self.keeps_first:
             self._first = {p: g.clone() for p, g in zip(parameters, gradients, strict=True)}
-        self._moved = norm_of(steps)
+        self._moved = compute_norm(steps)
         self._scaler = scaler
         extra = ExitStack()
-        extra.enter_context(shifted(self.model, parameters, steps))
+        extra.enter_context(shift_weights(self.model, parameters, steps))
         self._extra = extra
         self.zero_grad()
         if self._back is not None:
             self._back()
 
-    @in_turn
+    @take_turns
     @torch.no_grad()
     def second_step(self, scaler: GradScaler | None = None) -> Any:
         """Put the weights back and step with the gradient that was taken at the shifted ones.
@@ -222,7 +224,7 @@ class TwoPass(Wrapper, ABC):
                 before, as always. (Where the step mixes both gradients, that clips the second alone: clip in a hook,
                 ``register_step_pre_hook``, which sees the mixture.)
         """
-        self._check_second()
+        self._check_second_gradient()
         if self._extra is None:
             raise TrainingError(
                 "Got second_step() before first_step(). Want both, after a backward pass each. "
@@ -236,7 +238,7 @@ class TwoPass(Wrapper, ABC):
         finally:
             self.restore()
 
-    @in_turn
+    @take_turns
     @torch.no_grad()
     def take_gradient(self) -> None:
         """Put the weights back and leave in ``.grad`` what the base is to step with; second_step() without the step.
@@ -249,17 +251,17 @@ class TwoPass(Wrapper, ABC):
                 "Got take_gradient() before first_step(). Want a backward pass, first_step() and another one before. "
                 "Do: loss.backward(), first_step(), loss.backward(), take_gradient()."
             )
-        self._check_second()
+        self._check_second_gradient()
         first, self._perturbation = self._first, self._moved
         self.restore()
         if self.keeps_first:
-            self._mix(first, None)
+            self._apply_mix(first, None)
 
-    @in_turn
+    @take_turns
     def restore(self) -> None:
         """Put the weights back without a step, after an error between the two passes, say; else nothing happens."""
         extra = self._extra
-        self._begin()
+        self._reset_pass_state()
         if extra is not None:
             extra.close()
 
@@ -278,7 +280,7 @@ class TwoPass(Wrapper, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for _, _, gradient in self._gradients():
+        for _, _, gradient in self._iterate_gradients():
             vars(gradient).pop(STEPPED_WITH, None)
             vars(gradient)[CLEARED] = gradient._version
         if self._extra is None:
@@ -286,28 +288,28 @@ class TwoPass(Wrapper, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The base's, and what is counted here."""
-        self._check_not_moved()
+        self._check_not_shifted()
         counts = {"perturbed_steps": self.perturbed_steps, "perturbation": self.perturbation}
         return {**super().state_dict(), COUNTS: counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this optimizer, or of a base that was trained alone so far."""
-        self._check_not_moved()
-        check_state(state_dict, self.base)
+        self._check_not_shifted()
+        check_state_dict(state_dict, self.base)
         counts = state_dict.get(COUNTS)
         # A base that was trained alone has no counts, and its options are its own.
         state_dict = {key: value for key, value in state_dict.items() if key != COUNTS}
-        super().load_state_dict(state_dict if counts is None else self._split(state_dict))
+        super().load_state_dict(state_dict if counts is None else self._migrate_state_dict(state_dict))
         counts = counts or {}
         self._perturbed = int(counts.get("perturbed_steps", 0))
         self._perturbation = float(counts.get("perturbation", 0.0))
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_not_moved()
+        self._check_not_shifted()
         return {**super().__getstate__(), "_perturbed": self._perturbed, "_perturbation": self._perturbation}
 
     @property
-    def _local(self) -> DistributedDataParallel | None:
+    def _local_model(self) -> DistributedDataParallel | None:
         """The model, if every process goes its own way in the first pass."""
         return self.model if self.sync == "local" and isinstance(self.model, DistributedDataParallel) else None
 
@@ -320,7 +322,7 @@ class TwoPass(Wrapper, ABC):
         """
         return self.is_shifted and not self._in_closure
 
-    def _finish(self) -> Any:
+    def _finish_step(self) -> Any:
         first, moved, scaler = self._first, self._moved, self._scaler
         self.restore()
         overflow, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
@@ -328,63 +330,65 @@ class TwoPass(Wrapper, ABC):
         if overflow is not None and (float(overflow) or not isfinite(float(moved))):
             return None
         if scale is not None:
-            for _, _, gradient in self._gradients():
+            for _, _, gradient in self._iterate_gradients():
                 gradient.div_(scale.to(gradient.device))
         if self.keeps_first:
             if scale is None and overflow is not None:
-                scale = scale_of(scaler)  # the second gradient has been unscaled before
-            self._mix(first, scale)
+                scale = get_gradient_scale(scaler)  # the second gradient has been unscaled before
+            self._apply_mix(first, scale)
         self._perturbation = moved
         self._perturbed = self._perturbed + (moved > 0 if isinstance(moved, float) else (moved > 0).long())
         found = self._step_base()
-        for _, _, gradient in self._gradients():
+        for _, _, gradient in self._iterate_gradients():
             vars(gradient)[STEPPED_WITH] = True
         return found
 
-    def _gradients(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+    def _iterate_gradients(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
         """Every parameter that has a gradient, between its group (with this optimizer's options) and that."""
-        for group in map(self._options, self.param_groups):
+        for group in map(self._get_options, self.param_groups):
             for p in group["params"]:
                 if p.grad is not None:
                     yield group, p, p.grad
 
-    def _with_gradients(self) -> tuple[list[dict[str, Any]], list[Tensor], list[Tensor]]:
-        found = list(self._gradients())
+    def _collect_gradients(self) -> tuple[list[dict[str, Any]], list[Tensor], list[Tensor]]:
+        found = list(self._iterate_gradients())
         if any(gradient.layout != torch.strided for _, _, gradient in found):
             raise TrainingError(
                 "Got sparse gradients. Want dense ones. Do: make the embedding with sparse=False, or train it apart."
             )
         return [group for group, _, _ in found], [p for _, p, _ in found], [gradient for _, _, gradient in found]
 
-    def _mix(self, first: dict[Tensor, Tensor], scale: Tensor | float | None) -> None:
-        if self._local is not None:
+    def _apply_mix(self, first: dict[Tensor, Tensor], scale: Tensor | float | None) -> None:
+        if self._local_model is not None:
             # Second gradients have been averaged over the processes; weights would drift apart if first ones were not.
             trained = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
-            mean = averaged(self._local, trained, {name: first[p] for name, p in trained.items() if p in first})
+            mean = average_gradients(
+                self._local_model, trained, {name: first[p] for name, p in trained.items() if p in first}
+            )
             first = {trained[name]: each for name, each in mean.items()}
-        for group in map(self._options, self.param_groups):
+        for group in map(self._get_options, self.param_groups):
             for p in group["params"]:
                 if p not in first and p.grad is None:
                     continue
                 one = first[p] if p in first else torch.zeros_like(p)
                 if scale is not None:
                     one = one / (scale.to(one.device) if isinstance(scale, Tensor) else scale)
-                mixed = self.mixed(group, one, torch.zeros_like(p) if p.grad is None else p.grad)
+                mixed = self.mix_gradients(group, one, torch.zeros_like(p) if p.grad is None else p.grad)
                 if p.grad is None:
                     p.grad = mixed
                 else:
                     p.grad.copy_(mixed)  # in its place: it may be a view of what processes exchange
 
-    def _check_second(self) -> None:
+    def _check_second_gradient(self) -> None:
         """Someone may forget the second backward pass."""
-        if self._extra is not None and next(self._gradients(), None) is None:
+        if self._extra is not None and next(self._iterate_gradients(), None) is None:
             self.restore()
             raise TrainingError(
                 "Got no gradient since first_step(). Want one, taken at the shifted weights. "
                 "Do: forward and backward again before the second step. The weights are back."
             )
 
-    def _check_not_moved(self, restore: bool = False) -> None:
+    def _check_not_shifted(self, restore: bool = False) -> None:
         if self._extra is None:
             return
         if restore:
@@ -400,7 +404,7 @@ class TwoPass(Wrapper, ABC):
         )
 
 
-def _is_lightnings(closure: Callable[[], Any]) -> bool:
+def _is_lightning_closure(closure: Callable[[], Any]) -> bool:
     """Whether this is Lightning's training step, and not a closure that Lightning was given for manual optimisation."""
     inner: Any = closure
     while isinstance(inner, partial) and inner.args:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def norm_of(tensors: Sequence[Tensor]) -> Tensor:
+def compute_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The Euclidean length of all of them together, on the first one's device; at least in single precision."""
     squares = [each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in tensors]
     norms = torch._foreach_norm(squares)
@@ -16,7 +16,7 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     return length
 
 
-def times(directions: Sequence[Tensor], rhos: Sequence[float], factor: Tensor) -> list[Tensor]:
+def scale_directions(directions: Sequence[Tensor], rhos: Sequence[float], factor: Tensor) -> list[Tensor]:
     """Every direction times its own number and one common factor."""
     if len({each.device for each in directions}) > 1 or len(set(rhos)) > 1:
         return [each * (factor * rho).to(each.device) for each, rho in zip(directions, rhos, strict=True)]
@@ -24,7 +24,7 @@ def times(directions: Sequence[Tensor], rhos: Sequence[float], factor: Tensor) -
 
 
 @torch.no_grad()
-def multiply(tensors: list[Tensor], factor: Tensor | float) -> None:
+def multiply_in_place(tensors: list[Tensor], factor: Tensor | float) -> None:
     """All of them times a factor, in place."""
     for device in {each.device for each in tensors}:
         here = factor.to(device) if isinstance(factor, Tensor) else factor

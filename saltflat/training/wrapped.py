@@ -18,7 +18,7 @@ from saltflat.loan import check_tensors
 from saltflat.training.sharded import check_not_sharded
 
 
-def check_model(model: nn.Module, sync: str) -> None:
+def check_two_pass_model(model: nn.Module, sync: str) -> None:
     """A module, and one that can say whose gradient is meant."""
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -38,7 +38,9 @@ def check_model(model: nn.Module, sync: str) -> None:
         )
 
 
-def base_from(model: nn.Module, base: Optimizer | Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
+def parse_base_optimizer(
+    model: nn.Module, base: Optimizer | Callable[..., Optimizer], options: dict[str, Any]
+) -> Optimizer:
     """The optimizer that steps: the given one, or one of the given class for all that the model trains."""
     if isinstance(base, Optimizer):
         if options:
@@ -55,8 +57,8 @@ def base_from(model: nn.Module, base: Optimizer | Callable[..., Optimizer], opti
             )
         made: Any = base
     else:
-        made = _made(model, base, options)
-    check_steps_alone(made)
+        made = _make_base_optimizer(model, base, options)
+    check_needs_no_closure(made)
     return made  # type: ignore[no-any-return]
 
 
@@ -73,7 +75,7 @@ def check_not_ambiguous(
     """
     if isinstance(base, Optimizer):
         return
-    parameters = parameters_of(base)
+    parameters = get_signature_parameters(base)
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     bound = base.keywords if isinstance(base, partial) else {}
     for name in given:
@@ -86,7 +88,7 @@ def check_not_ambiguous(
             )
 
 
-def parameters_of(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def get_signature_parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function or class; none if it does not say."""
     try:
         return inspect.signature(call).parameters
@@ -94,7 +96,7 @@ def parameters_of(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def check_steps_alone(optimizer: Any) -> None:
+def check_needs_no_closure(optimizer: Any) -> None:
     """LBFGS, say, cannot: it takes gradients by itself."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -104,7 +106,7 @@ def check_steps_alone(optimizer: Any) -> None:
         )
 
 
-def _made(model: nn.Module, base: Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
+def _make_base_optimizer(model: nn.Module, base: Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
     if not callable(base) or isinstance(base, nn.Module):
         raise OptionError(
             f"Got a base of type {type(base).__name__}. Want an optimizer or a class of optimizers. "

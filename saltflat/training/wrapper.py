@@ -8,23 +8,23 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_amount
+from saltflat.amounts import check_non_negative
 from saltflat.errors import OptionError, TrainingError
-from saltflat.training.wrapped import parameters_of
+from saltflat.training.wrapped import get_signature_parameters
 
 PREFIX = "sam_"  # of options whose name the base uses for one of its own
 ADDED = "_saltflat_added"  # an attribute of bases: the keys of their defaults that a wrapper has added
 
 
-class Default(float):
+class DefaultFloat(float):
     """The value of an option that the user did not pass."""
 
 
-class Wrapper(Optimizer):
+class OptimizerWrapper(Optimizer):
     """To schedulers, hooks and checkpoints it is the optimizer, and what they change is what the base uses.
 
     The groups hold the wrapper's options beside the base's: under their own names, or with ``sam_`` in front where the
-    base has an option of the same name (``rho`` of ``Adadelta``). :meth:`key` says which.
+    base has an option of the same name (``rho`` of ``Adadelta``). :meth:`get_key` says which.
 
     Args:
         base: the optimizer that steps.
@@ -33,23 +33,23 @@ class Wrapper(Optimizer):
 
     def __init__(self, base: Optimizer, own: dict[str, Any]) -> None:
         self.base = base
-        check_amount(**own)
+        check_non_negative(**own)
         added = vars(base).get(ADDED, frozenset())
-        taken = (set(base.defaults) | set(parameters_of(type(base)))) - added
-        self.keys = {name: _free(name, taken) for name in own}
+        taken = (set(base.defaults) | set(get_signature_parameters(type(base)))) - added
+        self.keys = {name: _find_free_key(name, taken) for name in own}
         self.own = {self.keys[name]: float(value) for name, value in own.items()}
         for group in base.param_groups:
-            self._check(group)
+            self._check_group(group)
         for group in base.param_groups:
             # What an earlier wrapper around the same base has put there is not the user's choice.
             earlier = {key for key in self.own if key in added and group.get(key) == base.defaults[key]}
             group.update({key: value for key, value in self.own.items() if key in earlier or key not in group})
         base.defaults.update(self.own)
         super().__init__(base.param_groups, base.defaults)
-        self._begin()
-        self._mark()
+        self._reset_pass_state()
+        self._record_added_keys()
 
-    def key(self, name: str) -> str:
+    def get_key(self, name: str) -> str:
         """The key of one of this optimizer's options in ``param_groups``, ``defaults`` and checkpoints.
 
         It is ``name``, unless the base has an option of that name: then it is ``"sam_" + name``.
@@ -57,18 +57,18 @@ class Wrapper(Optimizer):
         >>> import torch
         >>> from saltflat.training import SAM
         >>> model = torch.nn.Linear(2, 1)
-        >>> SAM(model, torch.optim.SGD).key("rho"), SAM(model, torch.optim.Adadelta).key("rho")
+        >>> SAM(model, torch.optim.SGD).get_key("rho"), SAM(model, torch.optim.Adadelta).get_key("rho")
         ('rho', 'sam_rho')
         """
         return self.keys[name]
 
-    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _get_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group as this optimizer sees it: its own options under their own names."""
         # A state that was loaded into the base alone may have left them out.
         return {**group, **{name: group.setdefault(key, self.own[key]) for name, key in self.keys.items()}}
 
-    def _check(self, group: dict[str, Any]) -> None:
-        check_amount(**{key: group[key] for key in self.own if key in group})
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_non_negative(**{key: group[key] for key in self.own if key in group})
         for name, key in self.keys.items():
             if key == name and PREFIX + name in group and PREFIX + name not in self.base.defaults:
                 raise OptionError(
@@ -76,11 +76,11 @@ class Wrapper(Optimizer):
                     f"that name, so {type(self).__name__}'s needs no prefix. Do: rename it."
                 )
 
-    def _mark(self) -> None:
+    def _record_added_keys(self) -> None:
         """Remember, for a later wrapper, which of the base's defaults are not its own."""
         vars(self.base)[ADDED] = vars(self.base).get(ADDED, frozenset()) | set(self.own)
 
-    def _begin(self) -> None:
+    def _reset_pass_state(self) -> None:
         """What is not kept from one step to the next, nor in copies."""
         self._is_made = True
 
@@ -120,7 +120,7 @@ class Wrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_made:
-            self._check(param_group)
+            self._check_group(param_group)
             # The base's defaults, which torch fills in, have this optimizer's options.
             self.base.add_param_group(param_group)
 
@@ -134,7 +134,7 @@ class Wrapper(Optimizer):
         for group, own in zip(self.param_groups, before, strict=True):
             group.update({key: value for key, value in own.items() if key not in group})
 
-    def _split(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _migrate_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A state from before options of one name were kept apart, with the two of them in their places.
 
         There the base's own option was overwritten with the wrapper's. It is taken from the base as it is now.
@@ -161,8 +161,8 @@ class Wrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"keys": {key: key for key in state["own"]}, **state})  # none in older pickles
-        self._begin()
-        self._mark()
+        self._reset_pass_state()
+        self._record_added_keys()
 
     @Optimizer.profile_hook_step
     def _step_base(self) -> Any:
@@ -170,19 +170,19 @@ class Wrapper(Optimizer):
         return self.base.step()
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _find_free_key(name: str, taken: set[str]) -> str:
     while name in taken:
         name = PREFIX + name
     return name
 
 
-def check_state(state_dict: Any, base: Optimizer) -> None:
+def check_state_dict(state_dict: Any, base: Optimizer) -> None:
     """Refuse what is no state of an optimizer with as many groups of as many parameters each."""
     groups: Any = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     is_state = isinstance(groups, Sequence) and isinstance(state_dict.get("state"), Mapping)
     if not is_state or not all(isinstance(each, Mapping) and isinstance(each.get("params"), list) for each in groups):
         raise TrainingError(
-            f"Expected the state of an optimizer, but got {_described(state_dict)}. "
+            f"Expected the state of an optimizer, but got {_format_state(state_dict)}. "
             "Try what state_dict() gave, of this optimizer or of its base."
         )
     sizes, own = [len(each["params"]) for each in groups], [len(each["params"]) for each in base.param_groups]
@@ -193,7 +193,7 @@ def check_state(state_dict: Any, base: Optimizer) -> None:
         )
 
 
-def _described(state_dict: Any) -> str:
+def _format_state(state_dict: Any) -> str:
     if isinstance(state_dict, Mapping):
         return f"a dict with the keys {sorted(map(str, state_dict))}"
     return f"a {type(state_dict).__name__}"

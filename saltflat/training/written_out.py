@@ -15,19 +15,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
-class WrittenOut(TorchFunctionMode):
+class DecomposedLayersMode(TorchFunctionMode):
     """Inside, these layers are taken apart; their values stay what they are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return TAKEN_APART.get(func, func)(*args, **(kwargs or {}))
 
 
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+def _decompose_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()] if dim != -1 else list(range(v.dim()))
     return v * (g / v.square().sum(axes, keepdim=True).sqrt())
 
 
-def _layer_norm(
+def _decompose_layer_norm(
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
@@ -40,7 +40,7 @@ def _layer_norm(
     return y if bias is None else y + bias
 
 
-def _instance_norm(
+def _decompose_instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -56,16 +56,16 @@ def _instance_norm(
     return y if bias is None else y + bias.reshape(channels)
 
 
-def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+def _decompose_prelu(input: Tensor, weight: Tensor) -> Tensor:
     per_unit = weight.numel() > 1 and input.dim() > 2
     return input.where(input > 0, input * (weight.reshape(-1, *(1 for _ in input.shape[2:])) if per_unit else weight))
 
 
 TAKEN_APART: dict[Any, Any] = {
-    torch._weight_norm: _weight_norm,
-    torch.prelu: _prelu,
-    F.prelu: _prelu,
-    torch.layer_norm: _layer_norm,
-    F.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
+    torch._weight_norm: _decompose_weight_norm,
+    torch.prelu: _decompose_prelu,
+    F.prelu: _decompose_prelu,
+    torch.layer_norm: _decompose_layer_norm,
+    F.layer_norm: _decompose_layer_norm,
+    F.instance_norm: _decompose_instance_norm,
 }

@@ -2,7 +2,7 @@
 
 All three give the same results::
 
-    executor = executor_named("processes", workers=4)
+    executor = make_executor("processes", workers=4)
     for task, result in executor.run(tasks, work):
         ...  # as they finish; an error in work is a Failure(error, traceback)
 
@@ -11,20 +11,20 @@ Where results make new tasks (train, then measure), see :class:`Session`.
 
 from saltflat.studies.executors.executor import Executor, Session, Task
 from saltflat.studies.executors.failure import ExecutorError, Failure
-from saltflat.studies.executors.here import Here
-from saltflat.studies.executors.processes import Processes
-from saltflat.studies.executors.ray import Ray
-from saltflat.studies.executors.registry import EXECUTORS, executor_named
+from saltflat.studies.executors.here import LocalExecutor
+from saltflat.studies.executors.processes import ProcessExecutor
+from saltflat.studies.executors.ray import RayExecutor
+from saltflat.studies.executors.registry import EXECUTORS, make_executor
 
 __all__ = [
     "EXECUTORS",
     "Executor",
     "ExecutorError",
     "Failure",
-    "Here",
-    "Processes",
-    "Ray",
+    "LocalExecutor",
+    "ProcessExecutor",
+    "RayExecutor",
     "Session",
     "Task",
-    "executor_named",
+    "make_executor",
 ]

@@ -31,14 +31,14 @@ T = TypeVar("T")
 class Session(AbstractContextManager["Session"], Protocol):
     """Tasks on their way. Hand in what is known, and further tasks as results come: nothing waits for anything else.
 
-    >>> from saltflat.studies.executors import Here
+    >>> from saltflat.studies.executors import LocalExecutor
     >>> from types import SimpleNamespace
     >>> def train(task): return task.key.upper()
     >>> def measure(task): return len(task.key)
-    >>> with Here().open() as session:
+    >>> with LocalExecutor().open_session() as session:
     ...     for key in ("a", "bc"):
     ...         session.submit(SimpleNamespace(key=key, resources={}), train)
-    ...     for task, result in session.finished():
+    ...     for task, result in session.iter_results():
     ...         print(task.key, result)
     ...         if isinstance(result, str):
     ...             session.submit(SimpleNamespace(key=result, resources={}), measure, soon=True)
@@ -65,7 +65,7 @@ class Session(AbstractContextManager["Session"], Protocol):
                 the result is a Failure. None for no limit. ``here`` cannot stop its work, and refuses a limit.
         """
 
-    def finished(self) -> Iterator[tuple[Any, Any]]:
+    def iter_results(self) -> Iterator[tuple[Any, Any]]:
         """Each task with its result or Failure, as they finish, until nothing that was handed in is left.
 
         Tasks may be handed in between two results. Called again, it goes on with what was handed in since. What no
@@ -78,7 +78,7 @@ class Executor(Protocol):
 
     name: str
 
-    def open(self) -> Session:
+    def open_session(self) -> Session:
         """A session, to be used as a context: at its end, by an error or Ctrl-C too, whatever still runs is stopped."""
 
     def run(
@@ -87,13 +87,13 @@ class Executor(Protocol):
         """Each task with its result, as they finish; an error in ``work`` is a Failure and stops nothing.
 
         Tasks are taken as they are needed, at most ``session.at_once`` of them ahead of the results; ``here`` takes the
-        next one only when its result is asked for. Where results make new tasks, use ``open``.
+        next one only when its result is asked for. Where results make new tasks, use ``open_session``.
         """
-        with self.open() as session:
+        with self.open_session() as session:
             coming = iter(tasks)
             for task in islice(coming, session.at_once):
                 session.submit(task, work, timeout=timeout)
-            for finished in session.finished():
+            for finished in session.iter_results():
                 yield finished
                 for task in islice(coming, 1):
                     session.submit(task, work, timeout=timeout)

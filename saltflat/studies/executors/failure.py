@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from saltflat.errors import SaltflatError, first_line
+from saltflat.errors import SaltflatError, format_error_line
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -31,15 +31,15 @@ class Failure:
     traceback: str = ""
 
 
-def failure_of(error: BaseException) -> Failure:
+def make_failure(error: BaseException) -> Failure:
     """An error as a failure. Its traceback starts where our own code called.
 
     Example:
-        >>> failure_of(ValueError("lr is negative")).error
+        >>> make_failure(ValueError("lr is negative")).error
         'ValueError: lr is negative'
     """
     try:
-        said = first_line(error)
+        said = format_error_line(error)
     except Exception:  # an error whose own text cannot be made is still to be told
         said = f"{type(error).__name__}: no message"
     # The first frame is that of our caller. Without it the text is the same under every executor.
@@ -47,20 +47,20 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(said, "".join(traceback.format_exception(type(error), error, beyond)))
 
 
-def attempted(work: Callable[[K], T], task: K, catch: tuple[type[BaseException], ...] = (Exception,)) -> T | Failure:
+def attempt_task(work: Callable[[K], T], task: K, catch: tuple[type[BaseException], ...] = (Exception,)) -> T | Failure:
     """What the work makes of the task, or the failure it ends in.
 
     Example:
-        >>> attempted(len, "four"), attempted(len, 4).error
+        >>> attempt_task(len, "four"), attempt_task(len, 4).error
         (4, "TypeError: object of type 'int' has no len()")
     """
     try:
         return work(task)
     except catch as error:
-        return failure_of(error)
+        return make_failure(error)
 
 
-def died(how: str) -> Failure:
+def make_death_failure(how: str) -> Failure:
     """Return the failure of a task whose workers all died, the last one while nothing else ran."""
     return Failure(
         f"WorkerDied: Expected a worker process that lives until the task is done, but got one that {how}, {TRIES} "
@@ -69,7 +69,7 @@ def died(how: str) -> Failure:
     )
 
 
-def timed_out(seconds: float) -> Failure:
+def make_timeout_failure(seconds: float) -> Failure:
     """Return the failure of a task that was stopped at its time limit."""
     return Failure(
         f"TimedOut: Expected a result within {seconds:g} s, but got none, and the work was stopped. "
@@ -77,16 +77,16 @@ def timed_out(seconds: float) -> Failure:
     )
 
 
-def lost(what: str, why: str) -> ExecutorError:
+def make_loss_error(what: str, why: str) -> ExecutorError:
     """Return the error that ends a session in which no task is to blame."""
     return ExecutorError(
         f"Expected {what} until all tasks are done, but lost it: {why}. No task is marked as failed for it."
     )
 
 
-def closed(key: str) -> ExecutorError:
+def make_closed_session_error(key: str) -> ExecutorError:
     """Of a task that comes too late."""
     return ExecutorError(
         f"Got the task {key!r} after the session was closed. Want it before. "
-        "Do: submit inside of `with executor.open() as session:`."
+        "Do: submit inside of `with executor.open_session() as session:`."
     )

@@ -21,7 +21,7 @@ LOOK_EVERY = 0.2  # seconds between looks at the parent, for pipes that a fork o
 ROUNDS = 50  # a process that is being killed may have started another one just before
 
 
-class Guard:
+class ProcessGuard:
     """Kills the processes it watches, and all processes of their sessions, when this process ends in whatever way."""
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Guard:
         )
 
     def watch(self, pid: int) -> None:
-        self._tell(f"+{pid}\n")
+        self._send(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        self._tell(f"-{pid}\n")
+        self._send(f"-{pid}\n")
 
     def close(self) -> None:
         """Kill what is still watched."""
@@ -48,7 +48,7 @@ class Guard:
             self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         with suppress(OSError):  # somebody killed it; the workers do their work without
             self._process.stdin.write(line.encode())
@@ -58,22 +58,22 @@ class Guard:
 def _main() -> None:
     parent, watched = int(sys.argv[1]), set[int]()
 
-    def look() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent:
             time.sleep(LOOK_EVERY)
-        _kill(watched)
+        _kill_processes(watched)
         os._exit(0)
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=watch_parent, daemon=True).start()
     for line in sys.stdin:
         pid = int(line[1:])
         (watched.add if line[0] == "+" else watched.discard)(pid)
-    _kill(watched)
+    _kill_processes(watched)
 
 
-def _kill(watched: Set[int]) -> None:
+def _kill_processes(watched: Set[int]) -> None:
     for _ in range(ROUNDS):
-        found = list(_living(watched))
+        found = list(_find_living_processes(watched))
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
@@ -82,7 +82,7 @@ def _kill(watched: Set[int]) -> None:
         time.sleep(0.01)
 
 
-def _living(watched: Set[int]) -> Iterator[int]:
+def _find_living_processes(watched: Set[int]) -> Iterator[int]:
     """The processes that are watched, and, on Linux, those of their sessions."""
     if not Path("/proc/self/stat").exists():
         yield from watched

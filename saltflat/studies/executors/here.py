@@ -8,19 +8,19 @@ from typing import Any
 
 from saltflat.errors import OptionError
 from saltflat.studies.executors.executor import Executor, Session, Task
-from saltflat.studies.executors.failure import attempted, closed
+from saltflat.studies.executors.failure import attempt_task, make_closed_session_error
 
 
-class Here(Executor):
+class LocalExecutor(Executor):
     """In this process, in order, each task only when its result is asked for. Ctrl-C and ``sys.exit`` end all."""
 
     name = "here"
 
-    def open(self) -> Session:
-        return _Session()
+    def open_session(self) -> Session:
+        return _LocalSession()
 
 
-class _Session(Session):
+class _LocalSession(Session):
     at_once = 1
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class _Session(Session):
         self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
     ) -> None:
         if not self._open:
-            raise closed(task.key)
+            raise make_closed_session_error(task.key)
         if timeout is not None:
-            raise no_time_limit(timeout)
+            raise make_no_timeout_error(timeout)
         (self._waiting.appendleft if soon else self._waiting.append)((task, work))
 
-    def finished(self) -> Iterator[tuple[Any, Any]]:
+    def iter_results(self) -> Iterator[tuple[Any, Any]]:
         while self._waiting:
             task, work = self._waiting.popleft()
-            yield task, attempted(work, task)
+            yield task, attempt_task(work, task)
 
 
-def no_time_limit(timeout: float) -> OptionError:
+def make_no_timeout_error(timeout: float) -> OptionError:
     """Return the error for a limit that could not be kept: nothing can stop a call that this process itself makes."""
     return OptionError(
         f"Expected an executor that can stop a task, but got timeout={timeout!r} with executor='here', which works in "

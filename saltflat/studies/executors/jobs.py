@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from saltflat.studies.executors.executor import Task
-from saltflat.studies.executors.failure import TRIES, died
-from saltflat.studies.executors.parcels import Parcel
+from saltflat.studies.executors.failure import TRIES, make_death_failure
+from saltflat.studies.executors.parcels import PackedWork
 
 
 @dataclass(eq=False)
@@ -25,14 +25,14 @@ class Job:
     """
 
     task: Task
-    parcel: Parcel
+    parcel: PackedWork
     content: bytes
     timeout: float | None = None
     deaths: int = 0
     losses: int = 0
 
 
-class Jobs:
+class JobQueue:
     """Jobs that wait, in the order they are to be done, and results that nobody has taken yet.
 
     The death of a worker says little about its task: the system may have killed it for memory that other tasks took.
@@ -53,14 +53,14 @@ class Jobs:
         self._waiting.clear()
         self._suspects.clear()
 
-    def ready(self, running: int) -> int:
+    def count_ready(self, running: int) -> int:
         """How many jobs may begin now, beside those that run."""
         if self._alone and running:
             return 0
         # A result that is not taken yet may bring further tasks, which come before suspects.
         return len(self._waiting) or int(bool(self._suspects) and not running and not self.done)
 
-    def next(self) -> Job:
+    def pop_next(self) -> Job:
         """The first of those that are ready."""
         self._alone = not self._waiting
         return self._waiting.popleft() if self._waiting else self._suspects.popleft()
@@ -68,15 +68,15 @@ class Jobs:
     def finish(self, job: Job, result: Any) -> None:
         self.done.append((job.task, result))
 
-    def bury(self, job: Job, how: str) -> None:
+    def record_death(self, job: Job, how: str) -> None:
         """Take back a job whose worker died; how it did, in words that follow "a worker process that"."""
         job.deaths += 1
         if job.deaths >= TRIES:
-            self.finish(job, died(how))
+            self.finish(job, make_death_failure(how))
         else:
-            self.again(job)
+            self.retry(job)
 
-    def again(self, job: Job) -> None:
+    def retry(self, job: Job) -> None:
         """Take back a job that is to be tried once more."""
         if job.deaths == TRIES - 1:
             self._suspects.append(job)

@@ -17,19 +17,24 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from saltflat.errors import OptionError, first_line
+from saltflat.errors import OptionError, format_error_line
 from saltflat.studies.executors.executor import Executor, Session, Task
-from saltflat.studies.executors.failure import ExecutorError, closed, lost, timed_out
-from saltflat.studies.executors.guard import Guard
-from saltflat.studies.executors.jobs import Job, Jobs
-from saltflat.studies.executors.parcels import KEPT, Outbox, not_sent, unpacked_result
-from saltflat.studies.executors.worker import serve
+from saltflat.studies.executors.failure import (
+    ExecutorError,
+    make_closed_session_error,
+    make_loss_error,
+    make_timeout_failure,
+)
+from saltflat.studies.executors.guard import ProcessGuard
+from saltflat.studies.executors.jobs import Job, JobQueue
+from saltflat.studies.executors.parcels import KEPT, WorkPacker, make_send_failure, unpack_result
+from saltflat.studies.executors.worker import serve_tasks
 
 STARTS = 3  # so many workers in a row may die before they are ready
 LONGEST_WAIT = 3600.0  # seconds; the system refuses to wait for weeks at once
 
 
-class Processes(Executor):
+class ProcessExecutor(Executor):
     """In local worker processes, as many at a time as there are cores, or ``workers``; each has its share of threads.
 
     A worker that dies (killed, out of memory) takes only its task with it, which is tried three times in all, the last
@@ -45,23 +50,23 @@ class Processes(Executor):
             raise OptionError(
                 f"Got workers={workers!r}. Want a whole number from 1. Do: leave it out for one per core."
             )
-        self.workers = workers or cores()
+        self.workers = workers or count_cores()
 
-    def open(self) -> Session:
-        return _Session(self.workers)
+    def open_session(self) -> Session:
+        return _ProcessSession(self.workers)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Worker:
+class _WorkerProcess:
     def __init__(self, threads: int) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         # Spawned, never forked: a fork copies torch's locks without the threads that would open them.
-        self.process = SpawnProcess(target=serve, args=(theirs, threads))
-        with _interrupts_later():
+        self.process = SpawnProcess(target=serve_tasks, args=(theirs, threads))
+        with _block_interrupts():
             self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
@@ -71,7 +76,7 @@ class _Worker:
         self.deadline = math.inf  # on the clock of time.monotonic
         self.knows: deque[str] = deque(maxlen=KEPT)  # the same works that its Inbox keeps
 
-    def give(self, job: Job) -> None:
+    def send_job(self, job: Job) -> None:
         self.job, number = job, job.parcel.number
         self.deadline = math.inf if job.timeout is None else time.monotonic() + job.timeout
         content = None if number in self.knows else job.parcel.content
@@ -79,21 +84,21 @@ class _Worker:
             self.knows.append(number)
         self.connection.send_bytes(pickle.dumps((number, content, job.content)))
 
-    def heard(self) -> bytes:
+    def receive(self) -> bytes:
         # Its last words first: it may have answered and died then.
         if not self.connection.poll():
             raise EOFError
         return self.connection.recv_bytes()
 
 
-class _Session(Session):
+class _ProcessSession(Session):
     def __init__(self, workers: int) -> None:
-        self._most, self._threads = workers, max(1, cores() // workers)
-        self._outbox, self._jobs = Outbox(), Jobs()
-        self._workers: list[_Worker] = []
+        self._most, self._threads = workers, max(1, count_cores() // workers)
+        self._outbox, self._jobs = WorkPacker(), JobQueue()
+        self._workers: list[_WorkerProcess] = []
         self._died_starting = 0
         self._open = True
-        self._guard = Guard()
+        self._guard = ProcessGuard()
         atexit.register(self._close)  # of a session that nobody closed: Python would wait for the workers for ever
 
     @property
@@ -107,81 +112,83 @@ class _Session(Session):
         self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
     ) -> None:
         if not self._open:
-            raise closed(task.key)
+            raise make_closed_session_error(task.key)
         try:
-            job = Job(task, self._outbox.parcel(work), pickle.dumps(task), timeout)
+            job = Job(task, self._outbox.pack(work), pickle.dumps(task), timeout)
         except Exception as error:
-            self._jobs.done.append((task, not_sent(error)))
+            self._jobs.done.append((task, make_send_failure(error)))
             return
         self._jobs.add(job, soon)
-        self._hand_out()
+        self._assign_jobs()
 
-    def finished(self) -> Iterator[tuple[Any, Any]]:
+    def iter_results(self) -> Iterator[tuple[Any, Any]]:
         while True:
-            self._hand_out()
+            self._assign_jobs()
             if self._jobs.done:
                 yield self._jobs.done.popleft()
-            elif self._running or self._jobs.ready(0):
-                self._listen()
+            elif self._num_running or self._jobs.count_ready(0):
+                self._wait_for_workers()
             else:
                 return
 
     @property
-    def _running(self) -> int:
+    def _num_running(self) -> int:
         return sum(worker.job is not None for worker in self._workers)
 
-    def _hand_out(self) -> None:
+    def _assign_jobs(self) -> None:
         for worker in [each for each in self._workers if each.ready and not each.job]:
-            if self._jobs.ready(self._running):
+            if self._jobs.count_ready(self._num_running):
                 try:
-                    worker.give(self._jobs.next())
+                    worker.send_job(self._jobs.pop_next())
                 except OSError:
-                    self._bury(worker)
+                    self._handle_dead_worker(worker)
         starting = sum(not worker.ready for worker in self._workers)
-        for _ in range(min(self._jobs.ready(self._running) - starting, self._most - len(self._workers))):
-            self._start()
+        for _ in range(min(self._jobs.count_ready(self._num_running) - starting, self._most - len(self._workers))):
+            self._start_worker()
 
-    def _start(self) -> None:
+    def _start_worker(self) -> None:
         try:
-            worker = _Worker(self._threads)
+            worker = _WorkerProcess(self._threads)
         except OSError as error:
-            raise lost("worker processes", f"a new one cannot be started ({first_line(error)})") from error
+            raise make_loss_error(
+                "worker processes", f"a new one cannot be started ({format_error_line(error)})"
+            ) from error
         self._guard.watch(worker.pid)
         self._workers.append(worker)
 
-    def _listen(self) -> None:
+    def _wait_for_workers(self) -> None:
         """Wait until a worker says something or dies, or its time is over."""
         heard_from = [each for worker in self._workers for each in (worker.connection, worker.process.sentinel)]
         patience = min(worker.deadline for worker in self._workers) - time.monotonic()
         said = set(wait(heard_from, min(max(0.0, patience), LONGEST_WAIT)))
         for worker in [each for each in self._workers if said & {each.connection, each.process.sentinel}]:
             try:
-                message = worker.heard()
+                message = worker.receive()
             except (EOFError, OSError):
-                self._bury(worker)
+                self._handle_dead_worker(worker)
                 continue
             if worker.job:
-                self._jobs.finish(worker.job, unpacked_result(message))
+                self._jobs.finish(worker.job, unpack_result(message))
                 worker.job, worker.deadline = None, math.inf
             worker.ready, self._died_starting = True, 0
         for worker in [each for each in self._workers if each.deadline <= time.monotonic()]:
             assert worker.job is not None
             assert worker.job.timeout is not None
-            self._jobs.finish(worker.job, timed_out(worker.job.timeout))
-            self._end(worker)
+            self._jobs.finish(worker.job, make_timeout_failure(worker.job.timeout))
+            self._stop_worker(worker)
 
-    def _end(self, worker: _Worker) -> None:
+    def _stop_worker(self, worker: _WorkerProcess) -> None:
         self._workers.remove(worker)
         self._guard.forget(worker.pid)
         worker.process.kill()
         worker.process.join()
         worker.connection.close()
 
-    def _bury(self, worker: _Worker) -> None:
-        self._end(worker)
-        how = _how(worker.process.exitcode)
+    def _handle_dead_worker(self, worker: _WorkerProcess) -> None:
+        self._stop_worker(worker)
+        how = _format_exit(worker.process.exitcode)
         if worker.job:
-            self._jobs.bury(worker.job, how)
+            self._jobs.record_death(worker.job, how)
         elif not worker.ready:
             self._died_starting += 1
             if self._died_starting >= STARTS:
@@ -200,12 +207,12 @@ class _Session(Session):
             worker.connection.close()  # which tells those without a task to go
         for worker in list(self._workers):
             worker.process.join(5.0)
-            self._end(worker)
+            self._stop_worker(worker)
         self._jobs.clear()
         self._guard.close()
 
 
-def _how(exitcode: int | None) -> str:
+def _format_exit(exitcode: int | None) -> str:
     if exitcode is None or exitcode >= 0:
         return f"ended with exit code {exitcode}"
     name = signal.Signals(-exitcode).name
@@ -213,7 +220,7 @@ def _how(exitcode: int | None) -> str:
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """A worker inherits that SIGINT is held back, until it has said that it ignores it."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -15,14 +15,21 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from saltflat.errors import OptionError, first_line
+from saltflat.errors import OptionError, format_error_line
 from saltflat.studies.executors import ray_driver
 from saltflat.studies.executors.executor import Executor, Session, Task
-from saltflat.studies.executors.failure import TRIES, ExecutorError, Failure, closed, lost, timed_out
-from saltflat.studies.executors.guard import Guard
-from saltflat.studies.executors.jobs import Job, Jobs
-from saltflat.studies.executors.parcels import KEPT, Outbox, not_found, not_sent, unpacked_result
-from saltflat.studies.executors.processes import cores
+from saltflat.studies.executors.failure import (
+    TRIES,
+    ExecutorError,
+    Failure,
+    make_closed_session_error,
+    make_loss_error,
+    make_timeout_failure,
+)
+from saltflat.studies.executors.guard import ProcessGuard
+from saltflat.studies.executors.jobs import Job, JobQueue
+from saltflat.studies.executors.parcels import KEPT, WorkPacker, make_import_failure, make_send_failure, unpack_result
+from saltflat.studies.executors.processes import count_cores
 
 START = 180.0  # seconds that Ray may take to start or to connect; its own limits are shorter, but do not cover all
 STOP = 10.0  # and that it may take to stop
@@ -30,7 +37,7 @@ ENDED = "Ray ended the process that was connected to it, as it does when the nod
 DISCONNECTED = (EOFError, OSError, pickle.UnpicklingError)  # of a pipe whose other end is gone
 
 
-class Ray(Executor):
+class RayExecutor(Executor):
     """On a Ray cluster: each task is a Ray task with its own resources, results come back as they finish.
 
     A task whose worker process dies is tried three times in all, the last time with no other task of the session beside
@@ -69,32 +76,32 @@ class Ray(Executor):
             )
         self.address, self.workers, self.grows, self.runtime_env = address, workers, grows, runtime_env
 
-    def open(self) -> Session:
-        ray = _imported()
+    def open_session(self) -> Session:
+        ray = _import_ray()
         address, runtime_env = self.address, self.runtime_env
         if address is None and ray.is_initialized():
-            address = _address_of(ray)
+            address = _get_cluster_address(ray)
             runtime_env = runtime_env or ray.get_runtime_context().runtime_env
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is not None:
             _check_reachable(address)
         setup = {
             "address": address,
-            "cpus": self.workers or cores(),
+            "cpus": self.workers or count_cores(),
             "runtime_env": dict(runtime_env or {}),
             "grows": self.grows,
             "paths": list(dict.fromkeys(os.path.abspath(path) for path in sys.path)),
             "keep": KEPT,
         }
-        return _Session(ray.cloudpickle.dumps, setup)
+        return _RaySession(ray.cloudpickle.dumps, setup)
 
 
-class _Driver:
+class _DriverProcess:
     """The process that is connected to Ray; see :mod:`saltflat.studies.executors.ray_driver`."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self.address: str | None = setup["address"]
-        self._guard = Guard()
+        self._guard = ProcessGuard()
         # -P: our own folder is not searched for modules, or `import ray` would find this file. In a session of its own
         # with all that Ray starts: Ctrl-C in a terminal does not reach them, and a guard finds them all.
         self._process = subprocess.Popen(
@@ -109,28 +116,28 @@ class _Driver:
         late.daemon = True
         late.start()
         try:
-            self.tell(setup)
-            word, said = self.hear()
+            self.send(setup)
+            word, said = self.receive()
             if word == "refused":
-                raise _no_answer(self.address, said)
+                raise _make_connection_error(self.address, said)
             self.cpus: int = said
         except DISCONNECTED as error:
             self.close(0.0)
             took = time.monotonic() - began
             said = f"none within {START:g} seconds" if took >= START else "no answer: Ray ended the process that asked"
-            raise _no_answer(self.address, said) from error
+            raise _make_connection_error(self.address, said) from error
         except BaseException:
             self.close(0.0)
             raise
         finally:
             late.cancel()
 
-    def tell(self, command: Mapping[str, Any]) -> None:
+    def send(self, command: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         pickle.dump(command, self._process.stdin)
         self._process.stdin.flush()
 
-    def hear(self) -> tuple[Any, ...]:
+    def receive(self) -> tuple[Any, ...]:
         """Wait for the next answer."""
         assert self._process.stdout is not None
         answer: tuple[Any, ...] = pickle.load(self._process.stdout)
@@ -149,13 +156,13 @@ class _Driver:
         self._process.stdout.close()
 
 
-class _Session(Session):
+class _RaySession(Session):
     def __init__(self, dumps: Callable[[Any], bytes], setup: Mapping[str, Any]) -> None:
-        self._dumps, self._outbox, self._jobs = dumps, Outbox(dumps), Jobs()
+        self._dumps, self._outbox, self._jobs = dumps, WorkPacker(dumps), JobQueue()
         self._running: dict[int, Job] = {}
         self._numbers = count()
         self._knows: deque[str] = deque(maxlen=KEPT)  # the same works that the driver keeps
-        self._driver = _Driver(setup)
+        self._driver = _DriverProcess(setup)
         self._open = True
 
     @property
@@ -174,28 +181,28 @@ class _Session(Session):
         self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
     ) -> None:
         if not self._open:
-            raise closed(task.key)
+            raise make_closed_session_error(task.key)
         try:
-            job = Job(task, self._outbox.parcel(work), self._dumps(task), timeout)
+            job = Job(task, self._outbox.pack(work), self._dumps(task), timeout)
         except Exception as error:
-            self._jobs.done.append((task, not_sent(error)))
+            self._jobs.done.append((task, make_send_failure(error)))
             return
         self._jobs.add(job, soon)
-        self._hand_out()
+        self._assign_jobs()
 
-    def finished(self) -> Iterator[tuple[Any, Any]]:
+    def iter_results(self) -> Iterator[tuple[Any, Any]]:
         while True:
-            self._hand_out()
+            self._assign_jobs()
             if self._jobs.done:
                 yield self._jobs.done.popleft()
             elif self._running:
-                self._listen()
+                self._wait_for_answer()
             else:
                 return
 
-    def _hand_out(self) -> None:
-        while len(self._running) < self.at_once and self._jobs.ready(len(self._running)):
-            job, number = self._jobs.next(), next(self._numbers)
+    def _assign_jobs(self) -> None:
+        while len(self._running) < self.at_once and self._jobs.count_ready(len(self._running)):
+            job, number = self._jobs.pop_next(), next(self._numbers)
             self._running[number] = job
             content = None if job.parcel.number in self._knows else job.parcel.content
             if content is not None:
@@ -209,58 +216,58 @@ class _Session(Session):
                 "timeout": job.timeout,
             }
             try:
-                self._driver.tell(command)
+                self._driver.send(command)
             except DISCONNECTED as error:
-                raise self._lost(ENDED) from error
+                raise self._make_loss_error(ENDED) from error
 
-    def _listen(self) -> None:
+    def _wait_for_answer(self) -> None:
         """Wait until a task is done or given up."""
         try:
-            word, *said = self._driver.hear()
+            word, *said = self._driver.receive()
         except DISCONNECTED as error:
-            raise self._lost(ENDED) from error
+            raise self._make_loss_error(ENDED) from error
         if word == "gone":
-            raise self._lost(*said)
+            raise self._make_loss_error(*said)
         if word == "cpus":
             (self._driver.cpus,) = said
             return
         job = self._running.pop(said[0])
         match word, *said[1:]:
             case "result", content:
-                self._jobs.finish(job, unpacked_result(content))
+                self._jobs.finish(job, unpack_result(content))
             case "failed", error:
                 self._jobs.finish(job, Failure(error))
             case "not found", error, traceback:
-                self._jobs.finish(job, not_found(error, traceback))
+                self._jobs.finish(job, make_import_failure(error, traceback))
             case ("timed out",):
                 assert job.timeout is not None
-                self._jobs.finish(job, timed_out(job.timeout))
+                self._jobs.finish(job, make_timeout_failure(job.timeout))
             case "died", error:
-                self._jobs.bury(job, f"ended ({error})")
+                self._jobs.record_death(job, f"ended ({error})")
             case "lost", error:
                 job.losses += 1
                 if job.losses >= TRIES:
-                    raise self._lost(error)
+                    raise self._make_loss_error(error)
                 self._knows.clear()  # the work may have been lost with it
-                self._jobs.again(job)
+                self._jobs.retry(job)
 
-    def _lost(self, why: str) -> ExecutorError:
+    def _make_loss_error(self, why: str) -> ExecutorError:
         address = self._driver.address
-        return lost("a local Ray cluster" if address is None else f"the Ray cluster at {address!r}", why)
+        return make_loss_error("a local Ray cluster" if address is None else f"the Ray cluster at {address!r}", why)
 
 
-def _imported() -> Any:
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
         raise ExecutorError(
-            f"Got the executor 'ray', and Ray cannot be imported: {first_line(error)}. Want it installed. "
+            f"Got the executor 'ray', and Ray cannot be imported: {format_error_line(error)}. Want it installed. "
             "Do: pip install ray, or use executor='processes'."
         ) from error
     return ray
 
 
-def _address_of(ray: Any) -> str:
+def _get_cluster_address(ray: Any) -> str:
     """The address of the cluster that this process is connected to."""
     if ray.util.client.ray.is_connected():
         raise ExecutorError(
@@ -278,10 +285,10 @@ def _check_reachable(address: str) -> None:
         try:
             socket.create_connection((host, int(port)), timeout=10.0).close()
         except OSError as error:
-            raise _no_answer(address, first_line(error)) from error
+            raise _make_connection_error(address, format_error_line(error)) from error
 
 
-def _no_answer(address: str | None, said: str) -> ExecutorError:
+def _make_connection_error(address: str | None, said: str) -> ExecutorError:
     if address is None:
         return ExecutorError(
             f"Expected a local Ray cluster to start, but got {said}. Try again when the machine is less busy, with "

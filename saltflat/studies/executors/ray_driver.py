@@ -19,7 +19,7 @@ from uuid import uuid4
 NAMES = {"cpus": "CPU", "gpus": "GPU"}  # ours and Ray's
 
 
-class Driver:
+class RayDriver:
     """Starts tasks, and tells what becomes of them.
 
     Args:
@@ -40,26 +40,26 @@ class Driver:
 
     def __init__(self, ray: Any, answer: Callable[[tuple[Any, ...]], None], paths: Sequence[str], grows: bool) -> None:
         self.ray, self.answer, self.paths, self.grows = ray, answer, paths, grows
-        self.remote = ray.remote(_run)
+        self.remote = ray.remote(_run_remotely)
         self.works: dict[str, Any] = {}  # that lie in the cluster
         self.seen: list[Mapping[str, float]] = []  # what machines have, or had
         self.cpus = 0
 
-    def count(self) -> None:
+    def report_cpus(self) -> None:
         """Tell how many cores there are, where it is news."""
         cpus = int(self.ray.cluster_resources().get("CPU", 1))
         if cpus != self.cpus:
             self.cpus = cpus
             self.answer(("cpus", cpus))
 
-    def put(self, number: str, content: bytes, keep: int) -> None:
+    def store_work(self, number: str, content: bytes, keep: int) -> None:
         """Lay work into the cluster, in place of the oldest where there are too many."""
         self.works.pop(number, None)
         while len(self.works) >= keep:
             del self.works[next(iter(self.works))]
         self.works[number] = self.ray.put(content)
 
-    def start(
+    def start_task(
         self,
         job: int,
         number: str,
@@ -69,8 +69,8 @@ class Driver:
         then: Callable[[Any], None],
     ) -> None:
         """Start a task, and call ``then`` with its future once it has ended."""
-        needs = needed(resources)
-        if not self.grows and not self._fits(job, needs):
+        needs = fill_resources(resources)
+        if not self.grows and not self._check_resources(job, needs):
             return
         mark = f"saltflat-{uuid4().hex}"
         cpus, gpus = needs.pop("cpus"), needs.pop("gpus")
@@ -79,7 +79,7 @@ class Driver:
             remote = self.remote.options(num_cpus=cpus, num_gpus=gpus, resources=needs or None, max_retries=0)
         except (TypeError, ValueError) as error:
             text = (
-                f"Got the resources {dict(resources)}: {_first_line(error)}. Want numbers that Ray takes. "
+                f"Got the resources {dict(resources)}: {_format_first_line(error)}. Want numbers that Ray takes. "
                 "Do: cpus and gpus from 0, whole numbers above 1."
             )
             self.answer(("failed", job, text))
@@ -87,13 +87,13 @@ class Driver:
         reference = remote.remote(self.paths, max(1, int(cpus)), number, self.works[number], task, timeout, mark)
         reference.future().add_done_callback(lambda future: then((job, mark, future)))
 
-    def _fits(self, job: int, needs: Mapping[str, float]) -> bool:
+    def _check_resources(self, job: int, needs: Mapping[str, float]) -> bool:
         machines = [each["Resources"] for each in self.ray.nodes() if each["Alive"]]
         self.seen += [each for each in machines if each not in self.seen]
-        if _fit(machines, needs):
+        if _has_resources(machines, needs):
             return True
         asked = {NAMES.get(name, name): amount for name, amount in needs.items()}
-        if _fit(self.seen, needs):
+        if _has_resources(self.seen, needs):
             self.answer(("gone", f"no machine is left of those that had {asked}"))
             return False
         most = {name: max((has.get(name, 0) for has in machines), default=0) for name in asked}
@@ -105,7 +105,7 @@ class Driver:
         self.answer(("failed", job, text))
         return False
 
-    def finish(self, job: int, mark: str, future: Any) -> None:
+    def report_result(self, job: int, mark: str, future: Any) -> None:
         """Tell how a task ended."""
         errors = self.ray.exceptions
         error = future.exception()
@@ -114,16 +114,16 @@ class Driver:
         if error is None:
             self.answer(("result", job, future.result()))
         elif isinstance(error, errors.RayTaskError):  # before the work began: saltflat itself is not there
-            self.answer(("not found", job, _first_line(error.cause or error), str(error)))
+            self.answer(("not found", job, _format_first_line(error.cause or error), str(error)))
         elif isinstance(error, errors.WorkerCrashedError | errors.OutOfMemoryError):
-            late = self._marked(mark)
-            self.answer(("timed out", job) if late else ("died", job, _first_line(error)))
+            late = self._pop_timeout_mark(mark)
+            self.answer(("timed out", job) if late else ("died", job, _format_first_line(error)))
         elif isinstance(error, errors.LocalRayletDiedError):
-            self.answer(("gone", _first_line(error)))
+            self.answer(("gone", _format_first_line(error)))
         else:  # of Ray's other errors none is of the task
-            self.answer(("lost", job, _first_line(error)))
+            self.answer(("lost", job, _format_first_line(error)))
 
-    def _marked(self, mark: str) -> bool:
+    def _pop_timeout_mark(self, mark: str) -> bool:
         """Whether the worker ended itself at the time limit; it says so in the cluster's own store."""
         from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
 
@@ -133,21 +133,21 @@ class Driver:
         return found
 
 
-def needed(resources: Mapping[str, float]) -> dict[str, float]:
+def fill_resources(resources: Mapping[str, float]) -> dict[str, float]:
     """What a task needs where it does not say all.
 
     Example:
-        >>> needed({"gpus": 0.5})
+        >>> fill_resources({"gpus": 0.5})
         {'cpus': 1, 'gpus': 0.5}
     """
     return {"cpus": 1, "gpus": 0, **resources}
 
 
-def _fit(machines: Sequence[Mapping[str, float]], needs: Mapping[str, float]) -> bool:
+def _has_resources(machines: Sequence[Mapping[str, float]], needs: Mapping[str, float]) -> bool:
     return any(all(has.get(NAMES.get(name, name), 0) >= amount for name, amount in needs.items()) for has in machines)
 
 
-def _run(
+def _run_remotely(
     paths: Sequence[str], threads: int, number: str, work: bytes, task: bytes, timeout: float | None, mark: str
 ) -> bytes:
     # Of the program itself, and so sent as code: a worker can run it before it knows where saltflat is.
@@ -156,14 +156,14 @@ def _run(
     sys.path.extend(path for path in paths if path not in sys.path)
     from saltflat.studies.executors import ray_worker
 
-    return ray_worker.answered(threads, number, work, task, timeout, mark)
+    return ray_worker.run_remote_task(threads, number, work, task, timeout, mark)
 
 
-def _first_line(error: BaseException) -> str:
+def _format_first_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[0].strip().splitlines()[0].removeprefix("ray.exceptions.")
 
 
-def _connect(ray: Any, address: str | None, cpus: int, runtime_env: Mapping[str, Any]) -> None:
+def _connect_ray(ray: Any, address: str | None, cpus: int, runtime_env: Mapping[str, Any]) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": dict(runtime_env)}
     if address is None:
         # A cluster that is started here tells nobody of it, unless the user's environment says so.
@@ -173,7 +173,7 @@ def _connect(ray: Any, address: str | None, cpus: int, runtime_env: Mapping[str,
         ray.init(address=address, **quiet)
 
 
-def _pipes() -> tuple[BinaryIO, BinaryIO]:
+def _open_pipes() -> tuple[BinaryIO, BinaryIO]:
     """The pipes to and from the study, out of reach of what else reads and prints in this process."""
     commands, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -184,9 +184,9 @@ def _pipes() -> tuple[BinaryIO, BinaryIO]:
 
 def main() -> None:
     """Do what the study says until it has no more to say."""
-    commands, answers = _pipes()
+    commands, answers = _open_pipes()
 
-    def answer(words: tuple[Any, ...]) -> None:
+    def send_answer(words: tuple[Any, ...]) -> None:
         pickle.dump(words, answers)
         answers.flush()
 
@@ -195,35 +195,35 @@ def main() -> None:
     try:
         import ray
 
-        _connect(ray, setup["address"], setup["cpus"], setup["runtime_env"])
-        driver = Driver(ray, answer, setup["paths"], setup["grows"])
-        driver.count()
+        _connect_ray(ray, setup["address"], setup["cpus"], setup["runtime_env"])
+        driver = RayDriver(ray, send_answer, setup["paths"], setup["grows"])
+        driver.report_cpus()
     except Exception as error:  # Ray has many kinds, the plainest among them
-        answer(("refused", _first_line(error)))
+        send_answer(("refused", _format_first_line(error)))
         return
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def read() -> None:
+    def read_commands() -> None:
         try:
             while True:
                 events.put(pickle.load(commands))
         except Exception:  # the end, or half a command of a study that was killed
             events.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=read_commands, daemon=True).start()
     while (event := events.get()) is not None:
         try:
             if isinstance(event, dict):
                 if event["work"] is not None:
-                    driver.put(event["number"], event["work"], setup["keep"])
-                driver.start(
+                    driver.store_work(event["number"], event["work"], setup["keep"])
+                driver.start_task(
                     event["job"], event["number"], event["task"], event["resources"], event["timeout"], events.put
                 )
             else:
-                driver.finish(*event)
-                driver.count()
+                driver.report_result(*event)
+                driver.report_cpus()
         except Exception as error:
-            answer(("gone", _first_line(error)))
+            send_answer(("gone", _format_first_line(error)))
     ray.shutdown()
 
 

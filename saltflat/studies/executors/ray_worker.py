@@ -8,27 +8,27 @@ from functools import cache
 
 import torch
 
-from saltflat.studies.executors.parcels import Inbox
+from saltflat.studies.executors.parcels import TaskRunner
 
 
-def answered(threads: int, number: str, work: bytes, task: bytes, timeout: float | None, mark: str) -> bytes:
+def run_remote_task(threads: int, number: str, work: bytes, task: bytes, timeout: float | None, mark: str) -> bytes:
     """The packed result of a task, with as many threads as the cores it asked for.
 
     Only this process knows when the work began. At the time limit it leaves a mark for the driver and ends itself.
     """
     torch.set_num_threads(threads)
     if timeout is None:
-        return _inbox().answer(number, work, task)
-    clock = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _end, (mark,))
+        return _get_task_runner().run_task(number, work, task)
+    clock = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _end_process, (mark,))
     clock.daemon = True
     clock.start()
     try:
-        return _inbox().answer(number, work, task)
+        return _get_task_runner().run_task(number, work, task)
     finally:
         clock.cancel()
 
 
-def _end(mark: str) -> None:
+def _end_process(mark: str) -> None:
     from ray.experimental.internal_kv import _internal_kv_put
 
     try:
@@ -38,8 +38,8 @@ def _end(mark: str) -> None:
 
 
 @cache
-def _inbox() -> Inbox:
+def _get_task_runner() -> TaskRunner:
     """Of this process, to which Ray gives many tasks."""
     from ray import cloudpickle
 
-    return Inbox(cloudpickle.dumps)
+    return TaskRunner(cloudpickle.dumps)

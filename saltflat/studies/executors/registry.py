@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from saltflat.errors import OptionError, unknown
+from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.studies.executors.executor import Executor
-from saltflat.studies.executors.here import Here
-from saltflat.studies.executors.processes import Processes
-from saltflat.studies.executors.ray import Ray
+from saltflat.studies.executors.here import LocalExecutor
+from saltflat.studies.executors.processes import ProcessExecutor
+from saltflat.studies.executors.ray import RayExecutor
 
-EXECUTORS: dict[str, type[Executor]] = {each.name: each for each in (Here, Processes, Ray)}
+EXECUTORS: dict[str, type[Executor]] = {each.name: each for each in (LocalExecutor, ProcessExecutor, RayExecutor)}
 
 
-def executor_named(name: str, *, workers: int | None = None, address: str | None = None, **options: Any) -> Executor:
+def make_executor(name: str, *, workers: int | None = None, address: str | None = None, **options: Any) -> Executor:
     """The executor of this name: ``here``, ``processes`` or ``ray``.
 
     Args:
@@ -24,15 +24,15 @@ def executor_named(name: str, *, workers: int | None = None, address: str | None
         options: what else the executor takes.
 
     Example:
-        >>> executor_named("processes", workers=2).name
+        >>> make_executor("processes", workers=2).name
         'processes'
-        >>> executor_named("proceses")
+        >>> make_executor("proceses")
         Traceback (most recent call last):
         saltflat.errors.UnknownNameError: Got the executor 'proceses', which does not exist. Want one of: here,
         processes, ray. Do: use 'processes'.
     """
     if name not in EXECUTORS:
-        raise unknown("executor", name, EXECUTORS)
+        raise make_unknown_name_error("executor", name, EXECUTORS)
     executor = EXECUTORS[name]
     given = {
         key: value for key, value in {"workers": workers, "address": address, **options}.items() if value is not None

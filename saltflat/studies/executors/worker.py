@@ -8,21 +8,21 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from saltflat.studies.executors.parcels import Inbox
+from saltflat.studies.executors.parcels import TaskRunner
 
 
-def serve(connection: Connection, threads: int) -> None:
+def serve_tasks(connection: Connection, threads: int) -> None:
     """Answer one task after another until the other side is gone."""
     # Ctrl-C reaches every process of the terminal. The parent decides what it means, and stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(min(threads, torch.get_num_threads()))  # fewer where OMP_NUM_THREADS says so
-    inbox = Inbox()
+    inbox = TaskRunner()
     try:
         connection.send_bytes(b"ready")
         while True:
             number, content, task = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(inbox.answer(number, content, task))
+            connection.send_bytes(inbox.run_task(number, content, task))
     except (EOFError, OSError):
         return

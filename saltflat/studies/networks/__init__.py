@@ -1,6 +1,6 @@
 """Ready-made networks: one file per family, found by name.
 
-    @network_named("mlp", "linear layers with ReLU between them")
+    @register_network("mlp", "linear layers with ReLU between them")
     def mlp(shape: tuple[int, ...], classes: int, *, width: int = 64, depth: int = 2) -> nn.Module: ...
 
 The keyword arguments are what a study may vary. A study names its own network as ``package.module:function``; the
@@ -18,15 +18,15 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from saltflat.errors import ModelError, OptionError, unknown
-from saltflat.readers.factory import named
+from saltflat.errors import ModelError, OptionError, make_unknown_name_error
+from saltflat.readers.factory import import_object
 
 Make: TypeAlias = Callable[..., nn.Module]
-NETWORKS: dict[str, Network] = {}
+NETWORKS: dict[str, NetworkFactory] = {}
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkFactory:
     """A way to make networks.
 
     Attributes:
@@ -46,7 +46,7 @@ class Network:
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return {each.name: each.default for each in parameters if each.kind not in kinds}
 
-    def check(self, architecture: Mapping[str, Any]) -> None:
+    def check_architecture(self, architecture: Mapping[str, Any]) -> None:
         """Refuse arguments that the network does not take."""
         kinds = {each.kind for each in inspect.signature(self.make).parameters.values()}
         for name in architecture:
@@ -57,11 +57,11 @@ class Network:
                     f"Got {name!r} for the network {self.name!r}, which takes no arguments. Want none. "
                     f"Do: leave {name!r} out, or check whether it is a misspelt setting of training."
                 )
-            raise unknown(f"argument of the network {self.name!r}", name, self.arguments)
+            raise make_unknown_name_error(f"argument of the network {self.name!r}", name, self.arguments)
 
-    def made(self, shape: tuple[int, ...], classes: int, architecture: Mapping[str, Any]) -> nn.Module:
+    def build_model(self, shape: tuple[int, ...], classes: int, architecture: Mapping[str, Any]) -> nn.Module:
         """A network for inputs of this shape."""
-        self.check(architecture)
+        self.check_architecture(architecture)
         try:
             model = self.make(shape, classes, **architecture)
         except TypeError as error:
@@ -77,33 +77,33 @@ class Network:
         return model
 
 
-def network_named(name: str, meaning: str) -> Callable[[Make], Make]:
+def register_network(name: str, meaning: str) -> Callable[[Make], Make]:
     """Register a function that makes networks."""
 
     def register(make: Make) -> Make:
-        NETWORKS[name] = Network(name, meaning, make)
+        NETWORKS[name] = NetworkFactory(name, meaning, make)
         return make
 
     return register
 
 
-def is_own_code(name: str) -> bool:
+def is_user_function(name: str) -> bool:
     """Whether a network's name is that of a function to import, not of one that is ready-made."""
     return ":" in name
 
 
-def network(name: str) -> Network:
+def find_network(name: str) -> NetworkFactory:
     """The network of this name, or of the user's own function ``package.module:function``."""
-    if is_own_code(name):
-        make = named(name, "network")
+    if is_user_function(name):
+        make = import_object(name, "network")
         if not callable(make):
             raise OptionError(
                 f"Got {name!r} as the network, a {type(make).__name__}. Want a function that makes one. "
                 "Do: name the function."
             )
-        return Network(name, "the user's own", make)
+        return NetworkFactory(name, "the user's own", make)
     if name not in NETWORKS:
-        raise unknown("network", name, NETWORKS)
+        raise make_unknown_name_error("network", name, NETWORKS)
     return NETWORKS[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from saltflat.errors import ModelError
 
 
-def image(shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int, int, int]:
+def check_image_shape(shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int, int, int]:
     """Channels, height and width, if that is what the shape is."""
     if len(shape) != 3 or min(shape[1:]) < least:
         raise ModelError(

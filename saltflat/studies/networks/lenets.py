@@ -8,20 +8,20 @@ from itertools import pairwise
 from torch import nn
 
 from saltflat.studies.dropout import Dropout
-from saltflat.studies.networks import network_named
-from saltflat.studies.networks.images import image
+from saltflat.studies.networks import register_network
+from saltflat.studies.networks.images import check_image_shape
 
 KERNEL = 5
 # Two convolutions of 5 x 5 without padding, each halved, leave one pixel of 16; smaller images are padded.
 UNPADDED = 16
 
 
-@network_named("lenet5", "LeNet-5: conv6-pool-conv16-pool-fc120-fc84, 5 x 5, with ReLU")
+@register_network("lenet5", "LeNet-5: conv6-pool-conv16-pool-fc120-fc84, 5 x 5, with ReLU")
 def lenet5(
     shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (6, 16), units: Sequence[int] = (120, 84)
 ) -> nn.Module:
     """Images smaller than 16 x 16 are padded by two pixels before each convolution. Dropout follows hidden units."""
-    depth, height, width = image(shape, "lenet5", least=4)
+    depth, height, width = check_image_shape(shape, "lenet5", least=4)
     padding = 0 if min(height, width) >= UNPADDED else 2
     first, second = channels
     layers: list[nn.Module] = [
@@ -37,12 +37,12 @@ def lenet5(
     return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 
 
-@network_named("ibayashi_lenet", "LeNet with a first pooling of stride 1 (Ibayashi et al., 2021)")
+@register_network("ibayashi_lenet", "LeNet with a first pooling of stride 1 (Ibayashi et al., 2021)")
 def ibayashi_lenet(
     shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (6, 16, 120), units: int = 84
 ) -> nn.Module:
     """As in the code of the random-label experiment: 5880 numbers go into its linear layers on MNIST."""
-    depth, height, width = image(shape, "ibayashi_lenet", least=15)
+    depth, height, width = check_image_shape(shape, "ibayashi_lenet", least=15)
     first, second, third = channels
     # The pooling of stride 1 takes one pixel, each unpadded convolution four, and the second pooling half.
     height, width = ((side - 1 - 4) // 2 - 4 for side in (height, width))

@@ -10,10 +10,10 @@ from torch import nn
 
 from saltflat.errors import OptionError
 from saltflat.studies.dropout import Dropout
-from saltflat.studies.networks import network_named
+from saltflat.studies.networks import register_network
 
 
-@network_named("mlp", "linear layers with ReLU between them, as wide and deep as asked for")
+@register_network("mlp", "linear layers with ReLU between them, as wide and deep as asked for")
 def mlp(
     shape: tuple[int, ...], classes: int, *, widths: Sequence[int] | None = None, width: int = 64, depth: int = 2
 ) -> nn.Module:
@@ -31,13 +31,13 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 
 
-@network_named("ibayashi_mlp", "512-128-512 hidden units (Ibayashi et al., 2021)")
+@register_network("ibayashi_mlp", "512-128-512 hidden units (Ibayashi et al., 2021)")
 def ibayashi_mlp(shape: tuple[int, ...], classes: int, *, widths: Sequence[int] = (512, 128, 512)) -> nn.Module:
     """The fully connected network of the random-label experiment."""
     return mlp(shape, classes, widths=widths)
 
 
-@network_named("petzka_mlp", "50-50-50-30 hidden units (Petzka et al., 2019)")
+@register_network("petzka_mlp", "50-50-50-30 hidden units (Petzka et al., 2019)")
 def petzka_mlp(shape: tuple[int, ...], classes: int, *, widths: Sequence[int] = (50, 50, 50, 30)) -> nn.Module:
     """The fully connected network of the MNIST experiment."""
     return mlp(shape, classes, widths=widths)

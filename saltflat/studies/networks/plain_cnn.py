@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from saltflat.studies.networks import network_named
-from saltflat.studies.networks.images import image
+from saltflat.studies.networks import register_network
+from saltflat.studies.networks.images import check_image_shape
 
 
-@network_named("cnn6", "six 3 x 3 convolutions, 64-64-pool-128-128-pool-192-192 (Jia and Su, 2020)")
+@register_network("cnn6", "six 3 x 3 convolutions, 64-64-pool-128-128-pool-192-192 (Jia and Su, 2020)")
 def cnn6(shape: tuple[int, ...], classes: int, *, width: int = 64) -> nn.Module:
     """Weights are drawn as He et al. do, biases are zero; ``width`` is that of the first two layers."""
-    channels, *_ = image(shape, "cnn6", least=4)
+    channels, *_ = check_image_shape(shape, "cnn6", least=4)
     layers: list[nn.Module] = []
     for stage in (1, 2, 3):
         if stage > 1:

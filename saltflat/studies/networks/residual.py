@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from saltflat.studies.dropout import Dropout
-from saltflat.studies.networks import network_named
-from saltflat.studies.networks.images import image
+from saltflat.studies.networks import register_network
+from saltflat.studies.networks.images import check_image_shape
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3 x 3 convolutions, each behind BatchNorm and ReLU, beside a shortcut.
 
     Where the shape changes, the shortcut is a 1 x 1 convolution of what the first ReLU gives.
@@ -36,15 +36,17 @@ class Block(nn.Module):
         return beside + branch
 
 
-def residual(shape: tuple[int, ...], classes: int, *, name: str, blocks: int, width: int, factor: int) -> nn.Sequential:
+def build_residual_network(
+    shape: tuple[int, ...], classes: int, *, name: str, blocks: int, width: int, factor: int
+) -> nn.Sequential:
     """Three stages of so many blocks, the second and third with half the side and twice the width."""
-    channels, *_ = image(shape, name, least=4)
+    channels, *_ = check_image_shape(shape, name, least=4)
     layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False)]
     before = width
     for stage in range(3):
         after = width * factor * 2**stage
         for block in range(blocks):
-            layers.append(Block(before, after, stride=2 if stage and not block else 1))
+            layers.append(ResidualBlock(before, after, stride=2 if stage and not block else 1))
             before = after
     layers += [nn.BatchNorm2d(before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)]
     model = nn.Sequential(*layers)
@@ -54,19 +56,19 @@ def residual(shape: tuple[int, ...], classes: int, *, name: str, blocks: int, wi
     return model
 
 
-@network_named("resnet20", "ResNet-20, normalization before convolutions")
+@register_network("resnet20", "ResNet-20, normalization before convolutions")
 def resnet20(shape: tuple[int, ...], classes: int, *, width: int = 16) -> nn.Module:
     """Three stages of three blocks with ``width``, twice and four times as many channels."""
-    return residual(shape, classes, name="resnet20", blocks=3, width=width, factor=1)
+    return build_residual_network(shape, classes, name="resnet20", blocks=3, width=width, factor=1)
 
 
-@network_named("wrn_16_4", "wide ResNet of depth 16, four times as wide")
+@register_network("wrn_16_4", "wide ResNet of depth 16, four times as wide")
 def wrn_16_4(shape: tuple[int, ...], classes: int, *, width: int = 16, factor: int = 4) -> nn.Module:
     """Three stages of two blocks; dropout is between the two convolutions of a block."""
-    return residual(shape, classes, name="wrn_16_4", blocks=2, width=width, factor=factor)
+    return build_residual_network(shape, classes, name="wrn_16_4", blocks=2, width=width, factor=factor)
 
 
-@network_named("wrn_28_2", "wide ResNet of depth 28, twice as wide")
+@register_network("wrn_28_2", "wide ResNet of depth 28, twice as wide")
 def wrn_28_2(shape: tuple[int, ...], classes: int, *, width: int = 16, factor: int = 2) -> nn.Module:
     """Three stages of four blocks; dropout is between the two convolutions of a block."""
-    return residual(shape, classes, name="wrn_28_2", blocks=4, width=width, factor=factor)
+    return build_residual_network(shape, classes, name="wrn_28_2", blocks=4, width=width, factor=factor)

@@ -15,14 +15,14 @@ from pkgutil import iter_modules
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import unknown
+from saltflat.errors import make_unknown_name_error
 from saltflat.studies.recipe import Recipe
 
-OPTIMIZERS: dict[str, Optimizer] = {}
+OPTIMIZERS: dict[str, OptimizerRule] = {}
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerRule:
     """A rule by which gradients change weights.
 
     Attributes:
@@ -42,52 +42,56 @@ class Optimizer:
     step: Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
-def register(optimizer: Optimizer) -> None:
+def register_optimizer(optimizer: OptimizerRule) -> None:
     OPTIMIZERS[optimizer.name] = optimizer
 
 
-def optimizer_named(name: str) -> Optimizer:
+def find_optimizer(name: str) -> OptimizerRule:
     if name not in OPTIMIZERS:
-        raise unknown("optimizer", name, OPTIMIZERS)
+        raise make_unknown_name_error("optimizer", name, OPTIMIZERS)
     return OPTIMIZERS[name]
 
 
-def column(recipes: Sequence[Recipe], setting: str) -> Tensor:
+def stack_setting(recipes: Sequence[Recipe], setting: str) -> Tensor:
     """One setting of every network, in float64."""
     return torch.tensor([float(getattr(recipe, setting)) for recipe in recipes], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepFactors:
     """The factors of every step of an epoch, on the device and in the precision of the weights."""
 
-    optimizer: Optimizer
+    optimizer: OptimizerRule
     factors: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, recipes: Sequence[Recipe], rates: Tensor, before: int, weights: Tensor) -> Plan:
+    def from_recipes(cls, recipes: Sequence[Recipe], rates: Tensor, before: int, weights: Tensor) -> StepFactors:
         """For learning rates ``(steps, networks)`` after so many steps.
 
         Factors are taken in float64 and rounded last: 1 - 0.999 has only four digits in float32.
         """
-        optimizer = optimizer_named(recipes[0].optimizer)
+        optimizer = find_optimizer(recipes[0].optimizer)
         factors = optimizer.plan(recipes, rates, before)
-        if bool(column(recipes, "l2").any()):
-            factors["l2"] = column(recipes, "l2").expand_as(rates)
-        if bool(column(recipes, "weight_decay").any()):
-            factors["kept"] = 1 - rates * column(recipes, "weight_decay")
+        if bool(stack_setting(recipes, "l2").any()):
+            factors["l2"] = stack_setting(recipes, "l2").expand_as(rates)
+        if bool(stack_setting(recipes, "weight_decay").any()):
+            factors["kept"] = 1 - rates * stack_setting(recipes, "weight_decay")
         return cls(
             optimizer,
             {name: each.to(weights.device, weights.dtype).unsqueeze(-1) for name, each in factors.items()},
         )
 
-    def of_step(self, number: int) -> dict[str, Tensor]:
+    def select_step(self, number: int) -> dict[str, Tensor]:
         """The factors of the step of this number in the epoch."""
         return {name: each[number] for name, each in self.factors.items()}
 
 
 def step_together(
-    optimizer: Optimizer, weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], factors: Mapping[str, Tensor]
+    optimizer: OptimizerRule,
+    weights: Tensor,
+    gradient: Tensor,
+    memory: Mapping[str, Tensor],
+    factors: Mapping[str, Tensor],
 ) -> None:
     """One step of all networks, with these factors of it."""
     if "l2" in factors:

@@ -7,34 +7,34 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from saltflat.studies.optimizers import Optimizer, column, register
+from saltflat.studies.optimizers import OptimizerRule, register_optimizer, stack_setting
 from saltflat.studies.recipe import Recipe
 
 
-def _alone(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+def _make_adam(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     # A study may write 0 for 0.0, which torch refuses.
     betas = (float(recipe.beta1), float(recipe.beta2))
     return torch.optim.Adam(parameters, lr=float(recipe.lr), betas=betas, eps=recipe.eps)
 
 
-def _memory(recipes: Sequence[Recipe]) -> tuple[str, ...]:
+def _list_adam_state(recipes: Sequence[Recipe]) -> tuple[str, ...]:
     return ("mean", "square")
 
 
-def _plan(recipes: Sequence[Recipe], rates: Tensor, before: int) -> dict[str, Tensor]:
+def _compute_adam_factors(recipes: Sequence[Recipe], rates: Tensor, before: int) -> dict[str, Tensor]:
     steps = torch.arange(before + 1, before + 1 + len(rates), dtype=torch.float64)[:, None]
-    first, second = column(recipes, "beta1"), column(recipes, "beta2")
+    first, second = stack_setting(recipes, "beta1"), stack_setting(recipes, "beta2")
     return {
         "new": (1 - first).expand_as(rates),
         "old_square": second.expand_as(rates),
         "new_square": (1 - second).expand_as(rates),
         "size": rates / (1 - first**steps),
         "unbias": (1 - second**steps).rsqrt(),
-        "eps": column(recipes, "eps").expand_as(rates),
+        "eps": stack_setting(recipes, "eps").expand_as(rates),
     }
 
 
-def _step(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> None:
+def _step_adam(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> None:
     mean, square = memory["mean"], memory["square"]
     mean.lerp_(gradient, factors["new"].expand_as(mean))
     square.mul_(factors["old_square"]).add_(gradient.square_().mul_(factors["new_square"]))
@@ -42,4 +42,4 @@ def _step(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], facto
     weights.addcmul_(mean.div(spread), factors["size"], value=-1)
 
 
-register(Optimizer("adam", _alone, _memory, _plan, _step))
+register_optimizer(OptimizerRule("adam", _make_adam, _list_adam_state, _compute_adam_factors, _step_adam))

@@ -7,30 +7,30 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from saltflat.studies.optimizers import Optimizer, column, register
+from saltflat.studies.optimizers import OptimizerRule, register_optimizer, stack_setting
 from saltflat.studies.recipe import Recipe
 
 
-def _alone(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+def _make_sgd(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     # torch refuses Nesterov without momentum, where it changes nothing.
     ahead = recipe.nesterov and recipe.momentum > 0
     return torch.optim.SGD(parameters, lr=recipe.lr, momentum=recipe.momentum, nesterov=ahead)
 
 
-def _memory(recipes: Sequence[Recipe]) -> tuple[str, ...]:
+def _list_sgd_state(recipes: Sequence[Recipe]) -> tuple[str, ...]:
     return ("velocity",) if any(recipe.momentum for recipe in recipes) else ()
 
 
-def _plan(recipes: Sequence[Recipe], rates: Tensor, before: int) -> dict[str, Tensor]:
+def _compute_sgd_factors(recipes: Sequence[Recipe], rates: Tensor, before: int) -> dict[str, Tensor]:
     factors = {"rate": rates}
-    if _memory(recipes):
-        factors["momentum"] = column(recipes, "momentum").expand_as(rates)
+    if _list_sgd_state(recipes):
+        factors["momentum"] = stack_setting(recipes, "momentum").expand_as(rates)
         if recipes[0].nesterov:
             factors["ahead"] = factors["momentum"]
     return factors
 
 
-def _step(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> None:
+def _step_sgd(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> None:
     direction = gradient
     if "momentum" in factors:
         velocity = memory["velocity"]
@@ -39,4 +39,4 @@ def _step(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], facto
     weights.addcmul_(direction, factors["rate"], value=-1)
 
 
-register(Optimizer("sgd", _alone, _memory, _plan, _step))
+register_optimizer(OptimizerRule("sgd", _make_sgd, _list_sgd_state, _compute_sgd_factors, _step_sgd))

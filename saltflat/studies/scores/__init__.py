@@ -2,8 +2,8 @@
 
 from saltflat.studies.scores.competition import pgdl
 from saltflat.studies.scores.correlation import pearson
-from saltflat.studies.scores.granulated import Granulated, granulated_kendall
-from saltflat.studies.scores.information import Information, conditional_information
+from saltflat.studies.scores.granulated import GranulatedKendall, granulated_kendall
+from saltflat.studies.scores.information import ConditionalInformation, conditional_information
 from saltflat.studies.scores.kendall import kendall_a, kendall_b
 from saltflat.studies.scores.ranks import spearman
 from saltflat.studies.scores.result import Score
@@ -12,8 +12,8 @@ from saltflat.studies.scores.robust import SignError, hoeffding_weight, sign_err
 from saltflat.studies.scores.scoring import score
 
 __all__ = [
-    "Granulated",
-    "Information",
+    "ConditionalInformation",
+    "GranulatedKendall",
     "Score",
     "Scores",
     "SignError",

@@ -19,7 +19,7 @@ Counts: TypeAlias = "NDArray[np.float32]"
 BLOCK = 1_000_000
 
 
-def paired(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
+def check_paired_values(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
     """Two lists of finite numbers, one of each per run."""
     first, second = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if first.ndim != 1 or first.shape != second.shape:
@@ -32,19 +32,19 @@ def paired(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
     return first, second
 
 
-def once(count: int) -> Counts:
+def make_unit_counts(count: int) -> Counts:
     """Every run drawn once: the resample that gives the score itself."""
     return np.ones((count, 1), dtype=np.float32)
 
 
-def blocks(times: Counts) -> Iterator[Counts]:
+def iter_blocks(times: Counts) -> Iterator[Counts]:
     """Some resamples at a time, so that the numbers worked on stay in the cache of a processor."""
     step = max(8, BLOCK // max(1, len(times)))
     for start in range(0, times.shape[1], step):
         yield times[:, start : start + step]
 
 
-def ratio(part: Any, whole: Any) -> Floats:
+def divide_or_nan(part: Any, whole: Any) -> Floats:
     """The quotient; nan where there is nothing to divide by."""
     whole = np.asarray(whole, dtype=np.float64)
     return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), np.nan)

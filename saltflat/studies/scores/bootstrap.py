@@ -11,7 +11,7 @@ COSTLY = 200
 DRAWN_AT_ONCE = 50
 
 
-def draw_times(configurations: Ints, resamples: int, seed: int) -> Counts:
+def draw_resamples(configurations: Ints, resamples: int, seed: int) -> Counts:
     """``(runs, 1 + resamples)``: how often each run is in each resample; the first has every run once.
 
     Configurations are drawn with replacement, and with one all its runs: seeds of one configuration are alike, and
@@ -26,7 +26,7 @@ def draw_times(configurations: Ints, resamples: int, seed: int) -> Counts:
     return times
 
 
-def interval(found: Floats) -> tuple[float, float]:
+def compute_interval(found: Floats) -> tuple[float, float]:
     """Between which 95 % of the resamples lie; nan where fewer than half of them have a value."""
     known = found[~np.isnan(found)]
     if 2 * len(known) < max(len(found), 1):
@@ -35,12 +35,12 @@ def interval(found: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def information_interval(found: Floats, estimate: float, most: float) -> tuple[float, float]:
+def compute_information_interval(found: Floats, estimate: float, most: float) -> tuple[float, float]:
     """The same, moved so that the mean of the resamples is the estimate, within 0 and the most there can be.
 
     Information looks larger the fewer different pairs it is taken from, and a resample has fewer than the study: as
     they are, the resamples can lie above the estimate altogether.
     """
     known = found[~np.isnan(found)]
-    low, high = interval(found - (known.mean() - estimate) if len(known) else found)
+    low, high = compute_interval(found - (known.mean() - estimate) if len(known) else found)
     return float(np.clip(low, 0.0, most)), float(np.clip(high, 0.0, most))

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import paired
-from saltflat.studies.scores.information import drawn_information, least
-from saltflat.studies.scores.layout import Layout
-from saltflat.studies.scores.sign_tables import Signs, partitions_of
+from saltflat.studies.scores.arrays import check_paired_values
+from saltflat.studies.scores.information import find_least, resample_information
+from saltflat.studies.scores.layout import GridLayout
+from saltflat.studies.scores.sign_tables import PairSigns, build_partitions
 
 
 def pgdl(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]]) -> float:
@@ -26,7 +26,7 @@ def pgdl(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]]) -> fl
         >>> pgdl(gap, gap, axes), pgdl(axes["lr"], gap, axes)
         (100.0, 0.0)
     """
-    values, gaps = paired(x, y)
-    partitions = partitions_of(Layout.of(axes, None, len(values)), 2)
-    signs = Signs(values, gaps)
-    return float(least({name: drawn_information(signs, each)[1] for name, each in partitions.items()})[0])
+    values, gaps = check_paired_values(x, y)
+    partitions = build_partitions(GridLayout.from_settings(axes, None, len(values)), 2)
+    signs = PairSigns(values, gaps)
+    return float(find_least({name: resample_information(signs, each)[1] for name, each in partitions.items()})[0])

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Floats, Ints, once, paired, ratio
-from saltflat.studies.scores.layout import Layout, joined
-from saltflat.studies.scores.pair_means import PairMeans, pairs_within, share_taken
+from saltflat.studies.scores.arrays import Floats, Ints, check_paired_values, divide_or_nan, make_unit_counts
+from saltflat.studies.scores.layout import GridLayout, combine_codes
+from saltflat.studies.scores.pair_means import PairMeans, compute_sample_share, find_pairs_within
 
 
 @dataclass(frozen=True)
-class Granulated:
+class GranulatedKendall:
     """The mean over the axes, and each axis; nan where no two runs differ in that axis alone."""
 
     mean: float
@@ -23,7 +23,7 @@ class Granulated:
 
 def granulated_kendall(
     x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]], seeds: Sequence[object] | None = None
-) -> Granulated:
+) -> GranulatedKendall:
     r"""Whether the measure follows the gap when one setting changes and all others stay, from -1 to 1.
 
     .. math::
@@ -44,29 +44,29 @@ def granulated_kendall(
         >>> found.by_axis, found.mean
         ({'lr': 1.0, 'batch': 0.0}, 0.5)
     """
-    values, gaps = paired(x, y)
+    values, gaps = check_paired_values(x, y)
     count = len(values)
-    along = axis_means(gaps, Layout.of(axes, seeds, count), np.arange(count), 0)
-    found = {name: each.drawn(values[None], once(count))[0] for name, each in along.items()}
+    along = build_axis_means(gaps, GridLayout.from_settings(axes, seeds, count), np.arange(count), 0)
+    found = {name: each.resample(values[None], make_unit_counts(count))[0] for name, each in along.items()}
     by_axis = {name: float(each[0]) for name, each in found.items()}
-    return Granulated(float(over_axes(found, 1)[0]), by_axis)
+    return GranulatedKendall(float(average_axes(found, 1)[0]), by_axis)
 
 
-def axis_means(y: Floats, layout: Layout, units: Ints, seed: int) -> dict[str, PairMeans]:
+def build_axis_means(y: Floats, layout: GridLayout, units: Ints, seed: int) -> dict[str, PairMeans]:
     """For each axis the pairs that differ in it alone, by the setting of all the others."""
     found = {}
     for name, codes in layout.axes.items():
         others = [each for other, each in layout.axes.items() if other != name]
-        setting = joined([*others, layout.seeds], len(codes))
-        share = share_taken([(setting, codes)])
-        first, second = pairs_within(setting, codes, share, seed)
-        group = joined([setting[first]], len(first))
+        setting = combine_codes([*others, layout.seeds], len(codes))
+        share = compute_sample_share([(setting, codes)])
+        first, second = find_pairs_within(setting, codes, share, seed)
+        group = combine_codes([setting[first]], len(first))
         found[name] = PairMeans(first, second, group, np.ones(len(first)), y, units, share=share, seed=seed)
     return found
 
 
-def over_axes(by_axis: Mapping[str, Floats], resamples: int) -> Floats:
+def average_axes(by_axis: Mapping[str, Floats], resamples: int) -> Floats:
     """The mean over the axes that have a value."""
     each = np.stack(list(by_axis.values())) if by_axis else np.full((1, resamples), np.nan)
     known = ~np.isnan(each)
-    return ratio(np.where(known, each, 0.0).sum(0), known.sum(0))
+    return divide_or_nan(np.where(known, each, 0.0).sum(0), known.sum(0))

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Counts, Floats, paired, ratio
-from saltflat.studies.scores.layout import Layout
+from saltflat.studies.scores.arrays import Counts, Floats, check_paired_values, divide_or_nan
+from saltflat.studies.scores.layout import GridLayout
 from saltflat.studies.scores.sign_tables import (
+    HajekProjection,
+    PairSigns,
     Partition,
-    Projection,
-    Signs,
-    Tables,
+    SignTables,
+    build_partitions,
+    compute_entropies,
     count_tables,
-    draw_tables,
-    entropies,
-    mirrored,
-    partitions_of,
+    mirror_signs,
+    resample_tables,
 )
 
 
 @dataclass(frozen=True)
-class Information:
+class ConditionalInformation:
     """The least over the sets of axes, and each set (``"lr + batch"``, ``""`` for none); nan where nothing is left
     to know."""
 
@@ -32,7 +32,7 @@ class Information:
     by_set: dict[str, float]
 
 
-def conditional_information(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]]) -> Information:
+def conditional_information(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]]) -> ConditionalInformation:
     r"""What the measure's order of two runs tells about the gap's order beyond what the settings tell, from 0 to 1.
 
     .. math::
@@ -50,15 +50,15 @@ def conditional_information(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Seque
         >>> conditional_information(gap, gap, {"lr": lr}).least
         1.0
     """
-    values, gaps = paired(x, y)
-    partitions = partitions_of(Layout.of(axes, None, len(values)))
-    signs = Signs(values, gaps)
-    by_set = {name: float(drawn_information(signs, each)[0][0]) for name, each in partitions.items()}
-    return Information(float(least(by_set)), by_set)
+    values, gaps = check_paired_values(x, y)
+    partitions = build_partitions(GridLayout.from_settings(axes, None, len(values)))
+    signs = PairSigns(values, gaps)
+    by_set = {name: float(resample_information(signs, each)[0][0]) for name, each in partitions.items()}
+    return ConditionalInformation(float(find_least(by_set)), by_set)
 
 
-def drawn_information(
-    signs: Signs, partition: Partition, times: Counts | None = None, *, projected: bool = False
+def resample_information(
+    signs: PairSigns, partition: Partition, times: Counts | None = None, *, projected: bool = False
 ) -> tuple[Floats, Floats]:
     """Of one set of axes, conditional information and its form in the competition: of all runs, then of each resample.
 
@@ -68,59 +68,61 @@ def drawn_information(
         times: ``(runs, resamples)``, how often each run is in each resample; none if None.
         projected: whether resamples come from a projection, for many runs.
     """
-    whole, drawn = Sums(1), Sums(0 if times is None else times.shape[1])
-    projection = Projection(signs, partition, times) if times is not None and projected else None
-    for columns in partition.columns():
-        counts = signs.by_level(partition, columns)
+    whole, drawn = InformationSums(1), InformationSums(0 if times is None else times.shape[1])
+    projection = HajekProjection(signs, partition, times) if times is not None and projected else None
+    for columns in partition.iter_columns():
+        counts = signs.count_by_level(partition, columns)
         whole.add(count_tables(signs, partition, columns, counts))
         if projection is not None:
             projection.add(columns, counts)
     if projection is not None:
-        drawn.extend(projection.tables())
+        drawn.extend(projection.iter_tables())
     elif times is not None:
-        drawn.extend(draw_tables(signs, partition, times))
-    paper, competition = (np.concatenate(each) for each in zip(whole.scores(), drawn.scores(), strict=True))
+        drawn.extend(resample_tables(signs, partition, times))
+    paper, competition = (
+        np.concatenate(each) for each in zip(whole.compute_scores(), drawn.compute_scores(), strict=True)
+    )
     return paper, competition
 
 
-class Sums:
+class InformationSums:
     """What cells add to the two scores, in each resample."""
 
     def __init__(self, resamples: int) -> None:
         self._paper, self._competition = np.zeros((2, resamples)), np.zeros((2, resamples))
 
-    def add(self, tables: Tables) -> None:
+    def add(self, tables: SignTables) -> None:
         """Some of the cells."""
-        shared, entropy, _ = entropies(tables.counts)
+        shared, entropy, _ = compute_entropies(tables.counts)
         # A cell of two settings stands for two, its mirror tells the same.
         twice = np.where(tables.same, 1.0, 2.0)
         self._paper += twice @ shared, twice @ entropy
-        self._competition += _competition_sums(tables)
+        self._competition += _compute_competition_sums(tables)
 
-    def extend(self, tables: Iterable[Tables]) -> None:
+    def extend(self, tables: Iterable[SignTables]) -> None:
         for each in tables:
             self.add(each)
 
-    def scores(self) -> tuple[Floats, Floats]:
+    def compute_scores(self) -> tuple[Floats, Floats]:
         """Conditional information, and its form in the competition."""
-        return ratio(*self._paper), 100 * ratio(*self._competition)
+        return divide_or_nan(*self._paper), 100 * divide_or_nan(*self._competition)
 
 
-def _competition_sums(tables: Tables) -> Floats:
+def _compute_competition_sums(tables: SignTables) -> Floats:
     """Information and entropy, both by pair, of a larger against no larger measure and gap; a run is paired with
     itself, which is two ties, but not with its other copies."""
     counts, apart = tables.counts.copy(), ~tables.same
     counts[tables.same, 1, 1] += tables.runs[tables.same]
-    counts = np.concatenate([counts, mirrored(counts[apart])])
+    counts = np.concatenate([counts, mirror_signs(counts[apart])])
     counts = np.stack([counts[:, 0] + counts[:, 1], counts[:, 2]], 1)
     counts = np.stack([counts[:, :, 0] + counts[:, :, 1], counts[:, :, 2]], 2)
-    shared, entropy, total = entropies(counts)
+    shared, entropy, total = compute_entropies(counts)
     # The number of combinations cancels, so those that do not occur need not be counted.
     return np.stack(
         [np.divide(each, total, out=np.zeros_like(each), where=total > 0).sum(0) for each in (shared, entropy)]
     )
 
 
-def least(by_set: Mapping[str, ArrayLike]) -> Floats:
+def find_least(by_set: Mapping[str, ArrayLike]) -> Floats:
     """The least over the sets that have a value; nan where none has."""
     return np.asarray(np.fmin.reduce(np.array(list(by_set.values()), dtype=np.float64)), dtype=np.float64)

@@ -14,7 +14,7 @@ SEED = "seed"
 
 
 @dataclass(frozen=True)
-class Layout:
+class GridLayout:
     """Settings of runs as whole numbers, equal where the settings are.
 
     Attributes:
@@ -26,41 +26,43 @@ class Layout:
     seeds: Ints
 
     @classmethod
-    def of(cls, axes: Mapping[str, Sequence[object]], seeds: Sequence[object] | None, runs: int) -> Layout:
+    def from_settings(
+        cls, axes: Mapping[str, Sequence[object]], seeds: Sequence[object] | None, runs: int
+    ) -> GridLayout:
         """The layout of so many runs; without seeds all have the same."""
         for name, values in {**axes, **({} if seeds is None else {SEED: seeds})}.items():
             if len(values) != runs:
                 raise StudyError(
                     f"Got {len(values)} values of {name!r} for {runs} runs. Want one per run. Do: give all of them."
                 )
-        found = {name: coded(values) for name, values in axes.items() if name != SEED}
-        return cls(found, np.zeros(runs, dtype=np.int64) if seeds is None else coded(seeds))
+        found = {name: encode_values(values) for name, values in axes.items() if name != SEED}
+        return cls(found, np.zeros(runs, dtype=np.int64) if seeds is None else encode_values(seeds))
 
-    def at(self, which: Ints) -> Layout:
+    def select_runs(self, which: Ints) -> GridLayout:
         """Of some of the runs."""
-        return Layout({name: codes[which] for name, codes in self.axes.items()}, self.seeds[which])
+        return GridLayout({name: codes[which] for name, codes in self.axes.items()}, self.seeds[which])
 
-    def varying(self) -> dict[str, Ints]:
+    def find_varying_axes(self) -> dict[str, Ints]:
         """The axes with more than one value."""
         return {name: codes for name, codes in self.axes.items() if len(np.unique(codes)) > 1}
 
-    def level(self, names: Iterable[str]) -> Ints:
+    def compute_levels(self, names: Iterable[str]) -> Ints:
         """A number per run that is equal where all these axes are."""
-        return joined([self.axes[name] for name in names], len(self.seeds))
+        return combine_codes([self.axes[name] for name in names], len(self.seeds))
 
 
-def coded(values: Iterable[object]) -> Ints:
+def encode_values(values: Iterable[object]) -> Ints:
     """Whole numbers that are equal where the values are, whatever these are.
 
     Example:
-        >>> coded([[64, 32], "none", [64, 32], 1, 1.0]).tolist()
+        >>> encode_values([[64, 32], "none", [64, 32], 1, 1.0]).tolist()
         [0, 1, 0, 2, 2]
     """
     seen: dict[Hashable, int] = {}
-    return np.array([seen.setdefault(_hashable(value), len(seen)) for value in values], dtype=np.int64)
+    return np.array([seen.setdefault(_make_hashable(value), len(seen)) for value in values], dtype=np.int64)
 
 
-def joined(codes: Sequence[Ints], runs: int) -> Ints:
+def combine_codes(codes: Sequence[Ints], runs: int) -> Ints:
     """A number per run that is equal where all the codes are."""
     found = np.zeros(runs, dtype=np.int64)
     for each in codes:
@@ -69,10 +71,10 @@ def joined(codes: Sequence[Ints], runs: int) -> Ints:
     return found
 
 
-def _hashable(value: object) -> Hashable:
+def _make_hashable(value: object) -> Hashable:
     if isinstance(value, Mapping):
-        return ("mapping", tuple(sorted((str(name), _hashable(each)) for name, each in value.items())))
+        return ("mapping", tuple(sorted((str(name), _make_hashable(each)) for name, each in value.items())))
     if isinstance(value, list | tuple):
-        return ("list", tuple(_hashable(each) for each in value))
+        return ("list", tuple(_make_hashable(each) for each in value))
     # True == 1 in Python, but as settings they are two.
     return ("truth", value) if isinstance(value, bool) else value

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_array
 
-from saltflat.studies.scores.arrays import Counts, Floats, Ints, blocks, ratio
-from saltflat.studies.scores.layout import joined
-from saltflat.studies.scores.ranks import indicator
+from saltflat.studies.scores.arrays import Counts, Floats, Ints, divide_or_nan, iter_blocks
+from saltflat.studies.scores.layout import combine_codes
+from saltflat.studies.scores.ranks import make_indicator
 
 # Pairs of runs that are looked at, and pairs of configurations that are resampled. A thousand runs have fewer of both.
 MOST_PAIRS = 5_000_000
@@ -19,19 +19,19 @@ MOST_RESAMPLED = 500_000
 BLOCK = 500_000
 
 
-def share_taken(by_axis: Iterable[tuple[Ints, Ints]]) -> float:
+def compute_sample_share(by_axis: Iterable[tuple[Ints, Ints]]) -> float:
     """Which share of the pairs of the same group and different codes is looked at: 1 unless there are too many."""
-    whole = sum(count_within(groups, codes) for groups, codes in by_axis)
+    whole = sum(count_pairs_within(groups, codes) for groups, codes in by_axis)
     return min(1.0, MOST_PAIRS / max(1, whole))
 
 
-def count_within(groups: Ints, codes: Ints) -> int:
+def count_pairs_within(groups: Ints, codes: Ints) -> int:
     """How many pairs of runs have the same group and different codes."""
-    same, both = np.bincount(groups), np.bincount(joined([groups, codes], len(groups)))
+    same, both = np.bincount(groups), np.bincount(combine_codes([groups, codes], len(groups)))
     return int((same**2).sum() - (both**2).sum()) // 2
 
 
-def pairs_within(groups: Ints, codes: Ints, share: float, seed: int) -> tuple[Ints, Ints]:
+def find_pairs_within(groups: Ints, codes: Ints, share: float, seed: int) -> tuple[Ints, Ints]:
     """Runs of the same group and different codes, every such pair once; of a share below 1, a random part of them."""
     order = np.argsort(groups, kind="stable").astype(np.int64)
     group, code, draw = groups[order], codes[order], np.random.default_rng([seed, 1])
@@ -79,7 +79,7 @@ class PairMeans:
         self.groups = int(group.max(initial=-1)) + 1
         one, other = units[first], units[second]
         # Numbered group by group.
-        self._bundle = joined([group, np.minimum(one, other), np.maximum(one, other)], len(one))
+        self._bundle = combine_codes([group, np.minimum(one, other), np.maximum(one, other)], len(one))
         example = np.unique(self._bundle, return_index=True)[1]
         self.whole = len(example)
         self._chosen = np.arange(self.whole)
@@ -91,40 +91,45 @@ class PairMeans:
         self._alone = sizes[group[example]] == 1
         weights = np.bincount(self._bundle, weight, self.whole)[self._chosen]
         self._bundles = [
-            kind(first[example[some]], second[example[some]], joined([group[example[some]]], some.sum()), weights[some])
-            for kind, some in ((LoneBundles, self._alone), (Bundles, ~self._alone))
+            kind(
+                first[example[some]],
+                second[example[some]],
+                combine_codes([group[example[some]]], some.sum()),
+                weights[some],
+            )
+            for kind, some in ((SinglePairBundles, self._alone), (PairBundles, ~self._alone))
         ]
 
-    def by_group(self, x: Floats) -> Floats:
+    def compute_group_means(self, x: Floats) -> Floats:
         """Of one measure, the mean of each group."""
-        sums = np.bincount(self._group, self._agreement(x), self.groups)
+        sums = np.bincount(self._group, self._compute_agreement(x), self.groups)
         return sums / np.bincount(self._group, self._weight, self.groups)
 
-    def drawn(self, x: Floats, times: Counts) -> Floats:
+    def resample(self, x: Floats, times: Counts) -> Floats:
         """``(measures, resamples)``: the mean over the groups of which a pair was drawn; nan where there is none. x is
         ``(measures, runs)``."""
         sums = np.zeros((len(x), self.resampled))
         for place, each in enumerate(x):
-            sums[place] = np.bincount(self._bundle, self._agreement(each), self.whole)[self._chosen]
-        found = np.concatenate([self._block(sums, block) for block in blocks(times)], axis=1)
+            sums[place] = np.bincount(self._bundle, self._compute_agreement(each), self.whole)[self._chosen]
+        found = np.concatenate([self._resample_block(sums, block) for block in iter_blocks(times)], axis=1)
         if self.resampled < self.whole:
-            exact = np.array([self.by_group(each).mean() for each in x])
+            exact = np.array([self.compute_group_means(each).mean() for each in x])
             found[:, 1:] += exact[:, None] - found[:, :1]
             found[:, 0] = exact
         return found
 
-    def _block(self, sums: Floats, times: Counts) -> Floats:
+    def _resample_block(self, sums: Floats, times: Counts) -> Floats:
         total, groups = np.zeros((len(sums), times.shape[1])), np.zeros(times.shape[1])
         for bundles, some in zip(self._bundles, (self._alone, ~self._alone), strict=True):
             bundles.add_means(sums[:, some], times.astype(np.float64), total, groups)
-        return ratio(total, groups)
+        return divide_or_nan(total, groups)
 
-    def _agreement(self, x: Floats) -> Floats:
+    def _compute_agreement(self, x: Floats) -> Floats:
         return self._weight * (np.sign(x[self._first] - x[self._second]) * self._y)
 
 
 @dataclass(frozen=True)
-class Bundles:
+class PairBundles:
     """Pairs of the same two configurations and the same group: one of them, and the weight of all; by group."""
 
     first: Ints
@@ -141,16 +146,16 @@ class Bundles:
             total: ``(measures, resamples)``, added to.
             groups: ``(resamples,)``, added to.
         """
-        for some in self._parts(max(1, BLOCK // times.shape[1])):
+        for some in self._iter_slices(max(1, BLOCK // times.shape[1])):
             drawn = np.take(times, self.first[some], 0) * np.take(times, self.second[some], 0)
             group = self.group[some] - self.group[some.start]
-            weight = indicator(group, int(group[-1]) + 1) @ (self.weight[some, None] * drawn)
+            weight = make_indicator(group, int(group[-1]) + 1) @ (self.weight[some, None] * drawn)
             groups += (weight > 0).sum(0)
             # Divided here, the groups are summed over by one product of matrices for all measures.
             drawn *= np.divide(1.0, weight, out=np.zeros_like(weight), where=weight > 0)[group]
             total += sums[:, some] @ drawn
 
-    def _parts(self, size: int) -> Iterator[slice]:
+    def _iter_slices(self, size: int) -> Iterator[slice]:
         """All bundles, about so many at a time, cut between groups."""
         ends = np.flatnonzero(np.diff(self.group, append=-1)) + 1
         start = 0
@@ -161,7 +166,7 @@ class Bundles:
             start = stop
 
 
-class LoneBundles(Bundles):
+class SinglePairBundles(PairBundles):
     """Each the only one of its group, whose mean is thus the same in all resamples that have it."""
 
     def add_means(self, sums: Floats, times: Floats, total: Floats, groups: Floats) -> None:

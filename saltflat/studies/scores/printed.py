@@ -9,8 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from saltflat.report.table import add_numbers, fits, ruled
-from saltflat.report.text import folded, listed, printable
+from saltflat.report.table import add_number_column, build_ruled_table, can_fit
+from saltflat.report.text import fold_name, join_words, make_printable
 from saltflat.studies.scores.result import Score
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ LEGEND = {
 WIDEST = 26
 
 
-class Printed:
+class ScoresTable:
     """The scores as rich renders them: measures down, scores across, in as many tables as the width asks for."""
 
     def __init__(self, scores: Scores) -> None:
@@ -48,15 +48,15 @@ class Printed:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         scores = self.scores
         yield Text(f"Against the gap of the {scores.gap}, test minus training", style="bold")
-        yield Text(" | ".join(_facts(scores)) + "\n")
-        rest = [name for name in HEADINGS if name == "interval" or self._known(name)]
+        yield Text(" | ".join(_format_facts(scores)) + "\n")
+        rest = [name for name in HEADINGS if name == "interval" or self._has_values(name)]
         legend = " ".join(text for name, text in LEGEND.items() if name in rest)
         notes = list(dict.fromkeys(note for each in scores.scores.values() for note in each.notes))
         while rest:
             count = 1
-            while count < len(rest) and fits(self._table(rest[: count + 1], notes), console, options):
+            while count < len(rest) and can_fit(self._render_table(rest[: count + 1], notes), console, options):
                 count += 1
-            yield self._table(rest[:count], notes)
+            yield self._render_table(rest[:count], notes)
             yield Text("")
             rest = rest[count:]
         for line in [
@@ -64,39 +64,43 @@ class Printed:
             *(f"[{number}] {note}" for number, note in enumerate(notes, 1)),
             *scores.notes,
         ]:
-            yield Text(printable(line))
+            yield Text(make_printable(line))
         for warning in scores.warnings:
-            yield Text(printable(f"Warning: {warning}"), style="bold")
+            yield Text(make_printable(f"Warning: {warning}"), style="bold")
 
-    def _known(self, name: str) -> bool:
+    def _has_values(self, name: str) -> bool:
         return any(not math.isnan(getattr(each, name)) for each in self.scores.scores.values())
 
-    def _table(self, columns: list[str], notes: list[str]) -> Table:
+    def _render_table(self, columns: list[str], notes: list[str]) -> Table:
         found = list(self.scores.scores.values())
-        table = ruled("measure")
+        table = build_ruled_table("measure")
         marked = any(each.notes for each in found)
         if marked:
             table.add_column("", overflow="fold")
         for column in columns:
-            add_numbers(table, HEADINGS[column])
+            add_number_column(table, HEADINGS[column])
         for number, each in enumerate(found):
             if number and each.kind != found[number - 1].kind:
                 table.add_row(Text("controls", style="italic"))
             marks = "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(each.notes))
-            cells = [folded(each.name, WIDEST), *([marks] if marked else []), *(_cell(each, name) for name in columns)]
+            cells = [
+                fold_name(each.name, WIDEST),
+                *([marks] if marked else []),
+                *(_format_score_cell(each, name) for name in columns),
+            ]
             table.add_row(*map(Text, cells))
         return table
 
 
-def _facts(scores: Scores) -> list[str]:
+def _format_facts(scores: Scores) -> list[str]:
     many = f"{scores.runs} run{'s' * (scores.runs != 1)}"
     said = [many, f"{scores.configurations} configuration{'s' * (scores.configurations != 1)}"]
-    said.append(f"axes {listed(list(scores.axes))}" if scores.axes else "no axes")
+    said.append(f"axes {join_words(list(scores.axes))}" if scores.axes else "no axes")
     said += [f"left out: {count} {reason}" for reason, count in scores.left_out.items()]
-    return [printable(each) for each in said]
+    return [make_printable(each) for each in said]
 
 
-def _cell(score: Score, name: str) -> str:
+def _format_score_cell(score: Score, name: str) -> str:
     if name == "interval":
         low, high = score.intervals.get("kendall_b", (math.nan, math.nan))
         return "-" if math.isnan(low) else f"{low:.2f} to {high:.2f}"

@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
-from saltflat.studies.scores.arrays import Counts, Floats, Ints, blocks, once, paired, ratio
+from saltflat.studies.scores.arrays import (
+    Counts,
+    Floats,
+    Ints,
+    check_paired_values,
+    divide_or_nan,
+    iter_blocks,
+    make_unit_counts,
+)
 
 Numbers = TypeVar("Numbers", Floats, Counts)
 
@@ -23,8 +31,8 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
         >>> round(spearman([1, 2, 3, 4], [1, 8, 27, 64]), 12)
         1.0
     """
-    values, gaps = paired(x, y)
-    return float(drawn_spearman(values, gaps, once(len(values)))[0])
+    values, gaps = check_paired_values(x, y)
+    return float(resample_spearman(values, gaps, make_unit_counts(len(values)))[0])
 
 
 class Ranking:
@@ -37,20 +45,20 @@ class Ranking:
 
     def __init__(self, values: Floats | Ints) -> None:
         self.place: Ints = np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)
-        self.total = indicator(self.place, int(self.place.max(initial=-1)) + 1)
+        self.total = make_indicator(self.place, int(self.place.max(initial=-1)) + 1)
 
     @property
-    def tied(self) -> bool:
+    def has_ties(self) -> bool:
         return self.total.shape[0] < len(self.place)
 
 
-def indicator(codes: Ints, number: int) -> csr_array:
+def make_indicator(codes: Ints, number: int) -> csr_array:
     """A matrix that sums the rows of each code: ``(codes, runs)``."""
     runs = len(codes)
     return csr_array((np.ones(runs, dtype=np.float32), (codes, np.arange(runs))), shape=(number, runs))
 
 
-def running_sum(x: Numbers) -> Numbers:
+def compute_running_sum(x: Numbers) -> Numbers:
     """``np.cumsum(x, axis=0)``, several times faster where rows are long."""
     size = max(1, math.isqrt(len(x)))
     whole = len(x) // size * size
@@ -65,7 +73,7 @@ def running_sum(x: Numbers) -> Numbers:
     return found
 
 
-def drawn_spearman(x: Floats, y: Floats, times: Counts) -> Floats:
+def resample_spearman(x: Floats, y: Floats, times: Counts) -> Floats:
     """The same of each resample, ranked anew; copies of a run are equal values.
 
     Twice the rank of a run in a resample of size N, counted from the middle of the first, is 2 b + e with b copies
@@ -73,15 +81,17 @@ def drawn_spearman(x: Floats, y: Floats, times: Counts) -> Floats:
     All sums are of whole numbers below 2^53, thus exact and the same for every order of the runs.
     """
     first, second = Ranking(x), Ranking(y)
-    return np.concatenate([_block_spearman(first, second, block.astype(np.float64)) for block in blocks(times)])
+    return np.concatenate(
+        [_compute_spearman_block(first, second, block.astype(np.float64)) for block in iter_blocks(times)]
+    )
 
 
-def _block_spearman(x: Ranking, y: Ranking, times: Floats) -> Floats:
+def _compute_spearman_block(x: Ranking, y: Ranking, times: Floats) -> Floats:
     size = times.sum(0)
     spread, product = [], times
     for ranking in (x, y):
         equal = ranking.total @ times
-        product = product * (2 * running_sum(equal) - equal)[ranking.place]
+        product = product * (2 * compute_running_sum(equal) - equal)[ranking.place]
         spread.append((size**3 - (equal * equal * equal).sum(0)) / 3)
-    found = ratio(product.sum(0) - size**3, np.sqrt(spread[0]) * np.sqrt(spread[1]))
+    found = divide_or_nan(product.sum(0) - size**3, np.sqrt(spread[0]) * np.sqrt(spread[1]))
     return np.clip(found, -1, 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from saltflat.errors import StudyError
-from saltflat.report.plain import coded, decoded
+from saltflat.report.plain import decode_nonfinite, encode_nonfinite
 
 UNDEFINED = float("nan")
 NUMBERS = (
@@ -81,13 +81,13 @@ class Score:
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        return {each.name: coded(getattr(self, each.name)) for each in fields(self)}
+        return {each.name: encode_nonfinite(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Score:
         """The score that ``to_dict`` was called on."""
         try:
-            found = cls(**{key: decoded(value) for key, value in given.items()})
+            found = cls(**{key: decode_nonfinite(value) for key, value in given.items()})
             # Reading is lenient: what does not come out again as it went in was not written by us.
             if found.to_dict() != given or found.kind not in KINDS or not isinstance(found.name, str):
                 raise TypeError("a field has a value of another kind")

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from saltflat.errors import StudyError, unknown
-from saltflat.report.frame import frame_of
-from saltflat.report.plain import coded, coded_key, decoded
-from saltflat.report.table import rendered
-from saltflat.studies.scores.doubts import best_by_chance
-from saltflat.studies.scores.printed import Printed
+from saltflat.errors import StudyError, make_unknown_name_error
+from saltflat.report.frame import build_frame
+from saltflat.report.plain import decode_nonfinite, encode_key, encode_nonfinite
+from saltflat.report.table import render_text
+from saltflat.studies.scores.doubts import compute_best_by_chance
+from saltflat.studies.scores.printed import ScoresTable
 from saltflat.studies.scores.result import NUMBERS, Score
 
 SCHEMA = "saltflat.scores/1"
@@ -56,11 +56,11 @@ class Scores:
     @property
     def chance(self) -> float:
         """Kendall's tau that the best of as many measures reaches half of the time without relation to the gap."""
-        return best_by_chance(sum(each.kind == "measure" for each in self.scores.values()), self.configurations)
+        return compute_best_by_chance(sum(each.kind == "measure" for each in self.scores.values()), self.configurations)
 
     def __getitem__(self, name: str) -> Score:
         if name not in self.scores:
-            raise unknown("score", name, self.scores)
+            raise make_unknown_name_error("score", name, self.scores)
         return self.scores[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -78,15 +78,17 @@ class Scores:
         return f"<Scores of {len(self)} measures and controls on {self.runs} runs; print() shows them>"
 
     def __str__(self) -> str:
-        return rendered(Printed(self))
+        return render_text(ScoresTable(self))
 
-    def __rich__(self) -> Printed:
-        return Printed(self)
+    def __rich__(self) -> ScoresTable:
+        return ScoresTable(self)
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
-        parts = {each.name: coded(getattr(self, each.name)) for each in fields(self) if each.name != "scores"}
-        found = {coded_key(name): each.to_dict() for name, each in self.scores.items()}
+        parts = {
+            each.name: encode_nonfinite(getattr(self, each.name)) for each in fields(self) if each.name != "scores"
+        }
+        found = {encode_key(name): each.to_dict() for name, each in self.scores.items()}
         return {"schema": SCHEMA, "scores": found, **parts}
 
     @classmethod
@@ -95,7 +97,7 @@ class Scores:
         try:
             if given["schema"] != SCHEMA:
                 raise ValueError(f"the schema is {given['schema']!r}, not {SCHEMA!r}")
-            parts = {key: decoded(value) for key, value in given.items() if key not in ("schema", "scores")}
+            parts = {key: decode_nonfinite(value) for key, value in given.items() if key not in ("schema", "scores")}
             names = {name.removeprefix("$"): each for name, each in given["scores"].items()}
             found = cls({name: Score.from_dict(each) for name, each in names.items()}, **parts)
             if found.to_dict() != given:
@@ -108,10 +110,10 @@ class Scores:
 
     def to_frame(self) -> Any:
         """A ``pandas.DataFrame`` with a row per measure and control, and the ends of the intervals as columns."""
-        rows = [self._row(each) for each in self.scores.values()]
-        return frame_of(rows, list(dict.fromkeys(name for row in rows for name in row)))
+        rows = [self._make_row(each) for each in self.scores.values()]
+        return build_frame(rows, list(dict.fromkeys(name for row in rows for name in row)))
 
-    def _row(self, score: Score) -> dict[str, Any]:
+    def _make_row(self, score: Score) -> dict[str, Any]:
         row: dict[str, Any] = {"name": score.name, "kind": score.kind, "runs": score.runs}
         for name in NUMBERS:
             row[name] = getattr(score, name)

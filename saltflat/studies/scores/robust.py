@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Counts, Floats, Ints, paired
-from saltflat.studies.scores.layout import Layout, joined
-from saltflat.studies.scores.pair_means import PairMeans, count_within, pairs_within, share_taken
+from saltflat.studies.scores.arrays import Counts, Floats, Ints, check_paired_values
+from saltflat.studies.scores.layout import GridLayout, combine_codes
+from saltflat.studies.scores.pair_means import PairMeans, compute_sample_share, count_pairs_within, find_pairs_within
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,21 @@ def sign_error(
         >>> sign_error([1, 2, 3, 3], [0.1, 0.2, 0.4, 0.3], {"lr": [1, 2, 3, 3]}, 10_000)
         SignError(mean=0.0, p90=0.0, max=0.0, environments=3)
     """
-    values, gaps = paired(x, y)
-    layout = Layout.of(axes, None, len(values))
+    values, gaps = check_paired_values(x, y)
+    layout = GridLayout.from_settings(axes, None, len(values))
     sizes = None if test_examples is None else np.broadcast_to(np.asarray(test_examples, dtype=np.float64), gaps.shape)
-    return error_of(environment_means(gaps, layout, sizes, np.arange(len(gaps)), 0).by_group(values))
+    return summarize_sign_error(
+        build_environment_means(gaps, layout, sizes, np.arange(len(gaps)), 0).compute_group_means(values)
+    )
 
 
-def environment_means(y: Floats, layout: Layout, test_examples: Floats | None, units: Ints, seed: int) -> PairMeans:
+def build_environment_means(
+    y: Floats, layout: GridLayout, test_examples: Floats | None, units: Ints, seed: int
+) -> PairMeans:
     """All pairs that weigh something, by their two settings; of two test sets the smaller counts."""
-    by_axis = _by_axis(layout)
-    share, none = share_taken(by_axis), np.zeros(0, dtype=np.int64)
-    pairs = [(none, none), *(pairs_within(groups, codes, share, seed) for groups, codes in by_axis)]
+    by_axis = _group_by_axis(layout)
+    share, none = compute_sample_share(by_axis), np.zeros(0, dtype=np.int64)
+    pairs = [(none, none), *(find_pairs_within(groups, codes, share, seed) for groups, codes in by_axis)]
     first, second = (np.concatenate(each) for each in zip(*pairs, strict=True))
     difference = np.abs(y[first] - y[second])
     if test_examples is None:
@@ -82,24 +86,24 @@ def environment_means(y: Floats, layout: Layout, test_examples: Floats | None, u
         weight = hoeffding_weight(difference, np.minimum(test_examples[first], test_examples[second]))
     taken = weight > 0
     first, second, weight = first[taken], second[taken], weight[taken]
-    setting = layout.level(layout.axes)
+    setting = layout.compute_levels(layout.axes)
     a, b = setting[first], setting[second]
-    environment = joined([np.minimum(a, b), np.maximum(a, b)], len(a))
+    environment = combine_codes([np.minimum(a, b), np.maximum(a, b)], len(a))
     return PairMeans(first, second, environment, weight, y, units, share=share, seed=seed)
 
 
-def count_environments(layout: Layout) -> int:
+def count_environments(layout: GridLayout) -> int:
     """How many pairs of settings differ in one axis, whether or not their gaps can be told apart."""
-    one_each = layout.at(np.unique(layout.level(layout.axes), return_index=True)[1].astype(np.int64))
-    return sum(count_within(*each) for each in _by_axis(one_each))
+    one_each = layout.select_runs(np.unique(layout.compute_levels(layout.axes), return_index=True)[1].astype(np.int64))
+    return sum(count_pairs_within(*each) for each in _group_by_axis(one_each))
 
 
-def drawn_sign_error(environments: PairMeans, x: Floats, times: Counts) -> Floats:
+def resample_sign_error(environments: PairMeans, x: Floats, times: Counts) -> Floats:
     """``(measures, resamples)``: the mean over the environments in each resample; x is ``(measures, runs)``."""
-    return (1 - environments.drawn(x, times)) / 2
+    return (1 - environments.resample(x, times)) / 2
 
 
-def error_of(agreement: Floats) -> SignError:
+def summarize_sign_error(agreement: Floats) -> SignError:
     """Of the mean agreement in each environment, from -1 to 1."""
     if not len(agreement):
         return SignError(np.nan, np.nan, np.nan, 0)
@@ -107,8 +111,9 @@ def error_of(agreement: Floats) -> SignError:
     return SignError(float(errors.mean()), float(np.percentile(errors, 90)), float(errors.max()), len(errors))
 
 
-def _by_axis(layout: Layout) -> list[tuple[Ints, Ints]]:
+def _group_by_axis(layout: GridLayout) -> list[tuple[Ints, Ints]]:
     """For each axis the settings of all others, and its own."""
     return [
-        (layout.level(other for other in layout.axes if other != name), codes) for name, codes in layout.axes.items()
+        (layout.compute_levels(other for other in layout.axes if other != name), codes)
+        for name, codes in layout.axes.items()
     ]

@@ -9,15 +9,15 @@ import numpy as np
 
 from saltflat.studies.scores.arrays import Counts, Floats, Ints
 from saltflat.studies.scores.bootstrap import COSTLY
-from saltflat.studies.scores.granulated import axis_means
-from saltflat.studies.scores.layout import Layout
+from saltflat.studies.scores.granulated import build_axis_means
+from saltflat.studies.scores.layout import GridLayout
 from saltflat.studies.scores.pair_means import PairMeans
-from saltflat.studies.scores.robust import environment_means
-from saltflat.studies.scores.sign_tables import Partition, partitions_of, sets_of
+from saltflat.studies.scores.robust import build_environment_means
+from saltflat.studies.scores.sign_tables import Partition, build_partitions, list_axis_sets
 
 
 @dataclass(frozen=True)
-class Sample:
+class RunSample:
     """Runs, where they stand, their gaps and how often each is in each resample.
 
     Attributes:
@@ -31,20 +31,20 @@ class Sample:
     """
 
     gap: Floats
-    layout: Layout
+    layout: GridLayout
     test_examples: Floats | None
     units: Ints
     times: Counts
     seed: int
     projected: bool
 
-    def at(self, which: Ints) -> Sample:
+    def select_runs(self, which: Ints) -> RunSample:
         """Some of the runs."""
         if len(which) == len(self.gap):
             return self
         sizes = None if self.test_examples is None else self.test_examples[which]
-        layout, times = self.layout.at(which), self.times[which]
-        return Sample(self.gap[which], layout, sizes, self.units[which], times, self.seed, self.projected)
+        layout, times = self.layout.select_runs(which), self.times[which]
+        return RunSample(self.gap[which], layout, sizes, self.units[which], times, self.seed, self.projected)
 
     @cached_property
     def few_times(self) -> Counts:
@@ -54,22 +54,22 @@ class Sample:
     @cached_property
     def axis_means(self) -> dict[str, PairMeans]:
         """By axis, pairs that differ in it alone."""
-        return axis_means(self.gap, self.layout, self.units, self.seed)
+        return build_axis_means(self.gap, self.layout, self.units, self.seed)
 
     @cached_property
     def environments(self) -> PairMeans:
         """Pairs whose settings differ in one axis."""
-        return environment_means(self.gap, self.layout, self.test_examples, self.units, self.seed)
+        return build_environment_means(self.gap, self.layout, self.test_examples, self.units, self.seed)
 
     @cached_property
     def partitions(self) -> dict[str, Partition]:
         """By the set of axes whose settings are known."""
-        return partitions_of(self.layout, seed=self.seed)
+        return build_partitions(self.layout, seed=self.seed)
 
     @cached_property
     def competition_sets(self) -> tuple[str, ...]:
-        return tuple(sets_of(self.layout, 2))
+        return tuple(list_axis_sets(self.layout, 2))
 
     @property
-    def constant(self) -> bool:
+    def is_constant(self) -> bool:
         return bool(np.ptp(self.gap) == 0) if len(self.gap) else True

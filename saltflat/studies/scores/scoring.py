@@ -7,25 +7,31 @@ from typing import Any
 
 import numpy as np
 
-from saltflat.errors import OptionError, unknown
+from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.measures import MEASURES
-from saltflat.report.text import listed
+from saltflat.report.text import join_words
 from saltflat.studies.row import Row
 from saltflat.studies.scores.arrays import Floats, Ints
-from saltflat.studies.scores.bootstrap import COSTLY, draw_times, information_interval, interval
-from saltflat.studies.scores.correlation import drawn_pearson
-from saltflat.studies.scores.doubts import by_chance, doubts
-from saltflat.studies.scores.granulated import over_axes
-from saltflat.studies.scores.information import drawn_information, least
-from saltflat.studies.scores.kendall import drawn_kendall
-from saltflat.studies.scores.layout import Layout
-from saltflat.studies.scores.ranks import drawn_spearman
+from saltflat.studies.scores.bootstrap import COSTLY, compute_information_interval, compute_interval, draw_resamples
+from saltflat.studies.scores.correlation import resample_pearson
+from saltflat.studies.scores.doubts import find_warnings, format_chance_note
+from saltflat.studies.scores.granulated import average_axes
+from saltflat.studies.scores.information import find_least, resample_information
+from saltflat.studies.scores.kendall import resample_kendall
+from saltflat.studies.scores.layout import GridLayout
+from saltflat.studies.scores.ranks import resample_spearman
 from saltflat.studies.scores.result import Score
 from saltflat.studies.scores.results import Scores
-from saltflat.studies.scores.robust import count_environments, drawn_sign_error, error_of
-from saltflat.studies.scores.runs import configurations_of, gaps_of, layout_of, scored, values_of
-from saltflat.studies.scores.sample import Sample
-from saltflat.studies.scores.sign_tables import MOST_CELLS, Signs
+from saltflat.studies.scores.robust import count_environments, resample_sign_error, summarize_sign_error
+from saltflat.studies.scores.runs import (
+    build_layout,
+    collect_gaps,
+    collect_values,
+    number_configurations,
+    select_scored_runs,
+)
+from saltflat.studies.scores.sample import RunSample
+from saltflat.studies.scores.sign_tables import MOST_CELLS, PairSigns
 
 # Runs up to which information is resampled pair by pair.
 MOST_EXACT = 1000
@@ -63,7 +69,7 @@ def score(
         seed: of the resamples, and of random choices where a study has too many pairs to use all.
     """
     if gap not in GAPS:
-        raise unknown("gap", gap, GAPS)
+        raise make_unknown_name_error("gap", gap, GAPS)
     if missed not in MISSED:
         raise OptionError(f"Got missed={missed!r}. Want 'leave out' or 'keep'. Do: give one of them.")
     if not isinstance(resamples, int) or resamples < 0:
@@ -75,19 +81,22 @@ def score(
             "Got something that is no row among the rows. Want the rows of a study. Do: score(results.rows, axes), or "
             "results.scores()."
         )
-    chosen, left_out = scored(rows, gap, missed == "keep")
+    chosen, left_out = select_scored_runs(rows, gap, missed == "keep")
     outcomes = [row.outcome for row in chosen if row.outcome is not None]
-    groups = configurations_of(chosen)
+    groups = number_configurations(chosen)
     configurations = int(groups.max()) + 1
     # Of a single configuration the seeds are all there is to draw from.
     units = groups if configurations > 1 else np.arange(len(chosen))
-    times = draw_times(units, resamples, seed)
+    times = draw_resamples(units, resamples, seed)
     sizes = np.array([each.test_examples for each in outcomes], dtype=np.float64) if gap == "error" else None
     projected = len(chosen) > MOST_EXACT
-    sample = Sample(gaps_of(chosen, gap), layout_of(chosen, axes), sizes, units, times, seed, projected)
-    found = _all_scores(values_of(chosen, measures), sample)
+    sample = RunSample(collect_gaps(chosen, gap), build_layout(chosen, axes), sizes, units, times, seed, projected)
+    found = _score_all(collect_values(chosen, measures), sample)
     counted = sum(each.kind == "measure" for each in found.values())
-    notes = [by_chance(counted, configurations), *_notes(sample, gap, resamples, configurations)]
+    notes = [
+        format_chance_note(counted, configurations),
+        *_format_scoring_notes(sample, gap, resamples, configurations),
+    ]
     return Scores(
         found,
         gap,
@@ -95,13 +104,13 @@ def score(
         len(chosen),
         configurations,
         left_out,
-        tuple(doubts(outcomes, gap, sample.gap, configurations, left_out)),
+        tuple(find_warnings(outcomes, gap, sample.gap, configurations, left_out)),
         tuple(filter(None, notes)),
         resamples,
     )
 
 
-def _all_scores(values: dict[tuple[str, str], Floats], sample: Sample) -> dict[str, Score]:
+def _score_all(values: dict[tuple[str, str], Floats], sample: RunSample) -> dict[str, Score]:
     """By name; a control that is called as a measure is gets a name of its own. Measures that have readings of the
     same runs share all that depends on the runs alone."""
     named: dict[str, tuple[str, Floats]] = {}
@@ -113,87 +122,89 @@ def _all_scores(values: dict[tuple[str, str], Floats], sample: Sample) -> dict[s
     found: dict[str, Score] = {}
     for names in by_runs.values():
         which = np.flatnonzero(~np.isnan(named[names[0]][1])).astype(np.int64)
-        found |= _scores_on({name: (named[name][0], named[name][1][which]) for name in names}, sample, which)
+        found |= _score_on_runs({name: (named[name][0], named[name][1][which]) for name in names}, sample, which)
     return {name: found[name] for name in named}
 
 
-def _scores_on(values: dict[str, tuple[str, Floats]], sample: Sample, which: Ints) -> dict[str, Score]:
+def _score_on_runs(values: dict[str, tuple[str, Floats]], sample: RunSample, which: Ints) -> dict[str, Score]:
     """Of measures that are known of the same runs, these."""
     missing = len(sample.gap) - len(which)
-    part = sample.at(which)
+    part = sample.select_runs(which)
     found: dict[str, Score] = {}
     usable: dict[str, Floats] = {}
     for name, (kind, x) in values.items():
-        if len(x) < 2 or np.ptp(x) == 0 or part.constant:
-            notes = (*_measure_notes(name, kind, missing), _why_undefined(x))
+        if len(x) < 2 or np.ptp(x) == 0 or part.is_constant:
+            notes = (*_format_measure_notes(name, kind, missing), _format_undefined_reason(x))
             found[name] = Score(name, kind, len(x), notes=notes)
         else:
             usable[name] = x
     if usable:
         columns = np.stack(list(usable.values()))
-        pearson = drawn_pearson(columns, part.gap, part.times)
-        along = {axis: each.drawn(columns, part.times) for axis, each in part.axis_means.items()}
-        wrong = drawn_sign_error(part.environments, columns, part.times)
+        pearson = resample_pearson(columns, part.gap, part.times)
+        along = {axis: each.resample(columns, part.times) for axis, each in part.axis_means.items()}
+        wrong = resample_sign_error(part.environments, columns, part.times)
         for place, (name, each) in enumerate(usable.items()):
             by_axis = {axis: of[place] for axis, of in along.items()}
             kind = values[name][0]
-            found[name] = _one_score(name, kind, each, part, pearson[place], by_axis, wrong[place], missing)
+            found[name] = _make_score(name, kind, each, part, pearson[place], by_axis, wrong[place], missing)
     return found
 
 
-def _one_score(
+def _make_score(
     name: str,
     kind: str,
     x: Floats,
-    sample: Sample,
+    sample: RunSample,
     pearson: Floats,
     by_axis: dict[str, Floats],
     wrong: Floats,
     missing: int,
 ) -> Score:
-    kendall_a, kendall_b = drawn_kendall(x, sample.gap, sample.times)
-    by_set, competition = _of_information(x, sample)
+    kendall_a, kendall_b = resample_kendall(x, sample.gap, sample.times)
+    by_set, competition = _compute_information(x, sample)
     found = {
         "pearson": pearson,
-        "spearman": drawn_spearman(x, sample.gap, sample.times),
+        "spearman": resample_spearman(x, sample.gap, sample.times),
         "kendall_a": kendall_a,
         "kendall_b": kendall_b,
-        "granulated": over_axes(by_axis, len(pearson)),
-        "cmi": least(by_set),
+        "granulated": average_axes(by_axis, len(pearson)),
+        "cmi": find_least(by_set),
         "pgdl": competition,
         "sign_error_mean": wrong,
     }
-    worst = error_of(sample.environments.by_group(x))
+    worst = summarize_sign_error(sample.environments.compute_group_means(x))
     rest: dict[str, Any] = {each: float(of[0]) for each, of in found.items()}
     rest |= {"sign_error_p90": worst.p90, "sign_error_max": worst.max}
     rest["granulated_by_axis"] = {axis: float(each[0]) for axis, each in by_axis.items()}
     rest["cmi_by_set"] = {each: float(of_set[0]) for each, of_set in by_set.items()}
     if len(pearson) > 1:
-        rest["intervals"] = {each: _interval(each, of) for each, of in found.items() if not np.isnan(of[0])}
-    notes = list(_measure_notes(name, kind, missing))
+        rest["intervals"] = {
+            each: _compute_score_interval(each, of) for each, of in found.items() if not np.isnan(of[0])
+        }
+    notes = list(_format_measure_notes(name, kind, missing))
     notes += [WHY_NOT[each] for each, of in found.items() if each in WHY_NOT and np.isnan(of[0])]
     return Score(name, kind, len(x), **rest, notes=tuple(notes))
 
 
-def _interval(name: str, found: Floats) -> tuple[float, float]:
+def _compute_score_interval(name: str, found: Floats) -> tuple[float, float]:
     if name in MOST_INFORMATION:
-        return information_interval(found[1:], float(found[0]), MOST_INFORMATION[name])
-    return interval(found[1:])
+        return compute_information_interval(found[1:], float(found[0]), MOST_INFORMATION[name])
+    return compute_interval(found[1:])
 
 
-def _of_information(x: Floats, sample: Sample) -> tuple[dict[str, Floats], Floats]:
+def _compute_information(x: Floats, sample: RunSample) -> tuple[dict[str, Floats], Floats]:
     """Conditional information by set, and in the competition's form."""
-    signs, times = Signs(x, sample.gap), sample.few_times if sample.times.shape[1] > 1 else None
+    signs, times = PairSigns(x, sample.gap), sample.few_times if sample.times.shape[1] > 1 else None
     known = {
-        partition: drawn_information(signs, partition, times, projected=sample.projected)
+        partition: resample_information(signs, partition, times, projected=sample.projected)
         for partition in dict.fromkeys(sample.partitions.values())
     }
     found = {name: known[partition] for name, partition in sample.partitions.items()}
-    competition = least({name: found[name][1] for name in sample.competition_sets})
+    competition = find_least({name: found[name][1] for name in sample.competition_sets})
     return {name: paper for name, (paper, _) in found.items()}, competition
 
 
-def _measure_notes(name: str, kind: str, unknown_runs: int) -> Iterator[str]:
+def _format_measure_notes(name: str, kind: str, unknown_runs: int) -> Iterator[str]:
     if unknown_runs:
         yield f"Without {unknown_runs} run{'s' * (unknown_runs != 1)} in which it is not known or not finite."
     known = MEASURES.get(name.partition("(")[0]) if kind == "measure" else None
@@ -201,50 +212,50 @@ def _measure_notes(name: str, kind: str, unknown_runs: int) -> Iterator[str]:
         yield f"Smaller is {known.smaller}."
 
 
-def _why_undefined(x: Floats) -> str:
+def _format_undefined_reason(x: Floats) -> str:
     if len(x) < 2:
         return "Fewer than two runs have it."
     return "The same in all runs." if np.ptp(x) == 0 else "All gaps are equal."
 
 
-def _notes(sample: Sample, gap: str, resamples: int, configurations: int) -> Iterator[str]:
+def _format_scoring_notes(sample: RunSample, gap: str, resamples: int, configurations: int) -> Iterator[str]:
     """How the scores were taken, as far as this study is special."""
     layout = sample.layout
     if resamples:
         drawn_from = "configurations, each with all its seeds" if configurations > 1 else "runs, which differ by seed"
         few = f"; {COSTLY} for CMI and PGDL" if resamples > COSTLY else ""
         yield f"Intervals: 95 % of {resamples} resamples of {drawn_from}{few}."
-        yield from _approximations(sample)
-    fixed = [name for name in layout.axes if name not in layout.varying()]
+        yield from _format_approximation_notes(sample)
+    fixed = [name for name in layout.axes if name not in layout.find_varying_axes()]
     if fixed:
-        yield f"The same in all scored runs, so no axis: {listed(fixed)}."
+        yield f"The same in all scored runs, so no axis: {join_words(fixed)}."
     for name, each in sample.axis_means.items():
         if each.share < 1:
             yield f"Granulated score of {name}: from a random {each.share:.2%} of the pairs of runs."
-    alone = [name for name in layout.varying() if not sample.axis_means[name].whole]
+    alone = [name for name in layout.find_varying_axes() if not sample.axis_means[name].whole]
     if alone:
-        yield f"No two runs differ in this axis alone, so it has no granulated score: {listed(alone)}."
-    yield from _environments_told(sample, layout, gap)
+        yield f"No two runs differ in this axis alone, so it has no granulated score: {join_words(alone)}."
+    yield from _format_environment_notes(sample, layout, gap)
 
 
-def _approximations(sample: Sample) -> Iterator[str]:
+def _format_approximation_notes(sample: RunSample) -> Iterator[str]:
     """Where intervals come from less than all pairs."""
     if sample.projected:
         yield (
             f"Intervals of CMI and PGDL: with more than {MOST_EXACT:,} runs, counts of pairs in a resample are "
             "approximated to first order."
         )
-        large = [name for name, each in sample.partitions.items() if each.cells > MOST_CELLS]
+        large = [name for name, each in sample.partitions.items() if each.num_cells > MOST_CELLS]
         if large:
-            yield f"They come from {MOST_CELLS:,} random pairs of settings for CMI beyond: {listed(large)}."
+            yield f"They come from {MOST_CELLS:,} random pairs of settings for CMI beyond: {join_words(large)}."
     pairs = {f"the granulated score of {name}": each for name, each in sample.axis_means.items()}
     for what, each in {**pairs, "the sign error": sample.environments}.items():
         if each.resampled < each.whole:
             yield (f"Interval of {what}: {each.resampled:,} random pairs of configurations stand for {each.whole:,}.")
 
 
-def _environments_told(sample: Sample, layout: Layout, gap: str) -> Iterator[str]:
-    if not layout.varying() or sample.constant:
+def _format_environment_notes(sample: RunSample, layout: GridLayout, gap: str) -> Iterator[str]:
+    if not layout.find_varying_axes() or sample.is_constant:
         return
     if gap == "loss":
         yield "Sign error: all pairs of runs weigh the same, since a loss has no bound to tell chance by."

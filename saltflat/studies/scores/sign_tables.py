@@ -14,8 +14,8 @@ from scipy.sparse import csr_array
 
 from saltflat.studies.scores.arrays import Counts, Floats, Ints
 from saltflat.studies.scores.concordance import Concordance
-from saltflat.studies.scores.layout import Layout
-from saltflat.studies.scores.ranks import Ranking, running_sum
+from saltflat.studies.scores.layout import GridLayout
+from saltflat.studies.scores.ranks import Ranking, compute_running_sum
 
 MOST = 2
 JOIN = " + "
@@ -31,7 +31,7 @@ EXACT_SINGLE = 2.0**24
 
 
 @dataclass(frozen=True)
-class Tables:
+class SignTables:
     """Pairs of runs by their two settings and by the signs of the two differences, -1, 0 and 1 in this order.
 
     Attributes:
@@ -46,7 +46,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ResampledRuns:
     """How often runs are in resamples.
 
     Attributes:
@@ -86,62 +86,62 @@ class Partition:
         self.order: Ints = np.argsort(self.level, kind="stable").astype(np.int64)
         self.start: Ints = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
         self._seed = seed
-        self._drawn: Drawn | None = None
+        self._drawn: ResampledRuns | None = None
 
-    def drawn(self, times: Counts) -> Drawn:
+    def resample_runs(self, times: Counts) -> ResampledRuns:
         """The runs of resamples; kept, as all measures have the same."""
         if self._drawn is None or self._drawn.times is not times:
-            ordered, summing = times[self.order], self.summing(self.number)
-            self._drawn = Drawn(times, ordered, summing @ ordered, summing @ (ordered * ordered))
+            ordered, summing = times[self.order], self.make_sum_matrix(self.number)
+            self._drawn = ResampledRuns(times, ordered, summing @ ordered, summing @ (ordered * ordered))
         return self._drawn
 
-    def summing(self, levels: int) -> csr_array:
+    def make_sum_matrix(self, levels: int) -> csr_array:
         """A matrix that sums over each of the first so many settings, of runs sorted by setting."""
         start = self.start[: levels + 1]
         runs = int(start[-1])
         return csr_array((np.ones(runs), np.arange(runs), start), shape=(levels, runs))
 
-    def columns(self) -> Iterator[Ints]:
+    def iter_columns(self) -> Iterator[Ints]:
         """Settings with several runs, some at a time."""
         for first in range(self.singles, self.number, COLUMNS):
             yield np.arange(first, min(first + COLUMNS, self.number))
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         """How many cells there are of settings with several runs."""
         several = self.number - self.singles
         return several * (several + 1) // 2
 
     @cached_property
-    def resampled(self) -> tuple[Ints, Ints]:
+    def sampled_cells(self) -> tuple[Ints, Ints]:
         """First and second setting of the cells that stand for all in a projection."""
-        if self.cells <= MOST_CELLS:
-            place = np.arange(self.cells)
+        if self.num_cells <= MOST_CELLS:
+            place = np.arange(self.num_cells)
         else:
-            place = np.sort(np.random.default_rng([self._seed, 3]).choice(self.cells, MOST_CELLS, replace=False))
+            place = np.sort(np.random.default_rng([self._seed, 3]).choice(self.num_cells, MOST_CELLS, replace=False))
         # Cells one setting after the other: the second setting v has those from v (v + 1) / 2 on.
         second = ((np.sqrt(8 * place + 1) - 1) // 2).astype(np.int64)
         return self.singles + place - second * (second + 1) // 2, self.singles + second
 
 
-def sets_of(layout: Layout, least: int = 0) -> dict[str, tuple[str, ...]]:
+def list_axis_sets(layout: GridLayout, least: int = 0) -> dict[str, tuple[str, ...]]:
     """Sets of at most two axes by name, those with one value left out; of at least so many, if there are."""
-    names = list(layout.varying())
+    names = list(layout.find_varying_axes())
     sizes = range(min(least, len(names)), min(MOST, len(names)) + 1)
     return {JOIN.join(each): each for size in sizes for each in combinations(names, size)}
 
 
-def partitions_of(layout: Layout, least: int = 0, seed: int = 0) -> dict[str, Partition]:
+def build_partitions(layout: GridLayout, least: int = 0, seed: int = 0) -> dict[str, Partition]:
     """The runs by the settings of each set of axes; sets that part the runs alike have the same partition."""
     known: dict[bytes, Partition] = {}
     found = {}
-    for name, axes in sets_of(layout, least).items():
-        levels = layout.level(axes)
+    for name, axes in list_axis_sets(layout, least).items():
+        levels = layout.compute_levels(axes)
         found[name] = known.setdefault(levels.tobytes(), Partition(levels, seed))
     return found
 
 
-class Signs:
+class PairSigns:
     """Signs of the differences of a measure and of the gap.
 
     Attributes:
@@ -152,70 +152,70 @@ class Signs:
 
     def __init__(self, x: Floats, y: Floats) -> None:
         self.x, self.y = Ranking(x), Ranking(y)
-        across, down = ((0, 1, 2) if each.tied else (0, 2) for each in (self.x, self.y))
+        across, down = ((0, 1, 2) if each.has_ties else (0, 2) for each in (self.x, self.y))
         self.kinds = [kind for kind in product(across, down) if kind != (1, 1)]
         self.mirrored = [self.kinds.index((2 - across, 2 - down)) for across, down in self.kinds]
 
     @cached_property
-    def _alike(self) -> Concordance:
+    def _concordance(self) -> Concordance:
         return Concordance(self.x.place, self.y.place)
 
     @cached_property
-    def _otherwise(self) -> Concordance:
+    def _discordance(self) -> Concordance:
         return Concordance(self.x.place, -self.y.place)
 
-    def by_level(self, partition: Partition, columns: Ints) -> Counts:
+    def count_by_level(self, partition: Partition, columns: Ints) -> Counts:
         """``[run, kind, column]``: the runs with these settings by the signs of what the run has more than they; runs
         are sorted by setting."""
         runs = (partition.level[:, None] == columns).astype(np.float32)
         found: dict[tuple[int, int], Counts] = {}
-        found[2, 2] = self._alike.below(runs)
-        found[0, 0] = self._alike.above(runs, found[2, 2])
-        less_x, more_x = _less_and_more(self.x, runs)
-        if self.x.tied or self.y.tied:
-            found[2, 0] = self._otherwise.below(runs)
-            found[0, 2] = self._otherwise.above(runs, found[2, 0])
-            less_y, more_y = _less_and_more(self.y, runs)
+        found[2, 2] = self._concordance.sum_below(runs)
+        found[0, 0] = self._concordance.sum_above(runs, found[2, 2])
+        less_x, more_x = _sum_less_and_more(self.x, runs)
+        if self.x.has_ties or self.y.has_ties:
+            found[2, 0] = self._discordance.sum_below(runs)
+            found[0, 2] = self._discordance.sum_above(runs, found[2, 0])
+            less_y, more_y = _sum_less_and_more(self.y, runs)
             found[2, 1], found[0, 1] = less_x - found[2, 2] - found[2, 0], more_x - found[0, 0] - found[0, 2]
             found[1, 2], found[1, 0] = less_y - found[2, 2] - found[0, 2], more_y - found[0, 0] - found[2, 0]
         else:
             found[2, 0], found[0, 2] = less_x - found[2, 2], more_x - found[0, 0]
         return np.stack([found[kind] for kind in self.kinds], axis=1)[partition.order]
 
-    def tables(self, sums: Floats, total: Floats) -> Floats:
+    def make_tables(self, sums: Floats, total: Floats) -> Floats:
         """``[cell, measure, gap, resample]`` of ``[cell, kind, resample]``; the rest of the pairs is tied in both."""
         found = np.zeros((len(sums), 3, 3, sums.shape[2]))
         for k, (across, down) in enumerate(self.kinds):
             found[:, across, down] = sums[:, k]
-        if self.x.tied and self.y.tied:
+        if self.x.has_ties and self.y.has_ties:
             found[:, 1, 1] = np.maximum(total - sums.sum(1), 0.0)
         return found
 
 
-def count_tables(signs: Signs, partition: Partition, columns: Ints, counts: Counts) -> Tables:
+def count_tables(signs: PairSigns, partition: Partition, columns: Ints, counts: Counts) -> SignTables:
     """Of all runs, the cells whose second setting is among the columns."""
-    flat = partition.summing(partition.number) @ counts.reshape(len(counts), -1)
+    flat = partition.make_sum_matrix(partition.number) @ counts.reshape(len(counts), -1)
     sums = flat.reshape(partition.number, len(signs.kinds), len(columns)).transpose(0, 2, 1)
     first, column = np.nonzero(np.arange(partition.number)[:, None] <= columns)
     same = first == columns[column]
     runs = partition.sizes[columns[column]]
     total = partition.sizes[first] * (runs - same)
     whole = total.astype(np.float64)[:, None]
-    return Tables(signs.tables(sums[first, column][:, :, None], whole), same, runs.astype(np.float64)[:, None])
+    return SignTables(signs.make_tables(sums[first, column][:, :, None], whole), same, runs.astype(np.float64)[:, None])
 
 
-def draw_tables(signs: Signs, partition: Partition, times: Counts) -> Iterator[Tables]:
+def resample_tables(signs: PairSigns, partition: Partition, times: Counts) -> Iterator[SignTables]:
     """Of each resample, every cell; a run is not compared with its own copies."""
     x, y = signs.x.place[partition.order], signs.y.place[partition.order]
-    known = partition.drawn(times)
+    known = partition.resample_runs(times)
     exact: Any = np.float32 if float(known.runs.sum(0).max(initial=0)) ** 2 < EXACT_SINGLE else np.float64
     drawn, runs, copies = known.ordered.astype(exact), known.runs, known.copies
     held: list[tuple[Floats, Floats, NDArray[np.bool_], Floats]] = []
     size = 0
     for second in range(partition.singles, partition.number):
         begin, end = partition.start[second : second + 2]
-        signs_x, signs_y = (_by_sign(each[:end, None], each[None, begin:end]) for each in (x, y))
-        summing = partition.summing(second + 1).astype(exact)
+        signs_x, signs_y = (_compare_signs(each[:end, None], each[None, begin:end]) for each in (x, y))
+        summing = partition.make_sum_matrix(second + 1).astype(exact)
         sums = np.empty((second + 1, len(signs.kinds), times.shape[1]))
         for k, (across, down) in enumerate(signs.kinds):
             alike = (signs_x[across] & signs_y[down]).astype(exact)
@@ -227,11 +227,11 @@ def draw_tables(signs: Signs, partition: Partition, times: Counts) -> Iterator[T
         size += sums[:, 0].size
         if size > BLOCK or second == partition.number - 1:
             sums, total, same, second_runs = (np.concatenate(each) for each in zip(*held, strict=True))
-            yield Tables(signs.tables(sums, total), same, second_runs)
+            yield SignTables(signs.make_tables(sums, total), same, second_runs)
             held, size = [], 0
 
 
-class Projection:
+class HajekProjection:
     r"""Tables of resamples, without looking at every pair in each.
 
     The share of a kind of pair in a cell is a mean over the runs of two settings, :math:`p = \sum_{ab} t_{ab} / m n`.
@@ -245,9 +245,9 @@ class Projection:
     number of configurations of a setting. The number of pairs in each cell is that of the resample itself.
     """
 
-    def __init__(self, signs: Signs, partition: Partition, times: Counts) -> None:
-        self._signs, self._partition, self._drawn = signs, partition, partition.drawn(times)
-        first, second = partition.resampled
+    def __init__(self, signs: PairSigns, partition: Partition, times: Counts) -> None:
+        self._signs, self._partition, self._drawn = signs, partition, partition.resample_runs(times)
+        first, second = partition.sampled_cells
         # Every cell from both of its sides.
         self._own, self._other = np.concatenate([first, second]), np.concatenate([second, first])
         self._sums = np.zeros((len(self._own), len(signs.kinds), times.shape[1]), dtype=np.float32)
@@ -266,7 +266,7 @@ class Projection:
             self._sums[cells] = (some.T @ self._drawn.ordered[members]).reshape(shape).transpose(1, 0, 2)
             self._whole[cells] = some.sum(0, dtype=np.float64).reshape(shape).transpose(1, 0, 2)
 
-    def tables(self) -> Iterator[Tables]:
+    def iter_tables(self) -> Iterator[SignTables]:
         """Of each resample, the cells that stand for all."""
         cells, runs = len(self._own) // 2, self._drawn.runs
         step = max(1, BLOCK // max(1, runs.shape[1]))
@@ -274,13 +274,13 @@ class Projection:
             some = np.arange(start, min(start + step, cells))
             first, second = self._own[some], self._other[some]
             same = first == second
-            share, whole = self._shares(some, same)
-            share += self._shares(cells + some, same)[0][:, self._signs.mirrored]
+            share, whole = self._compute_shares(some, same)
+            share += self._compute_shares(cells + some, same)[0][:, self._signs.mirrored]
             total = runs[first] * runs[second] - np.where(same[:, None], self._drawn.copies[first], 0.0)
             sums = np.maximum(share - whole, 0.0) * total[:, None]
-            yield Tables(self._signs.tables(sums, total), same, runs[second])
+            yield SignTables(self._signs.make_tables(sums, total), same, runs[second])
 
-    def _shares(self, cells: Ints, same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    def _compute_shares(self, cells: Ints, same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """Of each kind among the pairs of a run, averaged over the runs of a resample, and over all runs."""
         own, others = self._own[cells], (self._partition.sizes[self._other[cells]] - same)[:, None]
         weight = self._drawn.runs[own] * others
@@ -288,38 +288,38 @@ class Projection:
         return share, self._whole[cells] / (self._partition.sizes[own, None] * others)[:, None]
 
 
-def mirrored(counts: Floats) -> Floats:
+def mirror_signs(counts: Floats) -> Floats:
     """The pairs taken in the other order: all signs turn."""
     return counts[:, ::-1, ::-1]
 
 
-def entropies(counts: Floats) -> tuple[Floats, Floats, Floats]:
+def compute_entropies(counts: Floats) -> tuple[Floats, Floats, Floats]:
     """By cell and resample: mutual information and entropy of the gap's sign, both in nats times pairs; and the pairs.
 
     A count of n among N adds -n log(n / N) to N times the entropy, which is 0 for n = 0.
     """
     total = counts.sum((1, 2))
-    whole = _each(total)
-    measure = whole - _each(counts.sum(2)).sum(1)
-    gap = whole - _each(counts.sum(1)).sum(1)
-    both = whole - _each(counts).sum((1, 2))
+    whole = _compute_x_log_x(total)
+    measure = whole - _compute_x_log_x(counts.sum(2)).sum(1)
+    gap = whole - _compute_x_log_x(counts.sum(1)).sum(1)
+    both = whole - _compute_x_log_x(counts).sum((1, 2))
     # What is left of zero by rounding must not look like information.
     rounding = 1e-13 * np.maximum(whole, 1.0)
     shared, gap = measure + gap - both, np.where(gap > rounding, gap, 0.0)
     return np.clip(np.where(shared > rounding, shared, 0.0), 0.0, gap), gap, total
 
 
-def _each(counts: Floats) -> Floats:
+def _compute_x_log_x(counts: Floats) -> Floats:
     return counts * np.log(np.maximum(counts, TINY))
 
 
-def _by_sign(first: Ints, second: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+def _compare_signs(first: Ints, second: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
     """Where the first is smaller, equal and larger."""
     return first < second, first == second, first > second
 
 
-def _less_and_more(ranking: Ranking, weights: Counts) -> tuple[Counts, Counts]:
+def _sum_less_and_more(ranking: Ranking, weights: Counts) -> tuple[Counts, Counts]:
     """Of each run, the weight of the runs with smaller and with larger values."""
     equal = ranking.total @ weights
-    up_to = running_sum(equal)
+    up_to = compute_running_sum(equal)
     return (up_to - equal)[ranking.place], (up_to[-1] - up_to)[ranking.place]

@@ -1,8 +1,8 @@
 """What operations do to scales, one file per kind of operation.
 
     @rule("relu abs")
-    def keeps(call):
-        return call.ids(call.args[0])
+    def propagate_relu(call):
+        return call.get_scale_ids(call.args[0])
 
 What has no rule is taken to fix the scale of everything it touches, and is listed.
 """

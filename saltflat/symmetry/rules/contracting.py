@@ -8,46 +8,46 @@ import torch
 from torch import Tensor
 
 from saltflat.geometry import GROUP, IN, OUT
-from saltflat.symmetry.marks import Marks
+from saltflat.symmetry.marks import TensorScales
 from saltflat.symmetry.scales import ANY, GROUND
-from saltflat.symmetry.watch import Call, rule
+from saltflat.symmetry.watch import OperationCall, rule
 
 
 @rule("mm matmul mv dot vdot bmm")
-def multiplies(call: Call) -> Any:
-    return product(call, *call.args[:2]).reshape(call.out.shape)
+def propagate_matmul(call: OperationCall) -> Any:
+    return contract_tensors(call, *call.args[:2]).reshape(call.out.shape)
 
 
 @rule("addmm addmv baddbmm")
-def multiplies_and_adds(call: Call) -> Any:
-    return plus_bias(call, product(call, *call.args[1:3]).reshape(call.out.shape), call.args[0])
+def propagate_addmm(call: OperationCall) -> Any:
+    return add_bias(call, contract_tensors(call, *call.args[1:3]).reshape(call.out.shape), call.args[0])
 
 
 @rule("linear")
-def applies(call: Call) -> Any:
+def propagate_linear(call: OperationCall) -> Any:
     x, weight = call.args[:2]
-    numbers = call.watch.marks(weight)
-    turned = Marks(numbers.ids.mT, numbers.entries, numbers.fixed)
-    found = _product(call, call.watch.marks(x), turned).reshape(call.out.shape)
-    return plus_bias(call, found, call.argument(2, "bias"))
+    numbers = call.watch.get_tensor_scales(weight)
+    turned = TensorScales(numbers.ids.mT, numbers.entries, numbers.fixed)
+    found = _contract_tensor_scales(call, call.watch.get_tensor_scales(x), turned).reshape(call.out.shape)
+    return add_bias(call, found, call.get_argument(2, "bias"))
 
 
-def plus_bias(call: Call, ids: Tensor, bias: Any) -> Tensor:
+def add_bias(call: OperationCall, ids: Tensor, bias: Any) -> Tensor:
     if bias is None:
         return ids
-    numbers = call.raw(bias)
+    numbers = call.get_entry_numbers(bias)
     if numbers is None:
-        return call.scales.join(ids, call.ids(bias))
-    call.entries.note_added(numbers, ids)
-    call.entries.claim(numbers, ids)
-    return call.scales.join(ids, call.ids(bias))
+        return call.scales.equate(ids, call.get_scale_ids(bias))
+    call.entries.record_addition(numbers, ids)
+    call.entries.assign_scales(numbers, ids)
+    return call.scales.equate(ids, call.get_scale_ids(bias))
 
 
-def product(call: Call, one: Tensor, two: Tensor) -> Tensor:
-    return _product(call, call.watch.marks(one), call.watch.marks(two))
+def contract_tensors(call: OperationCall, one: Tensor, two: Tensor) -> Tensor:
+    return _contract_tensor_scales(call, call.watch.get_tensor_scales(one), call.watch.get_tensor_scales(two))
 
 
-def _product(call: Call, one: Marks, two: Marks) -> Tensor:
+def _contract_tensor_scales(call: OperationCall, one: TensorScales, two: TensorScales) -> Tensor:
     """``(..., rows, middle)`` times ``(..., middle, columns)``, either of which may hold the entries of a parameter."""
     A, B = one.ids, two.ids
     A = A[None] if A.dim() == 1 else A
@@ -58,37 +58,39 @@ def _product(call: Call, one: Marks, two: Marks) -> Tensor:
     while one.entries and A.dim() > 2 and bool((A[:1] == A).all()):
         A = A[0]
     if two.entries and B.dim() == 2:
-        rows = call.entries.read(A) if one.entries else A
-        call.entries.note(B, (IN, OUT))
-        return weighted(call, rows.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
+        rows = call.entries.look_up_scales(A) if one.entries else A
+        call.entries.record_use(B, (IN, OUT))
+        return multiply_by_weight(call, rows.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
     if one.entries and A.dim() == 2:
-        columns = (call.entries.read(B) if two.entries else B).mT
-        call.entries.note(A, (OUT, IN))
-        turned = weighted(call, columns.reshape(-1, A.shape[-1]), A.mT)
+        columns = (call.entries.look_up_scales(B) if two.entries else B).mT
+        call.entries.record_use(A, (OUT, IN))
+        turned = multiply_by_weight(call, columns.reshape(-1, A.shape[-1]), A.mT)
         return turned.reshape(*columns.shape[:-1], A.shape[0]).mT
     if two.entries and not one.entries:
-        return _stacked(call, A, B)
+        return _multiply_weight_stack(call, A, B)
     if one.entries and not two.entries:
-        return _stacked(call, B.mT, A.mT).mT
-    A, B = (call.entries.read(m.ids).reshape(ids.shape) if m.entries else ids for m, ids in ((one, A), (two, B)))
+        return _multiply_weight_stack(call, B.mT, A.mT).mT
+    A, B = (
+        call.entries.look_up_scales(m.ids).reshape(ids.shape) if m.entries else ids for m, ids in ((one, A), (two, B))
+    )
     if A.dim() == 2 and B.dim() == 2:
-        return _contracted(call, A, B)
+        return _contract_scales(call, A, B)
     if B.dim() == 2:
-        return _contracted(call, A.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
+        return _contract_scales(call, A.reshape(-1, A.shape[-1]), B).reshape(*A.shape[:-1], B.shape[1])
     shape = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
     A, B = A.expand(*shape, *A.shape[-2:]).flatten(0, -3), B.expand(*shape, *B.shape[-2:]).flatten(0, -3)
     alike: dict[bytes, Tensor] = {}
     for a, b in zip(A, B, strict=True):
         key = a.numpy().tobytes() + b.numpy().tobytes()
         if key not in alike:
-            alike[key] = _contracted(call, a, b)
+            alike[key] = _contract_scales(call, a, b)
     found = [alike[a.numpy().tobytes() + b.numpy().tobytes()] for a, b in zip(A, B, strict=True)]
     return torch.stack(found).reshape(*shape, A.shape[-2], B.shape[-1])
 
 
-def _stacked(call: Call, A: Tensor, weights: Tensor) -> Tensor:
+def _multiply_weight_stack(call: OperationCall, A: Tensor, weights: Tensor) -> Tensor:
     """``(..., rows, middle)`` of scales times a stack of weights ``(..., middle, columns)``."""
-    call.entries.note(weights, (*[GROUP] * (weights.dim() - 2), IN, OUT))
+    call.entries.record_use(weights, (*[GROUP] * (weights.dim() - 2), IN, OUT))
     shape = torch.broadcast_shapes(A.shape[:-2], weights.shape[:-2])
     rows = A.expand(*shape, *A.shape[-2:]).reshape(-1, *A.shape[-2:])
     every = weights.expand(*shape, *weights.shape[-2:]).reshape(-1, *weights.shape[-2:])
@@ -98,26 +100,26 @@ def _stacked(call: Call, A: Tensor, weights: Tensor) -> Tensor:
     for place, weight in enumerate(every):
         places.setdefault(weight.numpy().tobytes(), []).append(place)
     for several in places.values():
-        part = weighted(call, rows[several].flatten(0, 1), every[several[0]])
+        part = multiply_by_weight(call, rows[several].flatten(0, 1), every[several[0]])
         found[several] = part.reshape(len(several), -1, part.shape[1])
     return found.reshape(*shape, *found.shape[1:])
 
 
-def weighted(call: Call, rows: Tensor, weight: Tensor) -> Tensor:
+def multiply_by_weight(call: OperationCall, rows: Tensor, weight: Tensor) -> Tensor:
     """Rows of scales times a matrix of parameter entries: a new scale for every column."""
     different, places = rows.unique(dim=0, return_inverse=True)
     found = torch.zeros(len(different), weight.shape[1], dtype=torch.float64)
-    for linked, middle in _parts(different != ANY):
-        offsets, tail = _aligned(call, different[linked][:, middle])
+    for linked, middle in _split_connected_rows(different != ANY):
+        offsets, tail = _align_rows(call, different[linked][:, middle])
         part = weight[middle]
         # Behind a mask all weights of a unit may be zeros: then it is zero, too.
-        head = torch.where((part != ANY).any(0), call.scales.fresh(weight.shape[1]), float(ANY))
-        call.entries.claim(part, head, tail[:, None])
-        found[linked] = call.scales.plus(offsets[:, None], head)
+        head = torch.where((part != ANY).any(0), call.scales.add_variables(weight.shape[1]), float(ANY))
+        call.entries.assign_scales(part, head, tail[:, None])
+        found[linked] = call.scales.add(offsets[:, None], head)
     return found[places]
 
 
-def _parts(there: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _split_connected_rows(there: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Rows that have something in common, and what they have; parts that share nothing may differ as they like."""
     if bool(there.all()):
         return [(torch.arange(len(there)), torch.arange(there.shape[1]))]
@@ -133,54 +135,54 @@ def _parts(there: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def _aligned(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _align_rows(call: OperationCall, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Let the rows differ from one of them by one number each; give the numbers, and that row."""
     base = rows[0].clone()
     offsets = torch.full((len(rows),), float(GROUND), dtype=torch.float64)
     if not bool((rows == ANY).any()):
-        differences = call.scales.plus(rows, base.expand(rows.shape), -1)
-        return call.scales.join_along(differences, [1]), base
+        differences = call.scales.add(rows, base.expand(rows.shape), -1)
+        return call.scales.equate_along(differences, [1]), base
     # Zeros say nothing: where the first row has some, others that overlap with what is known fill in.
     waiting = list(range(len(rows)))
     while waiting:
         number = next(each for each in waiting if bool(((rows[each] != ANY) & (base != ANY)).any()))
         both, new = (rows[number] != ANY) & (base != ANY), (rows[number] != ANY) & (base == ANY)
-        offsets[number] = call.scales.join_along(call.scales.plus(rows[number][both], base[both], -1), [0])
-        base[new] = call.scales.plus(rows[number][new], offsets[number], -1)
+        offsets[number] = call.scales.equate_along(call.scales.add(rows[number][both], base[both], -1), [0])
+        base[new] = call.scales.add(rows[number][new], offsets[number], -1)
         waiting.remove(number)
     return offsets, base
 
 
-def _contracted(call: Call, A: Tensor, B: Tensor) -> Tensor:
+def _contract_scales(call: OperationCall, A: Tensor, B: Tensor) -> Tensor:
     """Both are values: what A's rows have along the middle, B's columns must undo."""
     rows, row_places = A.unique(dim=0, return_inverse=True)
     columns, column_places = B.mT.contiguous().unique(dim=0, return_inverse=True)
     scales = call.scales
     if bool((rows == ANY).any() or (columns == ANY).any()):
         # Zeros say nothing, so every row has to be tried against every column.
-        tried = [scales.join_along(scales.plus(rows, column), [1]) for column in columns]
+        tried = [scales.equate_along(scales.add(rows, column), [1]) for column in columns]
         return torch.stack(tried, 1)[row_places][:, column_places]
     # All rows against the first column, and the first row against all columns, is enough.
-    across = scales.join_along(scales.plus(rows, columns[:1]), [1])
-    down = scales.join_along(scales.plus(columns, rows[:1]), [1])
-    found = scales.plus(across[:, None], scales.plus(down, down[:1], -1)[None, :])
+    across = scales.equate_along(scales.add(rows, columns[:1]), [1])
+    down = scales.equate_along(scales.add(columns, rows[:1]), [1])
+    found = scales.add(across[:, None], scales.add(down, down[:1], -1)[None, :])
     return found[row_places][:, column_places]
 
 
 @rule("_trilinear")
-def multiplies_thrice(call: Call) -> Any:
+def propagate_trilinear(call: OperationCall) -> Any:
     """Sums of products of three, as in a bilinear layer."""
-    numbers = call.raw(call.args[1])
+    numbers = call.get_entry_numbers(call.args[1])
     if numbers is not None and [list(each) for each in call.args[3:7]] == [[1, 3], [0], [1, 2], [2, 3]]:
         # (examples, in) and (examples, in) times (out, in, in): a weight whose inputs are pairs of units.
-        one, two = map(call.ids, call.args[:3:2])
-        call.entries.note(numbers, (OUT, IN, IN))
-        pairs = call.scales.plus(one[:, :, None], two[:, None, :])
-        return weighted(call, pairs.flatten(1), numbers.flatten(1).mT)
-    total = call.ids(1.0)
+        one, two = map(call.get_scale_ids, call.args[:3:2])
+        call.entries.record_use(numbers, (OUT, IN, IN))
+        pairs = call.scales.add(one[:, :, None], two[:, None, :])
+        return multiply_by_weight(call, pairs.flatten(1), numbers.flatten(1).mT)
+    total = call.get_scale_ids(1.0)
     for value, axes in zip(call.args[:3], call.args[3:6], strict=True):
-        ids = call.ids(value)
+        ids = call.get_scale_ids(value)
         for axis in sorted(axes):
             ids = ids.unsqueeze(axis)
-        total = call.scales.plus(total, ids)
-    return call.scales.join_along(total, call.args[6])
+        total = call.scales.add(total, ids)
+    return call.scales.equate_along(total, call.args[6])

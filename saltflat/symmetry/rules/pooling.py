@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from saltflat.symmetry.watch import Call, rule
+from saltflat.symmetry.watch import OperationCall, rule
 
 POOLS = """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
@@ -21,52 +21,52 @@ POOLS = """
 
 
 @rule(POOLS)
-def pools(call: Call) -> Any:
+def propagate_pool(call: OperationCall) -> Any:
     """All positions of a channel, which an upsampling mixes too."""
     found = re.search(r"([123])d", call.name)
     assert found is not None
     space = int(found[1])
-    ids = call.scales.join_along(call.ids(call.args[0]), range(-space, 0), keepdim=True)
+    ids = call.scales.equate_along(call.get_scale_ids(call.args[0]), range(-space, 0), keepdim=True)
     outs = [out for out in tree_flatten(call.out)[0] if isinstance(out, Tensor)]
     # Beside largest values stand their places, which are the same at every scale.
-    return [ids.expand(outs[0].shape).clone(), *(call.ground(out) for out in outs[1:])]
+    return [ids.expand(outs[0].shape).clone(), *(call.make_fixed_scales(out) for out in outs[1:])]
 
 
 @rule("sum mean amax amin nansum median std var var_mean std_mean aminmax")
-def reduces(call: Call) -> Any:
-    x, dims = call.args[0], call.argument(1, "dim")
-    return _reduced(call, x, dims, bool(call.argument(2, "keepdim", False)))
+def propagate_reduction(call: OperationCall) -> Any:
+    x, dims = call.args[0], call.get_argument(1, "dim")
+    return _reduce_scales(call, x, dims, bool(call.get_argument(2, "keepdim", False)))
 
 
 @rule("max min mode kthvalue sort topk cummax cummin argmax argmin argsort")
-def finds(call: Call) -> Any:
+def propagate_max(call: OperationCall) -> Any:
     """Largest and smallest values and their places."""
     if call.name in ("max", "min") and len(call.args) > 1 and isinstance(call.args[1], Tensor):
-        return call.scales.join(call.ids(call.args[0]), call.ids(call.args[1]))
-    dim = call.argument(2, "dim", -1) if call.name in ("topk", "kthvalue") else call.argument(1, "dim")
+        return call.scales.equate(call.get_scale_ids(call.args[0]), call.get_scale_ids(call.args[1]))
+    dim = call.get_argument(2, "dim", -1) if call.name in ("topk", "kthvalue") else call.get_argument(1, "dim")
     if isinstance(dim, bool) or (dim is None and call.name in ("sort", "topk", "cummax", "cummin", "mode", "argsort")):
         dim = -1
-    return _reduced(call, call.args[0], dim, True)
+    return _reduce_scales(call, call.args[0], dim, True)
 
 
 @rule("linalg_vector_norm norm")
-def measures(call: Call) -> Any:
-    if call.argument(1, "ord" if call.name == "linalg_vector_norm" else "p") == 0:
-        return call.ground()  # how many are not zero
-    dims = call.argument(2, "dim")
-    return _reduced(call, call.args[0], dims, bool(call.argument(3, "keepdim", False)))
+def propagate_norm(call: OperationCall) -> Any:
+    if call.get_argument(1, "ord" if call.name == "linalg_vector_norm" else "p") == 0:
+        return call.make_fixed_scales()  # how many are not zero
+    dims = call.get_argument(2, "dim")
+    return _reduce_scales(call, call.args[0], dims, bool(call.get_argument(3, "keepdim", False)))
 
 
-def _reduced(call: Call, x: Tensor, dims: Any, keepdim: bool) -> Any:
-    ids = call.ids(x)
+def _reduce_scales(call: OperationCall, x: Tensor, dims: Any, keepdim: bool) -> Any:
+    ids = call.get_scale_ids(x)
     dims = list(range(x.dim())) if dims is None or dims == [] else [dims] if isinstance(dims, int) else list(dims)
-    joined = call.scales.join_along(ids, dims, keepdim=True)
+    joined = call.scales.equate_along(ids, dims, keepdim=True)
     results = []
     for number, out in enumerate(tree_flatten(call.out)[0]):
         if not out.is_floating_point():
-            results.append(call.ground(out))
+            results.append(call.make_fixed_scales(out))
             continue
-        one = call.scales.times(joined, 2) if call.name.startswith("var") and number == 0 else joined
+        one = call.scales.multiply(joined, 2) if call.name.startswith("var") and number == 0 else joined
         shape = out.shape
         flat = one if len(shape) == one.dim() else one.reshape(shape)
         results.append(flat.expand(shape).clone())
@@ -74,9 +74,11 @@ def _reduced(call: Call, x: Tensor, dims: Any, keepdim: bool) -> Any:
 
 
 @rule("cumsum logcumsumexp")
-def accumulates(call: Call) -> Any:
+def propagate_cumsum(call: OperationCall) -> Any:
     if call.name == "logcumsumexp":
         call.pin(call.args[0])
-        return call.ground()
-    dim = call.argument(1, "dim")
-    return call.scales.join_along(call.ids(call.args[0]), [dim], keepdim=True).expand(call.out.shape).clone()
+        return call.make_fixed_scales()
+    dim = call.get_argument(1, "dim")
+    return (
+        call.scales.equate_along(call.get_scale_ids(call.args[0]), [dim], keepdim=True).expand(call.out.shape).clone()
+    )
