@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.sweep import Statistics
+from saltflat.statistics.compute import Statistics
 
 CLASSES, EXAMPLES = 100, 1000
 CHOICES = ("exact", "top:1", "top:3", "top:5", "sampled:4", "sampled:8", "sampled:16")

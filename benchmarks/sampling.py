@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read_data
+from saltflat.datasets import read_data
 
 # By one sweep, with an error over examples.
 MEASURES = (

@@ -18,14 +18,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from saltflat.measures import MEASURES
-from saltflat.report.reading import Reading
+from saltflat.measures.registry import MEASURES
+from saltflat.results.report import Reading
 from saltflat.studies import Results, Study
 from saltflat.studies.grid import iter_grid_points
-from saltflat.studies.row import Row
-from saltflat.studies.row_file import row_to_dict
-from saltflat.studies.store import DEFINITION, ROWS, STUDY
-from saltflat.studies.trained import Outcome
+from saltflat.studies.row import Outcome, Row
+from saltflat.studies.store.folder import DEFINITION, ROWS, STUDY
+from saltflat.studies.store.rows import row_to_dict
 
 # By the number of rows, how many values each of six axes has; the grid is a little larger where no product is as large.
 GRIDS = {

@@ -16,12 +16,12 @@ from parts.images import images
 from rich.console import Console
 from rich.table import Table
 
-from saltflat import readers
-from saltflat.studies.alone import train_alone
-from saltflat.studies.convolving import WAYS
-from saltflat.studies.examples import Examples
+from saltflat import datasets
+from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.together import train_together
+from saltflat.studies.training.batched_convolution import WAYS
+from saltflat.studies.training.train_batched import train_together
+from saltflat.studies.training.train_one import train_alone
 
 # How many times quicker than one at a time was hoped for, on two cores.
 GOAL = 3.0
@@ -36,8 +36,8 @@ STACKS = {
 
 def digits(networks: Sequence[int], epochs: int, repeats: int, device: str) -> list[dict[str, Any]]:
     """The digits' MLP, all networks at once and one after the other, in turns; the time is that of the whole call."""
-    inputs, labels = readers.read_data("digits", ".", "train", normalize="standard")
-    data = Examples(inputs, labels, *readers.read_data("digits", ".", "test", normalize="standard"))
+    inputs, labels = datasets.read_data("digits", ".", "train", normalize="standard")
+    data = Examples(inputs, labels, *datasets.read_data("digits", ".", "test", normalize="standard"))
     rows = []
     for count in networks:
         recipes = [replace(DIGITS, seed=seed, epochs=epochs) for seed in range(count)]

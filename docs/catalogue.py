@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import saltflat
-from saltflat.catalogue import CatalogueEntry
-from saltflat.measures import MEASURES, PRESETS, SYMMETRIES
-from saltflat.measures.references import REFERENCES
-from saltflat.statistic import COSTS
+from saltflat.engine.statistic import COSTS
+from saltflat.measures.catalog import CatalogueEntry
+from saltflat.measures.registry import MEASURES, PRESETS, REFERENCES, SYMMETRIES
 
 HEAD = """# Measures
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read_data
-from saltflat.report import Comparison
+from saltflat.datasets import read_data
+from saltflat.results import Comparison
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"

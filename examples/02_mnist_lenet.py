@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import saltflat
+from saltflat.datasets import read_data
 from saltflat.errors import DataError
-from saltflat.readers import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 IMAGES = 1_000 if QUICK else 20_000

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read_data
+from saltflat.datasets import read_data
 from saltflat.symmetry import canonicalize, equal_up_to_rescaling
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"

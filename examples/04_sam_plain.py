@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import saltflat
-from saltflat.readers import read_data
+from saltflat.datasets import read_data
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"

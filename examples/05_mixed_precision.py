@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler, autocast
 from torch.optim import AdamW
 
-from saltflat.readers import read_data
+from saltflat.datasets import read_data
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from saltflat.readers import read_data
+from saltflat.datasets import read_data
 from saltflat.training import SAM
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from saltflat.datasets import read_data
 from saltflat.integrations import JsonLines, Monitor
-from saltflat.readers import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 8 if QUICK else 120

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat
+from saltflat.datasets import read_data
 from saltflat.landscape import plot_together
-from saltflat.readers import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 6 if QUICK else 20

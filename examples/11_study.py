@@ -15,7 +15,7 @@ from pathlib import Path
 
 import saltflat
 from saltflat import Study
-from saltflat.studies.remaking import load_trained_network
+from saltflat.studies.rebuild import load_trained_network
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 AUDITED = 1 if QUICK else 2

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.readers import read_data
+from saltflat.datasets import read_data
 
 QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 4 if QUICK else 15

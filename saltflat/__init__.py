@@ -1,27 +1,64 @@
 """How flat a trained network's minimum is, without being fooled by rescaling."""
 
-__version__ = "0.1.0"
-
 from saltflat import _startup as _startup  # isort: split
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from saltflat.catalogue import list_measures
-from saltflat.certificate import certify
-from saltflat.eigenvalues import compute_eigenvalues
-from saltflat.errors import SaltflatError
-from saltflat.landscape import compute_landscape
-from saltflat.measuring import measure
-from saltflat.report import Report, compare
-from saltflat.spectrum import compute_spectrum
-from saltflat.studies.study import Study
-from saltflat.sweep import compute_statistics
-from saltflat.symmetry.audit import audit_invariance
-from saltflat.symmetry.fold import fold
-from saltflat.symmetry.graph import find_symmetries
-from saltflat.symmetry.rebalance import rebalance
-from saltflat.symmetry.rescale import rescale
+if TYPE_CHECKING:
+    from saltflat.audit.audit import audit_invariance as audit_invariance
+    from saltflat.engine.certificate import certify as certify
+    from saltflat.errors import SaltflatError as SaltflatError
+    from saltflat.landscape.landscape import compute_landscape as compute_landscape
+    from saltflat.measures.catalog import list_measures as list_measures
+    from saltflat.measures.measure import measure as measure
+    from saltflat.results.comparison import compare as compare
+    from saltflat.results.report import Report as Report
+    from saltflat.spectrum.compute import compute_spectrum as compute_spectrum
+    from saltflat.spectrum.eigenvalues import compute_eigenvalues as compute_eigenvalues
+    from saltflat.statistics.compute import compute_statistics as compute_statistics
+    from saltflat.studies.study import Study as Study
+    from saltflat.symmetry.find import find_symmetries as find_symmetries
+    from saltflat.symmetry.fold import fold as fold
+    from saltflat.symmetry.minimize import rebalance as rebalance
+    from saltflat.symmetry.rescale import rescale as rescale
 
+__version__ = "0.1.0"
+
+# Where each public name is defined; loaded at the first use, so that importing saltflat takes no longer than torch.
+_HOMES = {
+    "Report": "saltflat.results.report",
+    "SaltflatError": "saltflat.errors",
+    "Study": "saltflat.studies.study",
+    "audit_invariance": "saltflat.audit.audit",
+    "certify": "saltflat.engine.certificate",
+    "compare": "saltflat.results.comparison",
+    "compute_eigenvalues": "saltflat.spectrum.eigenvalues",
+    "compute_landscape": "saltflat.landscape.landscape",
+    "compute_spectrum": "saltflat.spectrum.compute",
+    "compute_statistics": "saltflat.statistics.compute",
+    "find_symmetries": "saltflat.symmetry.find",
+    "fold": "saltflat.symmetry.fold",
+    "list_measures": "saltflat.measures.catalog",
+    "measure": "saltflat.measures.measure",
+    "rebalance": "saltflat.symmetry.minimize",
+    "rescale": "saltflat.symmetry.rescale",
+}
+_PACKAGES = (
+    "audit",
+    "datasets",
+    "integrations",
+    "landscape",
+    "layers",
+    "measures",
+    "render",
+    "results",
+    "spectrum",
+    "statistics",
+    "studies",
+    "symmetry",
+    "training",
+)
 __all__ = [
     "Report",
     "SaltflatError",
@@ -43,9 +80,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names that have moved are still found where they were."""
-    if name in ("canonicalize", "equal_up_to_rescaling"):
-        from saltflat import symmetry
+    """Load a public name, or a package that has some, at the first use."""
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if name in _PACKAGES:
+        return import_module(f"saltflat.{name}")
+    raise AttributeError(f"module 'saltflat' has no attribute {name!r}")
 
-        return getattr(symmetry, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PACKAGES, "__version__"])

@@ -7,7 +7,9 @@ import sys
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 
 class SaltflatError(Exception):
@@ -15,7 +17,7 @@ class SaltflatError(Exception):
 
     def __str__(self) -> str:
         # Messages quote names from files, and end up on a terminal.
-        from saltflat.report.text import make_lines_printable  # at call time: reports need this module
+        from saltflat.results.text import make_lines_printable  # at call time: reports need this module
 
         return make_lines_printable(super().__str__())
 
@@ -120,3 +122,24 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((own, contextlib.__file__)):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+# Modules that come with a package of another name.
+INSTALLED_AS = {"yaml": "PyYAML", "torch.utils.tensorboard": "tensorboard"}
+
+
+class MissingPackageError(SaltflatError, ImportError):
+    """A package that this output needs is not installed."""
+
+
+def import_optional(name: str, purpose: str) -> ModuleType:
+    """The package or module, imported when it is first needed."""
+    try:
+        return import_module(name)
+    except ImportError as problem:
+        top = name.partition(".")[0]
+        wanted = INSTALLED_AS.get(name, INSTALLED_AS.get(top, top))
+        raise MissingPackageError(
+            f"Got {purpose} without {wanted}, which cannot be imported ({problem}). Want {wanted}. "
+            f"Do: pip install {wanted}."
+        ) from problem

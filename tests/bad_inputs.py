@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.data import unpack_batch
+from saltflat.audit.result import Audit
+from saltflat.datasets import read_data
+from saltflat.datasets.checkpoints import load_weights
+from saltflat.engine.data import unpack_batch
 from saltflat.integrations import JsonLines, Monitor, Table, TensorBoard, WandB
 from saltflat.landscape.result import Landscape
-from saltflat.readers import read_data
-from saltflat.report.audit import Audit
 from saltflat.spectrum.result import Spectrum
 from saltflat.symmetry import canonicalize, equal_up_to_rescaling
 from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty, penalty, shift_weights
-from saltflat.weights import load_weights
 
 Call = Callable[[], Any]
 
@@ -696,7 +696,7 @@ def _callbacks() -> dict[str, Call]:
 
 
 def _hugging_face(**given: Any) -> Any:
-    from saltflat.integrations import huggingface_options as options
+    from saltflat.integrations import huggingface_callback as options
 
     makers: dict[str, Callable[[Any], Any]] = {
         "sam": options.parse_sam_option,

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from saltflat.layers.affine import Affine
+from saltflat.layers.normalization import Affine
 
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 Batch = tuple[Inputs, Tensor] | dict[str, Tensor]

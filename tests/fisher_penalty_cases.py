@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from saltflat.training import either_way
+from saltflat.training import part_gradients
 
 Batch = Any
 WAYS = ("loop", "vectorised")
@@ -112,7 +112,7 @@ def single(build: Callable[[], Case]) -> tuple[nn.Module, Batch]:
 
 
 def on_cpus(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(either_way, "VECTORISED_ON", ("cpu",))
+    patch.setattr(part_gradients, "VECTORISED_ON", ("cpu",))
 
 
 # Of the cases of all measures those that a penalty can train, kinks and all.

@@ -30,7 +30,7 @@ from study_cases import Told, own, put
 
 from saltflat.errors import SaltflatError
 from saltflat.studies import Results, Row, Study, verify
-from saltflat.studies.store import Store
+from saltflat.studies.store.folder import Store
 
 # The state of the folder, the files in it, and the region of the file: its header in full, what is written beside the
 # tensors, or the tensors.

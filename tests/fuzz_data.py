@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import saltflat.losses
 import torch
 import torch.nn.functional as F
 from cases import Inputs, LossFunction, log_cosh, mean_over_examples, rows
@@ -25,8 +26,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
-
-import saltflat.losses
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def cross_entropy(draw: Draw, count: int, shape: Shape) -> Loss:
 
 @loss
 def squared_error(draw: Draw, count: int, shape: Shape) -> Loss:
-    given = draw.one_of(["mse", nn.MSELoss(), F.mse_loss, saltflat.losses.SquaredError()])
+    given = draw.one_of(["mse", nn.MSELoss(), F.mse_loss, saltflat.engine.losses.SquaredError()])
     return Loss(given, F.mse_loss, reals(count, shape))
 
 

@@ -340,7 +340,7 @@ def may_be_refused(drawn: Drawn) -> bool:
     return drawn.loss.refused or drawn.form.refused or any(name in REFUSED for name in drawn.used)
 
 
-def compare_statistics(drawn: Drawn, case: Case, found: saltflat.sweep.Statistics) -> None:
+def compare_statistics(drawn: Drawn, case: Case, found: saltflat.statistics.compute.Statistics) -> None:
     gradients = {name: torch.from_numpy(g) for name, g in measures.example_gradients(case).items()}
     noise = rounding(case)
     values = {name: p.detach().double() for name, p in oracle.trainable(case.model).items()}

@@ -6,9 +6,8 @@ import math
 import random
 from typing import Any
 
-from saltflat.report import Reading, Report
-from saltflat.studies.row import Row
-from saltflat.studies.trained import Outcome
+from saltflat.results import Reading, Report
+from saltflat.studies.row import Outcome, Row
 
 AXES = ("lr", "batch", "widths")
 # What a name could try: to end the script, to load something, to run something, to break lines of JavaScript.

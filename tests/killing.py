@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from saltflat.studies import Results, Study, tasks, verify
-from saltflat.studies.store import PARTIAL, ROWS, WEIGHTS
+from saltflat.studies.store.folder import PARTIAL, ROWS, WEIGHTS
 from saltflat.studies.tasks import MeasureTask, TrainTask
 
 EVERY = 0.05  # seconds between checkpoints, so that many moments are within one

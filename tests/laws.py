@@ -11,7 +11,7 @@ from cases import Case
 from torch import nn
 
 import saltflat
-from saltflat.measures import MEASURES, SYMMETRIES
+from saltflat.measures.registry import MEASURES, SYMMETRIES
 
 # Options under which a measure has a number on tiny problems, and quickly.
 OPTIONS = {

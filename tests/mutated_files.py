@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import saltflat
+from saltflat.audit.result import Audit
 from saltflat.landscape.result import Landscape
-from saltflat.report.audit import Audit
 from saltflat.spectrum.result import Spectrum
 
 KINDS: dict[str, Any] = {
-    "saltflat.report": saltflat.Report,
+    "saltflat.results": saltflat.Report,
     "saltflat.audit": Audit,
     "saltflat.landscape": Landscape,
     "saltflat.spectrum": Spectrum,
@@ -50,7 +50,13 @@ VALUES: list[Any] = [
     {"a": {"b": []}}, {"$float": "nan"}, {"$float": "inf"}, {"$float": "small"}, {"$float": 1}, {"$float": None},
     {"$float": "nan", "a": 1}, {"$$float": "nan"},
 ]  # fmt: skip
-SCHEMAS = ["saltflat.report/1", "saltflat.report/2", "saltflat.audit/1", "saltflat.landscape/1", "saltflat.spectrum/1"]
+SCHEMAS = [
+    "saltflat.results/1",
+    "saltflat.results/2",
+    "saltflat.audit/1",
+    "saltflat.landscape/1",
+    "saltflat.spectrum/1",
+]
 
 
 def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

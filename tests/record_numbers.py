@@ -65,7 +65,7 @@ def record_laws() -> Iterator[tuple[str, str]]:
     from laws import OPTIONS, start_of
 
     import saltflat
-    from saltflat.measures import MEASURES
+    from saltflat.measures.registry import MEASURES
 
     for name, build in {**CHAINS, **NETWORKS}.items():
         case = build()

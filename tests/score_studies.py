@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from saltflat.report.reading import Reading
-from saltflat.studies.row import Row
-from saltflat.studies.trained import Outcome
+from saltflat.results.report import Reading
+from saltflat.studies.row import Outcome, Row
 
 AXES = ("lr", "batch", "l2", "width", "depth", "dropout")
 # By name: values of each axis, seeds, digits of the gaps, whether runs are lost, and the options of the scores.

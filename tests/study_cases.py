@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from saltflat.studies import Examples, Study
-from saltflat.studies.integrity import compute_checksum
+from saltflat.studies.store.rows import compute_checksum
 
 
 def study(**changes: Any) -> Study:

@@ -21,14 +21,15 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import saltflat
+from saltflat.audit import Audit, AuditLine, Change
+from saltflat.audit.audit import audit_invariance
+from saltflat.audit.change import BROKEN, MOVES, STAYS, UNCLAIMED, UNDEFINED, UNMEASURED, WITHIN, compute_change
 from saltflat.errors import ModelError, OptionError, ReportError, SaltflatError, UnknownNameError
-from saltflat.measures import MEASURES, measure
-from saltflat.report import Audit, AuditLine, Change, Reading, Report
-from saltflat.report.audit_view import sort_measures
-from saltflat.report.change import BROKEN, MOVES, STAYS, UNCLAIMED, UNDEFINED, UNMEASURED, WITHIN, compute_change
-from saltflat.report.table import render_text
-from saltflat.symmetry.audit import audit_invariance
-from saltflat.symmetry.graph import find_symmetries
+from saltflat.measures.registry import MEASURES, measure
+from saltflat.render.audit import sort_measures
+from saltflat.results import Reading, Report
+from saltflat.results.text import render_text
+from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.rescale import apply_rescaling
 
 NAN, INF = float("nan"), float("inf")
@@ -225,7 +226,7 @@ def test_a_draw_that_fails_is_kept_as_failed_and_the_others_as_they_are(
                 next(model.parameters()).fill_(INF)
         return model
 
-    monkeypatch.setattr("saltflat.symmetry.audit.apply_rescaling", overflowing)
+    monkeypatch.setattr("saltflat.symmetry.rescale.apply_rescaling", overflowing)
     found = audited("mlp_with_biases", draws=3)
     assert list(found.failed["layer"]) == ["1"]
     assert "infinite numbers in '0.weight'" in found.failed["layer"]["1"]
@@ -253,7 +254,7 @@ def test_a_rescaling_that_changes_the_loss_is_a_failed_draw(monkeypatch: pytest.
             next(model.parameters()).mul_(1.5)
         return model
 
-    monkeypatch.setattr("saltflat.symmetry.audit.apply_rescaling", wrong)
+    monkeypatch.setattr("saltflat.symmetry.rescale.apply_rescaling", wrong)
     found = audited("mlp_with_biases", "hessian_trace")
     assert all("not the same function" in why for why in found.failed["unit"].values())
     assert len(found.failed["unit"]) == 2

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import saltflat
 from saltflat import errors
-from saltflat.sweep import Statistics
+from saltflat.statistics.compute import Statistics
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 

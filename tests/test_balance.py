@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.testing import assert_close
 
-from saltflat.balance import BalanceResult, balance_bipartite, balance_factored, balance_graph, settle
+from saltflat.balance import BalanceResult, balance_bipartite, balance_factored, balance_graph, solver
 from saltflat.errors import OptionError
 
 Balance = Callable[..., BalanceResult]
@@ -244,7 +244,7 @@ def test_blocks_that_hang_by_threads_balance(
 ) -> None:
     """Sweeps alone would take about 1 / thread of them."""
     if not dense:
-        monkeypatch.setattr(settle, "DENSE", 0)
+        monkeypatch.setattr(solver, "DENSE", 0)
     F, U = uniform(12, 15, seed=19), uniform(12, 15, seed=20)
     block = (torch.arange(12) // 4)[:, None] == (torch.arange(15) // 5)[None, :]
     F, U = torch.where(block, F, thread * F), torch.where(block, U, thread * U)
@@ -282,7 +282,7 @@ def test_a_cycle_has_a_closed_form() -> None:
 @pytest.mark.parametrize("dense", [True, False])
 def test_a_cycle_with_chords_is_that_of_brute_force(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not dense:
-        monkeypatch.setattr(settle, "DENSE", 0)
+        monkeypatch.setattr(solver, "DENSE", 0)
     nodes = torch.arange(9)
     chords = torch.randint(9, (2, 6), generator=dice(26))
     tails, heads = torch.cat([nodes, chords[0]]), torch.cat([(nodes + 1) % 9, chords[1]])

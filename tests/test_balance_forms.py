@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog, minimize
 from scipy.sparse import csr_array
 
-from saltflat.balance import balance_forms, settle
-from saltflat.balance.drift import find_drift
+from saltflat.balance import balance_forms, solver
+from saltflat.balance.exponentials import find_drift
 from saltflat.errors import OptionError
 
 Array = NDArray[np.float64]
@@ -108,7 +108,7 @@ def test_the_value_is_that_of_brute_force_and_of_its_potentials(
     kind: str, scales: int, dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not dense:
-        monkeypatch.setattr(settle, "DENSE", 0)
+        monkeypatch.setattr(solver, "DENSE", 0)
     for seed in range(3 if scales < 30 else 1):
         A, weights, kept, value = solved(kind, scales, seed)
         found = balance_forms(A, weights)

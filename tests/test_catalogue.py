@@ -11,12 +11,10 @@ from chains import CHAINS
 from torch import Tensor
 
 import saltflat
-from saltflat.catalogue import Catalogue, CatalogueEntry
+from saltflat.engine.statistic import COMPUTED, COSTS, STATISTICS
 from saltflat.errors import OptionError, UnknownNameError
-from saltflat.measures import GIVEN, MEASURES, PRESETS, measure
-from saltflat.measures.references import REFERENCES
-from saltflat.measures.request import parse_measures
-from saltflat.statistic import COMPUTED, COSTS, STATISTICS
+from saltflat.measures.catalog import Catalogue, CatalogueEntry
+from saltflat.measures.registry import GIVEN, MEASURES, PRESETS, REFERENCES, measure, parse_measures
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from cases import CASES
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.certificate import draw_direction
+from saltflat.engine.certificate import draw_direction
 
 PIECEWISE_LINEAR = [
     "biased_mlp",

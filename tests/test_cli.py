@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import saltflat
 from saltflat.cli import app, parse_names
 from saltflat.errors import SaltflatError
-from saltflat.report import Reading, Report
+from saltflat.results import Reading, Report
 
 DIGITS = '{"inputs": 64, "outputs": 10}'
 REQUIRED = ["measure", "--model", "factories:mlp", "--data", "factories:pair"]
@@ -364,7 +364,7 @@ def test_what_the_library_refuses_is_one_line(measured: Call) -> None:
 
 
 def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saltflat.measuring.parse_column_plan", None)
+    monkeypatch.setattr("saltflat.engine.output_curvature.parse_column_plan", None)
     result = run(*REQUIRED)
     assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1

@@ -15,9 +15,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.cli import rewriting
-from saltflat.report import Report
-from saltflat.weights import load_weights, put_weights, save_weights
+from saltflat.cli import rewrite
+from saltflat.datasets.checkpoints import load_weights, put_weights, save_weights
+from saltflat.results import Report
 
 MLP = ["--model", "factories:mlp", "--data", "factories:pair"]
 NORMED = ["--model", "factories:normed", "--data", "factories:pair"]
@@ -153,7 +153,7 @@ def test_nothing_is_written_if_the_function_is_not_the_same(
         nn.init.ones_(list(other.parameters())[-1])
         return other
 
-    monkeypatch.setattr(rewriting, "folded_model" if command == "fold" else "rebalanced_model", wrong)
+    monkeypatch.setattr(rewrite, "folded_model" if command == "fold" else "rebalanced_model", wrong)
     words = NORMED if command == "fold" else MLP
     refused(run(command, *words, "--out", tmp_path / "new.safetensors"), "outputs of the new network that differ")
     assert not os.listdir(tmp_path)
@@ -164,7 +164,7 @@ def test_what_rebalancing_doubts_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         warnings.warn("The trace may not be the smallest: it is not.", stacklevel=1)
         return model
 
-    monkeypatch.setattr(rewriting, "rebalanced_model", doubting)
+    monkeypatch.setattr(rewrite, "rebalanced_model", doubting)
     result = run("rebalance", *MLP, "--out", tmp_path / "new.safetensors")
     assert result.exit_code == 0, result.output
     assert "Note: The trace may not be the smallest: it is not.\n" in result.stdout

@@ -12,10 +12,10 @@ from factories import mlp, pair
 from test_cli import Call, refused, run
 from torch import Tensor
 
-from saltflat.measures import MEASURES, measure
-from saltflat.report import Audit
-from saltflat.symmetry import audit as auditing
-from saltflat.symmetry.audit import audit_invariance
+from saltflat.audit import Audit
+from saltflat.audit import audit as auditing
+from saltflat.audit.audit import audit_invariance
+from saltflat.measures.registry import MEASURES, measure
 
 MLP = ["--model", "factories:mlp", "--data", "factories:pair"]
 QUICK = ["--measures", "hessian_trace,rho", "--draws", "2"]
@@ -143,7 +143,7 @@ def test_bad_audits_are_one_line(words: list[str], told: list[str], tmp_path: Pa
 
 def test_symmetries_prints_the_group_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    from saltflat.symmetry.graph import find_symmetries
+    from saltflat.symmetry.find import find_symmetries
 
     group = find_symmetries(mlp(), pair()[0][:2])
     result = run("symmetries", *MLP, "--plot", tmp_path / "graph.png")

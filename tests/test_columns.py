@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.columns import ExampleRNG, compute_softmax_root, make_columns, parse_column_plan
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
+from saltflat.engine.custom_losses import CustomLoss
+from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
+from saltflat.engine.output_curvature import ExampleRNG, compute_softmax_root, make_columns, parse_column_plan
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from saltflat.studies.convolving import NARROW, WAYS, choose_convolution_method, set_convolution_method
+from saltflat.studies.training.batched_convolution import (
+    NARROW,
+    WAYS,
+    choose_convolution_method,
+    set_convolution_method,
+)
 
 NETWORKS, BATCH = 3, 4
 # Channels in and out, height and width of images, then what nn.Conv2d takes.

@@ -9,11 +9,11 @@ import pytest
 import torch
 from training_cases import SHRUNK, assert_same, examples
 
-from saltflat.studies import stack_training
-from saltflat.studies.alone import train_alone
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.recorded import WORTH_IT, CudaGraphSteps
-from saltflat.studies.together import train_together
+from saltflat.studies.training import batched_epoch
+from saltflat.studies.training.cuda_graph import WORTH_IT, CudaGraphSteps
+from saltflat.studies.training.train_batched import train_together
+from saltflat.studies.training.train_one import train_alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -73,7 +73,7 @@ def test_steps_that_are_recorded_and_played_are_as_alone(
             super().__init__(*words)
             made.append(self)
 
-    monkeypatch.setattr(stack_training, "CudaGraphSteps", Watched)
+    monkeypatch.setattr(batched_epoch, "CudaGraphSteps", Watched)
     many = examples((2, 16, 16), train=4 * WORTH_IT + 3)
     base = Recipe(
         network=name, architecture=SHRUNK[name], optimizer=optimizer, lr=0.003, momentum=0.9, nesterov=True, l2=0.01,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import saltflat
-from saltflat.measures import MEASURES
+from saltflat.measures.registry import MEASURES
 from saltflat.studies.networks import NETWORKS
 from saltflat.studies.recipe import SETTINGS
 

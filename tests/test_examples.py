@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import saltflat
+from saltflat.audit import Audit
 from saltflat.landscape import Landscape
-from saltflat.measures import MEASURES
-from saltflat.report import Audit
+from saltflat.measures.registry import MEASURES
 from saltflat.spectrum import Spectrum
 from saltflat.studies import Results
 

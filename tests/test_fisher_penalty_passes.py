@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from saltflat.errors import PrecisionError, TrainingError
-from saltflat.training import FisherPenalty, either_way
+from saltflat.training import FisherPenalty, part_gradients
 from saltflat.training.part_gradients import PartGradients
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -113,7 +113,7 @@ def test_auto_loops_on_cpus_with_large_stacks_and_recurrent_layers(monkeypatch: 
     FisherPenalty(built.model, parts=2).backward(whole_batch(built))
     on_cpus(monkeypatch)
     FisherPenalty(recurrent.model, parts=2).backward(whole_batch(recurrent))
-    monkeypatch.setattr(either_way, "MOST_STACKED", 100)
+    monkeypatch.setattr(part_gradients, "MOST_STACKED", 100)
     FisherPenalty(built.model, parts=2).backward(whole_batch(built))
     assert taken == ["run_loop"] * 3
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, prune
 
 import saltflat
 from saltflat.errors import DataError, ModelError, OptionError, SaltflatError
-from saltflat.layers.affine import Affine
+from saltflat.layers.normalization import Affine
 from saltflat.symmetry.fold import FoldedBatchNorm, fold
 
 

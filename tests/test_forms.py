@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saltflat.errorbars import compute_variance_of_mean
-from saltflat.forms import ColumnLayout, DenseGradient, FactoredGradient, OuterProductGradient, RowSparseGradient
-from saltflat.geometry import Geometry
+from saltflat.engine.geometry import Geometry
+from saltflat.gradients import ColumnLayout, DenseGradient, FactoredGradient, OuterProductGradient, RowSparseGradient
+from saltflat.results.jackknife import compute_variance_of_mean
 
 LAYOUT = ColumnLayout(fixed=2, draws=2, size=2)
 COLUMNS, EXAMPLES = LAYOUT.total, 5
@@ -127,7 +127,7 @@ def test_the_dense_gradients_of_an_outer_form_are_sums_of_outer_products() -> No
 
 def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {name: (make().sum_squares(), make().compute_squared_norms([slice(None)])) for name, make in FORMS.items()}
-    monkeypatch.setattr("saltflat.forms.base.CPU_PIECE", 1)
+    monkeypatch.setattr("saltflat.gradients.base.CPU_PIECE", 1)
     for name, make in FORMS.items():
         torch.testing.assert_close((make().sum_squares(), make().compute_squared_norms([slice(None)])), whole[name])
 

@@ -13,12 +13,12 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.columns import parse_column_plan
-from saltflat.geometry import PermutedGeometry
-from saltflat.landscape.normalizing import normalize_by_filter
-from saltflat.noise import draw_normals
-from saltflat.problem import Problem
-from saltflat.setting import Setting
+from saltflat.engine.context import Setting
+from saltflat.engine.geometry import PermutedGeometry
+from saltflat.engine.noise import draw_normals
+from saltflat.engine.output_curvature import parse_column_plan
+from saltflat.engine.problem import Problem
+from saltflat.landscape.directions import normalize_by_filter
 from saltflat.training import penalty
 
 BY_UNIT = (

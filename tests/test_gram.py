@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat
-from saltflat.columns import parse_column_plan
-from saltflat.gram import compute_gram_matrix, iterate_gradients
-from saltflat.loan import open_session
-from saltflat.problem import Problem
-from saltflat.setting import Setting
+from saltflat.engine.context import Setting
+from saltflat.engine.gram import compute_gram_matrix, iterate_gradients
+from saltflat.engine.output_curvature import parse_column_plan
+from saltflat.engine.problem import Problem
+from saltflat.engine.session import open_session
 
 ALL = {**CHAINS, **CASES}
 NAMES = [

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat
 from saltflat import errors
-from saltflat.sweep import Statistics
+from saltflat.statistics.compute import Statistics
 
 NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
 

@@ -15,16 +15,16 @@ import pytest
 from html_cases import AXES, HOSTILE, NAN, failed, report, row, study
 from typer.testing import CliRunner
 
+from saltflat.audit import Audit, AuditLine
+from saltflat.audit.change import compute_change
 from saltflat.cli import app
 from saltflat.errors import ReportError
-from saltflat.report import Audit, AuditLine, Reading, Report, compare
-from saltflat.report.change import compute_change
-from saltflat.report.html import render_audit_page, render_comparison_page, render_report_page, render_study_page
-from saltflat.report.html_bars import build_chart
-from saltflat.report.html_drawn import build_small_scatter, encode_picture
-from saltflat.report.html_page import encode_inert_json
-from saltflat.report.html_problems import MOST_LETTERS, collect_failures
-from saltflat.report.html_summary import collect_warnings, format_runs, format_score_summary
+from saltflat.render.html import render_audit_page, render_comparison_page, render_report_page, render_study_page
+from saltflat.render.html.bars import build_chart
+from saltflat.render.html.page import build_small_scatter, encode_inert_json, encode_picture
+from saltflat.render.html.runs import MOST_LETTERS, collect_failures
+from saltflat.render.html.summary import collect_warnings, format_runs, format_score_summary
+from saltflat.results import Reading, Report, compare
 from saltflat.studies.row import Row
 from saltflat.studies.scores import Score, Scores, score
 
@@ -466,7 +466,7 @@ def test_pictures_that_would_make_the_page_heavy_are_named_instead(
     rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heavy = "data:image/png;base64," + "A" * 500_000
-    monkeypatch.setattr("saltflat.report.html_study.encode_picture", lambda figure: heavy)
+    monkeypatch.setattr("saltflat.render.html.page.encode_picture", lambda figure: heavy)
 
     class Drawn:
         def plot(self) -> None: ...
@@ -523,7 +523,7 @@ def test_measure_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_templates_are_part_of_the_package() -> None:
-    found = {each.name for each in (files("saltflat.report") / "templates").iterdir()}
+    found = {each.name for each in (files("saltflat.results") / "templates").iterdir()}
     assert {"base.html", "study.html", "style.css", "page.js", "scatter.js"} <= found
 
 

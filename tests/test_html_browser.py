@@ -9,8 +9,8 @@ import pytest
 from browser import LAPTOP, PHONE, Tab, browsing, chromium
 from html_cases import AXES, HOSTILE, report, study
 
-from saltflat.report import Reading, compare
-from saltflat.report.html import render_study_page
+from saltflat.render.html import render_study_page
+from saltflat.results import Reading, compare
 from saltflat.studies.row import Row
 from saltflat.studies.scores import score
 

@@ -28,7 +28,8 @@ import saltflat
 from saltflat.errors import ModelError, OptionError, SaltflatError, TrainingError, UnknownNameError
 from saltflat.integrations import MonitorWarning
 from saltflat.integrations import huggingface_callback as part
-from saltflat.integrations.huggingface import FlatnessCallback, FlatTraining
+from saltflat.integrations.huggingface import FlatTraining
+from saltflat.integrations.huggingface_callback import FlatnessCallback
 from saltflat.training import SAM
 
 pytestmark = pytest.mark.filterwarnings(

@@ -12,8 +12,8 @@ from chains import CHAINS
 from torch import Tensor, nn
 
 import saltflat
-from saltflat import lanczos
-from saltflat.lanczos import find_top_eigenvalues
+from saltflat.engine import lanczos
+from saltflat.engine.lanczos import find_top_eigenvalues
 
 ALL = {**CHAINS, **CASES}
 

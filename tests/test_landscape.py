@@ -33,8 +33,8 @@ from saltflat.errors import (
     UnknownNameError,
 )
 from saltflat.landscape import Landscape, plot_together
-from saltflat.landscape.grid import SliceGrid
-from saltflat.report import Report
+from saltflat.landscape.landscape import SliceGrid
+from saltflat.results import Report
 
 Direction = Mapping[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.measures import MEASURES, SYMMETRIES
+from saltflat.measures.registry import MEASURES, SYMMETRIES
 
 CHANGES: dict[str, Callable[[Case, int], Case]] = {"layer_scale": layer_rescaled, "unit_scale": unit_rescaled}
 SEEDS = (0, 1)

@@ -13,7 +13,7 @@ from laws import CLAIMED, LARGEST_MOVE, LEAST_MOVE, UNCLAIMED, furthest, reading
 from rank_oracle import inputs_of
 
 import saltflat
-from saltflat.measures import MEASURES, SYMMETRIES
+from saltflat.measures.registry import MEASURES, SYMMETRIES
 
 KINDS = {"layer_scale": "layer", "unit_scale": "unit"}
 SEEDS = (0, 1)

@@ -11,7 +11,7 @@ from torch import nn
 
 import saltflat
 from saltflat import layers
-from saltflat.forms import DenseGradient, OuterProductGradient
+from saltflat.gradients import DenseGradient, OuterProductGradient
 from saltflat.layers import convolution
 
 NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import saltflat
-from saltflat import data as part
+from saltflat.engine import read_data as part
 from saltflat.errors import DataError, NondeterministicError
 
 generator = torch.Generator().manual_seed(3)

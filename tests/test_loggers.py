@@ -17,9 +17,8 @@ from rich.errors import LiveError
 from rich.live import Live
 from torch import nn
 
-from saltflat.errors import OptionError, SaltflatError
+from saltflat.errors import MissingPackageError, OptionError, SaltflatError
 from saltflat.integrations import JsonLines, MLflow, Monitor, MonitorWarning, Table, TensorBoard, WandB
-from saltflat.report.optional import MissingPackageError
 
 VALUES = {
     "flatness/loss": 0.5,

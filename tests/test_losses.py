@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
+from saltflat.engine.custom_losses import CustomLoss, format_loss, parse_loss
+from saltflat.engine.losses import CrossEntropy, NegativeLogLikelihood
 from saltflat.errors import LabelError, OptionError
-from saltflat.losses import CrossEntropy, CustomLoss, NegativeLogLikelihood, format_loss, parse_loss
-from saltflat.sweep import Statistics
+from saltflat.statistics.compute import Statistics
 from saltflat.training.objective import make_objective
 
 NAMES = ["curvature_diagonal", "gradient_second_moment"]

@@ -15,7 +15,7 @@ from oracle import trainable
 from torch import Tensor, nn
 
 import saltflat
-from saltflat.measures import MEASURES
+from saltflat.measures.registry import MEASURES
 
 GRID, STRENGTH = (-1.0, 0.5), 0.7
 SUBSET, DRAWS = 3, 4

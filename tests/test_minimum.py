@@ -26,9 +26,9 @@ from torch.testing import assert_close
 
 import saltflat
 from saltflat.measures.minimum import minimum_sharpness, minimum_unit_sharpness
-from saltflat.report import Reading
+from saltflat.results import Reading
+from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.fold import fold
-from saltflat.symmetry.graph import find_symmetries
 
 MINIMUM = {"layer": "minimum_sharpness", "unit": "minimum_unit_sharpness"}
 NAMES = [*MINIMUM.values(), "hessian_trace"]

@@ -32,8 +32,8 @@ from saltflat.errors import (
 )
 from saltflat.integrations import JsonLines, Monitor, MonitorWarning, Record
 from saltflat.integrations.probe_set import ProbeSet
+from saltflat.integrations.sample import TopEigenvalueTracker
 from saltflat.integrations.schedule import Interval, Schedule
-from saltflat.integrations.sharpest import TopEigenvalueTracker
 from saltflat.training.sam import SAM
 
 # When it is due.

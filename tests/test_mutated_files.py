@@ -13,7 +13,7 @@ from mutated_files import KINDS, mutated, originals, raw_errors
 
 import saltflat
 from saltflat.errors import ReportError
-from saltflat.sampling import Jackknife
+from saltflat.results.jackknife import Jackknife
 
 # So that they take some ten seconds. More of them: SALTFLAT_FUZZ_SECONDS=1 and another SALTFLAT_FUZZ_SEED.
 FILES, PLOTTED = 500, 10

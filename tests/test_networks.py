@@ -14,10 +14,10 @@ from training_cases import SHRUNK, examples
 
 import saltflat
 from saltflat.errors import ModelError, OptionError, UnknownNameError
-from saltflat.studies.building import build_network
-from saltflat.studies.dropout import Dropout
 from saltflat.studies.networks import NETWORKS, find_network
 from saltflat.studies.recipe import Recipe
+from saltflat.studies.training.build import build_network
+from saltflat.studies.training.dropout import Dropout
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
 # From the papers' tables and from sums by hand: weights and biases of convolutions (out * in * k * k + out) and of

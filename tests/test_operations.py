@@ -19,7 +19,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from saltflat.symmetry.graph import Symmetries, find_symmetries
+from saltflat.symmetry.find import find_symmetries
+from saltflat.symmetry.group import Symmetries
 from saltflat.symmetry.rescale import apply_rescaling, rescale
 
 

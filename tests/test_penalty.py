@@ -25,7 +25,7 @@ from saltflat.errors import (
     OptionError,
     UnknownNameError,
 )
-from saltflat.measures import MEASURES
+from saltflat.measures.registry import MEASURES
 from saltflat.training.penalty import Penalty, penalty
 
 NAMES = [entry.name for entry in saltflat.list_measures()]

@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import saltflat
-from saltflat import progress
-from saltflat.progress import Forecast, format_duration
+from saltflat.engine import progress
+from saltflat.engine.progress import Forecast, format_duration
 
 
 class Clock:

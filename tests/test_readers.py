@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from saltflat.cli.inputs import DeviceBatches, move_to_device
+from saltflat.datasets import READERS, cifar, find_reader, mnist, read_data
+from saltflat.datasets.arrays import read_verified_bytes
 from saltflat.errors import DataError, EmptyDataError, OptionError, SaltflatError, UnknownNameError
-from saltflat.readers import READERS, cifar, cifar10, cifar100, fashion_mnist, find_reader, idx, mnist, read_data
-from saltflat.readers.checksum import read_verified_bytes
-from saltflat.readers.placed import DeviceBatches, move_to_device
 
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data"))
 
@@ -161,7 +161,7 @@ def test_channels_are_standardized_each_by_itself(tmp_path: Path, monkeypatch: p
     path.parent.mkdir()
     path.write_bytes(pickle.dumps({b"data": ROWS, b"fine_labels": [3, 99]}, protocol=3))
     md5 = hashlib.md5(path.read_bytes()).hexdigest()
-    monkeypatch.setitem(cifar100.FILES, "test", [("cifar-100-python/test", md5)])
+    monkeypatch.setitem(cifar.CIFAR100_FILES, "test", [("cifar-100-python/test", md5)])
     inputs, labels = read_data("cifar100", tmp_path, "test", normalize="standard")
     mean, std = (
         torch.tensor(values)[:, None, None] for values in (find_reader("cifar100").mean, find_reader("cifar100").std)
@@ -201,7 +201,7 @@ def test_without_scikit_learn_digits_say_what_to_install(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize(
-    ("name", "module", "dataset"), [("mnist", mnist, "MNIST"), ("fashion-mnist", fashion_mnist, "FashionMNIST")]
+    ("name", "module", "dataset"), [("mnist", mnist, "MNIST"), ("fashion-mnist", mnist, "FashionMNIST")]
 )
 def test_idx_files_are_read_packed_or_not(
     name: str, module: Any, dataset: str, zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +224,7 @@ def test_of_fashion_mnist_the_files_that_can_be_verified_are_taken(tmp_path: Pat
 
 def test_a_file_with_another_checksum_is_named(tmp_path: Path) -> None:
     write_idx(tmp_path / "MNIST" / "raw")
-    wanted = mnist.CHECKSUMS["train-images-idx3-ubyte"]
+    wanted = mnist.MNIST_CHECKSUMS["train-images-idx3-ubyte"]
     refused(DataError, lambda: read_data("mnist", tmp_path), "train-images-idx3-ubyte", wanted, "download it again")
 
 
@@ -242,7 +242,7 @@ def test_a_file_with_another_checksum_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_broken_idx_files_are_named(content: bytes, word: str) -> None:
-    refused(DataError, lambda: idx.parse_idx(content, Path("labels")), word, "labels")
+    refused(DataError, lambda: mnist.parse_idx(content, Path("labels")), word, "labels")
 
 
 def test_an_idx_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_a_pickle_with_another_checksum_is_not_even_opened(tmp_path: Path, monke
     path.parent.mkdir()
     path.write_bytes(pickle.dumps(Hostile(tmp_path / "victim")))
     monkeypatch.setattr(cifar, "parse_cifar", lambda *_: pytest.fail("it was opened"))
-    wanted = cifar10.FILES["test"][0][1]
+    wanted = cifar.CIFAR10_FILES["test"][0][1]
     refused(DataError, lambda: read_data("cifar10", tmp_path, "test"), "test_batch", wanted)
 
 

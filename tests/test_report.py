@@ -19,11 +19,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from saltflat.errors import ReportError, SaltflatError, UnknownNameError
-from saltflat.loan import TRAIN_MODE
-from saltflat.report import Reading, Report, compare
-from saltflat.report.optional import MissingPackageError, import_optional
-from saltflat.report.table import render_text
+from saltflat.errors import MissingPackageError, ReportError, SaltflatError, UnknownNameError, import_optional
+from saltflat.results import Reading, Report, compare
+from saltflat.results.caveats import TRAIN_MODE
+from saltflat.results.text import render_text
 
 ROOT = Path(__file__).parent.parent
 NAN, INF = float("nan"), float("inf")
@@ -174,7 +173,7 @@ def test_a_mapping_that_looks_like_a_coded_number_comes_back_as_a_mapping() -> N
 def test_the_file_is_strict_json_and_names_its_schema(tmp_path: Path) -> None:
     text = FULL.save(tmp_path / "full.json").read_text(encoding="utf-8")
     content = json.loads(text, parse_constant=refuse_constant)
-    assert content["schema"] == "saltflat.report/1"
+    assert content["schema"] == "saltflat.results/1"
     assert content["readings"]["trace"]["value"] == {"$float": "nan"}
     assert content == FULL.to_dict()
 
@@ -195,7 +194,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 BROKEN = {
     "a list": [1, 2],
     "no schema": {key: value for key, value in FULL.to_dict().items() if key != "schema"},
-    "another schema": changed(schema="saltflat.report/2"),
+    "another schema": changed(schema="saltflat.results/2"),
     "a field missing": {key: value for key, value in FULL.to_dict().items() if key != "loss"},
     "a field too many": changed(colour="red"),
     "a text for a number": changed(loss="small"),

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from saltflat import audit_invariance, find_symmetries, measure, rescale
 from saltflat.errors import ModelError, OptionError, SaltflatError
 from saltflat.symmetry import rescale as rescaling
-from saltflat.symmetry.graph import Symmetries
+from saltflat.symmetry.group import Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
 
 

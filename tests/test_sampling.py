@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import saltflat
 from saltflat.balance import balance_bipartite, balance_factored
-from saltflat.data import read_batches
-from saltflat.errorbars import compute_student_factor
-from saltflat.measures import MEASURES
+from saltflat.engine.read_data import read_batches
+from saltflat.engine.sampling import ExampleGroups, Fingerprint, iterate_groups
 from saltflat.measures.normalized import regularized_normalized_sharpness
-from saltflat.sampling import ExampleGroups, Fingerprint, Jackknife, iterate_groups
+from saltflat.measures.registry import MEASURES
+from saltflat.results.jackknife import Jackknife, compute_student_factor
 
 EXAMPLES = 400
 # Found by a search, with passes over subsets of a pool, or by a bisection: known otherwise, or not at all. Relative

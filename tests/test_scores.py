@@ -15,20 +15,19 @@ import score_oracle as oracle
 from scipy import stats
 
 from saltflat.errors import OptionError, StudyError, UnknownNameError
-from saltflat.report.reading import Reading
-from saltflat.report.table import render_text
-from saltflat.studies.controls import CONTROLS, compute_controls
-from saltflat.studies.row import Row
+from saltflat.results.report import Reading
+from saltflat.results.text import render_text
+from saltflat.studies.row import CONTROLS, Outcome, Row, compute_controls
 from saltflat.studies.scores import (
     Score,
     Scores,
-    arrays,
     conditional_information,
+    granulated,
     granulated_kendall,
     hoeffding_weight,
     kendall_a,
     kendall_b,
-    pair_means,
+    layout,
     pearson,
     pgdl,
     score,
@@ -37,18 +36,20 @@ from saltflat.studies.scores import (
     sign_tables,
     spearman,
 )
-from saltflat.studies.scores.arrays import Counts, Floats
-from saltflat.studies.scores.bootstrap import compute_information_interval, compute_interval, draw_resamples
-from saltflat.studies.scores.correlation import resample_pearson
-from saltflat.studies.scores.doubts import format_chance_note
+from saltflat.studies.scores.caveats import format_chance_note
+from saltflat.studies.scores.correlation import resample_kendall, resample_pearson, resample_spearman
 from saltflat.studies.scores.granulated import build_axis_means
 from saltflat.studies.scores.information import resample_information
-from saltflat.studies.scores.kendall import resample_kendall
-from saltflat.studies.scores.layout import GridLayout
-from saltflat.studies.scores.ranks import resample_spearman
-from saltflat.studies.scores.result import NUMBERS
+from saltflat.studies.scores.layout import (
+    Counts,
+    Floats,
+    GridLayout,
+    compute_information_interval,
+    compute_interval,
+    draw_resamples,
+)
+from saltflat.studies.scores.results import NUMBERS
 from saltflat.studies.scores.sign_tables import PairSigns, build_partitions
-from saltflat.studies.trained import Outcome
 
 SIGNED = ("pearson", "spearman", "kendall_a", "kendall_b", "granulated")
 AXES: dict[str, list[float]] = {"lr": [0.01, 0.1, 1.0], "batch": [16, 64], "width": [8, 16]}
@@ -418,7 +419,7 @@ def test_work_done_in_small_blocks_gives_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(scoring, "MOST_EXACT", most_exact)
     case = Case(10, ties=True, missing=0.1)
     whole = scored_case(case, case.x, resamples=30)
-    for module, size in {arrays: 200, pair_means: 30, sign_tables: 100}.items():
+    for module, size in {layout: 200, granulated: 30, sign_tables: 100}.items():
         monkeypatch.setattr(module, "BLOCK", size)
     monkeypatch.setattr(sign_tables, "COLUMNS", 2)
     parts = scored_case(case, case.x, resamples=30)

@@ -15,20 +15,15 @@ import numpy as np
 import pytest
 from score_studies import AXES, STUDIES, numbers_of, study_rows
 
-from saltflat.report.html_drawn import HEIGHT, WIDTH, build_small_scatter
-from saltflat.report.table import render_text
+from saltflat.render.html.page import HEIGHT, WIDTH, build_small_scatter
+from saltflat.results.text import render_text
 from saltflat.studies.row import Row
-from saltflat.studies.scores import Score, Scores, kendall_a, pair_means, score, scoring, sign_tables
-from saltflat.studies.scores.arrays import Floats
-from saltflat.studies.scores.bootstrap import compute_information_interval, draw_resamples
-from saltflat.studies.scores.concordance import Concordance
-from saltflat.studies.scores.correlation import resample_pearson
-from saltflat.studies.scores.doubts import compute_median_difference, compute_median_hypot
-from saltflat.studies.scores.granulated import build_axis_means
+from saltflat.studies.scores import Score, Scores, granulated, kendall_a, score, scoring, sign_tables
+from saltflat.studies.scores.caveats import compute_median_difference, compute_median_hypot
+from saltflat.studies.scores.correlation import Concordance, compute_running_sum, resample_pearson
+from saltflat.studies.scores.granulated import build_axis_means, count_pairs_within, find_pairs_within
 from saltflat.studies.scores.information import find_least, resample_information
-from saltflat.studies.scores.layout import GridLayout
-from saltflat.studies.scores.pair_means import count_pairs_within, find_pairs_within
-from saltflat.studies.scores.ranks import compute_running_sum
+from saltflat.studies.scores.layout import Floats, GridLayout, compute_information_interval, draw_resamples
 from saltflat.studies.scores.sign_tables import PairSigns, build_partitions, list_axis_sets
 
 RECORD = Path(__file__).parent / "scores_300.json"
@@ -203,7 +198,7 @@ def test_projected_intervals_of_information_cover_what_other_configurations_give
 def chosen_at_random(monkeypatch: pytest.MonkeyPatch, **most: int) -> Scores:
     rows, axes = many_rows((8, 6), seeds=4, measures=2)
     for name, value in most.items():
-        monkeypatch.setattr(sign_tables if name == "MOST_CELLS" else pair_means, name, value)
+        monkeypatch.setattr(sign_tables if name == "MOST_CELLS" else granulated, name, value)
     monkeypatch.setattr(scoring, "MOST_CELLS", sign_tables.MOST_CELLS)
     return score(rows, axes, resamples=200)
 
@@ -224,7 +219,7 @@ def test_too_many_pairs_of_configurations_are_resampled_from_a_choice_and_said(m
 
 
 def test_resamples_of_a_choice_are_moved_to_the_score_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_means, "MOST_RESAMPLED", 12)
+    monkeypatch.setattr(granulated, "MOST_RESAMPLED", 12)
     draw = np.random.default_rng(0)
     x = np.sort(draw.normal(size=100))
     y = x + 0.5 * draw.normal(size=100)

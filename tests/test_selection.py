@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import saltflat
+from saltflat.engine.progress import count_examples
+from saltflat.engine.read_data import select_examples
 from saltflat.errors import DataError, EmptyDataError, OneShotDataError, OptionError
-from saltflat.progress import count_examples
-from saltflat.selection import select_examples
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(20) % 3

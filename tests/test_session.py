@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import saltflat
 from saltflat import errors
-from saltflat.loan import use_full_precision
-from saltflat.studies.precision import use_matmul_precision
+from saltflat.engine.session import use_full_precision
+from saltflat.studies.training.build import use_matmul_precision
 
 DATA = torch.randn(7, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 KEYS = [("generic", "all"), *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))]

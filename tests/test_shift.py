@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import SGD
 
 from saltflat.training import SAM, FisherPenalty, shift_weights
-from saltflat.training.frozen import freeze_buffers
+from saltflat.training.shift import freeze_buffers
 
 
 class Counting(nn.Module):

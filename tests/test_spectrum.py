@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
+from saltflat.engine.eigenvalues import find_extreme_eigenvalues
+from saltflat.engine.lanczos import _EigenvalueSearch, compute_quadratures
 from saltflat.errors import ModelError, NonFiniteError, OptionError, ParameterError, ReportError, UnknownNameError
-from saltflat.lanczos import _EigenvalueSearch, compute_quadratures, find_extreme_eigenvalues
 from saltflat.spectrum import Block, Spectrum
 
 Array = NDArray[np.float64]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.sweep import Statistics
+from saltflat.statistics.compute import Statistics
 
 DEFINITIONS = {
     "curvature_diagonal": oracle.curvature_diagonal,

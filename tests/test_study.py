@@ -23,15 +23,15 @@ from torch.testing import assert_close
 import saltflat
 from saltflat.errors import SaltflatError, StudyError
 from saltflat.studies import Results, Row, tasks
-from saltflat.studies.building import build_network
-from saltflat.studies.device import resolve_device
 from saltflat.studies.executors import ProcessExecutor
 from saltflat.studies.grid import make_recipe
-from saltflat.studies.labels import make_training_set
-from saltflat.studies.row_file import row_from_dict, row_to_dict
-from saltflat.studies.store import Store
-from saltflat.studies.table import format_csv
-from saltflat.studies.trained import Outcome, TrainedNetwork
+from saltflat.studies.results import format_csv
+from saltflat.studies.row import Outcome, TrainedNetwork
+from saltflat.studies.store.folder import Store
+from saltflat.studies.store.rows import row_from_dict, row_to_dict
+from saltflat.studies.tasks import resolve_device
+from saltflat.studies.training.build import build_network
+from saltflat.studies.training.examples import make_training_set
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from study_cases import Told, as_written_before, facts_of, own, put, study
 from saltflat.errors import StudyError
 from saltflat.studies import Results, verify
 from saltflat.studies.canonical import compute_digest
-from saltflat.studies.stack_training import StackTrainer
-from saltflat.studies.store import Store
+from saltflat.studies.store.folder import Store
+from saltflat.studies.training.batched_epoch import StackTrainer
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from study_cases import study
 
 from saltflat.errors import SaltflatError, StudyError
 from saltflat.studies import Results, verify
-from saltflat.studies.checkpoint import Checkpoint, read_matching_checkpoint, write_checkpoint
-from saltflat.studies.lock import is_locked, lock_folder
+from saltflat.studies.store.checkpoint import Checkpoint, read_matching_checkpoint, write_checkpoint
+from saltflat.studies.store.lock import is_locked, lock_folder
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
@@ -377,7 +377,7 @@ def test_a_study_waits_for_one_who_looks_and_refuses_at_once_where_another_works
         with lock_folder(tmp_path):
             pass
         fcntl.flock(file, fcntl.LOCK_SH)
-        monkeypatch.setattr("saltflat.studies.lock.PATIENCE", 0.1)  # it was stopped while it looked
+        monkeypatch.setattr("saltflat.studies.store.lock.PATIENCE", 0.1)  # it was stopped while it looked
         with pytest.raises(StudyError, match="is working in"), lock_folder(tmp_path):
             pass
 

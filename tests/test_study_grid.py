@@ -17,7 +17,7 @@ from saltflat.errors import SaltflatError, StudyError
 from saltflat.studies import Study
 from saltflat.studies.grid import collect_axis_values, iter_grid_points, split_axis_names
 from saltflat.studies.recipe import SETTINGS, Recipe
-from saltflat.studies.settings import ALLOWED
+from saltflat.studies.schema import ALLOWED
 
 
 def refused(made: Study, *words: str, folder: Path | None = None) -> str:

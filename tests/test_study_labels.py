@@ -9,9 +9,9 @@ import torch
 from training_cases import examples
 
 from saltflat.errors import DataError, UnknownNameError
-from saltflat.studies.examples import Examples
-from saltflat.studies.labels import make_training_set
+from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
+from saltflat.studies.training.examples import make_training_set
 
 MANY = examples((2,), train=1000, test=10, classes=10)
 

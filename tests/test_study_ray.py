@@ -18,7 +18,7 @@ from waiting_cases import FOLDER, STEPS
 from saltflat.errors import StudyError
 from saltflat.studies import Results, Study
 from saltflat.studies.executors import Executor, make_executor
-from saltflat.studies.row_file import row_to_dict
+from saltflat.studies.store.rows import row_to_dict
 
 
 def chosen(own: bool) -> Study:

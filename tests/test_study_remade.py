@@ -15,10 +15,10 @@ from torch.testing import assert_close
 
 from saltflat.errors import DeviceError, StudyError
 from saltflat.studies import Results
-from saltflat.studies.building import build_network
 from saltflat.studies.executors import LocalExecutor, Session, Task
 from saltflat.studies.grid import make_recipe
-from saltflat.studies.remaking import load_trained_network
+from saltflat.studies.rebuild import load_trained_network
+from saltflat.studies.training.build import build_network
 
 PAIRS = [[50, 0.1], [25, 0.2], [20, 0.4]]
 

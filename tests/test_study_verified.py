@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from saltflat.cli import app
 from saltflat.errors import StudyError
 from saltflat.studies import Results, Study, verify
-from saltflat.studies.lock import lock_folder
+from saltflat.studies.store.lock import lock_folder
 
 ROOT = Path(__file__).parent.parent
 PAPERS = sorted(path.parent for path in (ROOT / "papers").rglob("study.json"))

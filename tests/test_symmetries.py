@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from saltflat.symmetry.elimination import Elimination, Form, add_scaled_form, equate_factors
-from saltflat.symmetry.graph import Symmetries, find_symmetries
+from saltflat.symmetry.find import find_symmetries
+from saltflat.symmetry.group import Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
-from saltflat.symmetry.scales import ANY, GROUND, ScaleSystem
+from saltflat.symmetry.tracing.elimination import Elimination, Form, add_scaled_form, equate_factors
+from saltflat.symmetry.tracing.scales import ANY, GROUND, ScaleSystem
 
 DRAWS = 50
 REACH = 4.0  # logarithms of units' sizes go from -4 to 4

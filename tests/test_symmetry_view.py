@@ -15,12 +15,13 @@ from rich.console import Console
 from scipy.sparse import csr_array
 from torch import Tensor, nn
 
-from saltflat.report.table import render_text
-from saltflat.symmetry.blocks import FIXED, SymmetrySummary
-from saltflat.symmetry.graph import Obstacle, Symmetries, find_symmetries
-from saltflat.symmetry.layout import make_picture_rows, place_bars
-from saltflat.symmetry.summary import summarize_symmetries
-from saltflat.symmetry.table import make_table_rows as table_rows
+from saltflat.render.symmetry import make_table_rows as table_rows
+from saltflat.render.symmetry_blocks import FIXED, SymmetrySummary, summarize_symmetries
+from saltflat.render.symmetry_graph import make_picture_rows, place_bars
+from saltflat.results.text import render_text
+from saltflat.symmetry.find import find_symmetries
+from saltflat.symmetry.group import Symmetries
+from saltflat.symmetry.tracing.trace import Obstacle
 
 
 def group_of(name: str) -> Symmetries:

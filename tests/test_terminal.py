@@ -22,13 +22,13 @@ from typer.testing import CliRunner, Result
 
 import saltflat
 from saltflat.cli import app
-from saltflat.cli.screen import print_result
+from saltflat.cli.program import print_result
+from saltflat.datasets.checkpoints import load_weights
 from saltflat.errors import SaltflatError
-from saltflat.report import Report
+from saltflat.results import Report
 from saltflat.studies import Results
 from saltflat.studies.row import Row
-from saltflat.studies.store import Store
-from saltflat.weights import load_weights
+from saltflat.studies.store.folder import Store
 
 ROOT = Path(__file__).parent.parent
 # Sets the title of the window, clears the screen and turns the direction of writing.
@@ -119,7 +119,7 @@ def test_errors_of_the_users_code_are_escaped_in_full(tmp_path: Path, monkeypatc
 
 
 def test_status_escapes_failures_folders_notes_and_holders(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saltflat.cli.study.is_locked", lambda folder: True)
+    monkeypatch.setattr("saltflat.studies.store.lock.is_locked", lambda folder: True)
     result = run("study", "status", hostile)
     assert result.exit_code == 0, result.output
     for part in ("1 x Error: ", "runs", "process ", " is damaged"):
@@ -169,7 +169,7 @@ def test_show_escapes_what_files_say(words: list[Any], tmp_path: Path) -> None:
 
 
 def test_what_a_run_tells_is_escaped(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from saltflat.studies.progress import show_progress
+    from saltflat.studies.runner import show_progress
 
     for progress in (None, True):
         with show_progress(progress) as display:
@@ -257,6 +257,6 @@ def test_an_interrupt_during_imports_is_one_line(module: str, installed: bool, t
 def test_an_interrupt_in_other_programs_is_an_exception(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     (tmp_path / "other.py").write_text("try:\n    import saltflat\nexcept KeyboardInterrupt:\n    print('caught')\n")
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPT_AT": "saltflat.catalogue"}
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPT_AT": "saltflat.measures.catalog"}
     found = program(script=tmp_path / "other.py", **environment)
     assert (found.returncode, found.stdout) == (0, "caught\n")

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training_cases import examples, noisy
 
-from saltflat.studies.alone import train_alone
-from saltflat.studies.augmentation import Augmentation, augment_images
-from saltflat.studies.building import build_network
-from saltflat.studies.dropout import Dropout, DropoutMasks
-from saltflat.studies.evaluating import evaluate_model
-from saltflat.studies.order import draw_order
-from saltflat.studies.outcome import evaluate_outcome
+from saltflat.studies.optimizers import compute_learning_rate
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.schedules import compute_learning_rate
+from saltflat.studies.training.build import build_network
+from saltflat.studies.training.dropout import Dropout, DropoutMasks
+from saltflat.studies.training.examples import Augmentation, augment_images, draw_order
+from saltflat.studies.training.outcome import evaluate_model, evaluate_outcome
+from saltflat.studies.training.train_one import train_alone
 
 DATA = examples()
 BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype="float64")
@@ -137,7 +135,7 @@ def test_the_outcome_is_what_the_definitions_say() -> None:
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     model.load_state_dict(found.weights)
     outcome = found.outcome
-    from saltflat.studies.labels import make_training_set
+    from saltflat.studies.training.examples import make_training_set
 
     data = make_training_set(recipe, DATA)
     sides = [("train", data.inputs[:20], data.labels[:20]), ("test", DATA.test_inputs, DATA.test_labels)]

@@ -12,9 +12,9 @@ import torch
 from training_cases import SHRUNK, examples
 
 from saltflat.errors import ReportError
-from saltflat.studies import alone, together
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.trained import TrainedNetwork
+from saltflat.studies.row import TrainedNetwork
+from saltflat.studies.training import train_batched, train_one
 
 DATA = examples()
 IMAGES = examples((2, 16, 16))
@@ -67,21 +67,21 @@ def interrupted(train: Callable[..., Any], path: Path, often: int) -> Any:
 # After one epoch the checkpoint of that epoch is not written yet: it would never get on.
 @pytest.mark.parametrize("often", [2, 3, 5])
 def test_training_together_goes_on_bit_for_bit(tmp_path: Path, often: int) -> None:
-    wanted = together.train_together(RECIPES, DATA)
-    found = interrupted(lambda **options: together.train_together(RECIPES, DATA, **options), tmp_path / "c", often)
+    wanted = train_batched.train_together(RECIPES, DATA)
+    found = interrupted(lambda **options: train_batched.train_together(RECIPES, DATA, **options), tmp_path / "c", often)
     for one, other in zip(found, wanted, strict=True):
         assert_equal(one, other)
     assert [each.outcome.status for each in wanted] == ["done", "done", "diverged", "done", "done"]
 
 
 def test_it_may_be_killed_after_any_epoch(tmp_path: Path) -> None:
-    wanted = together.train_together(RECIPES, DATA)
+    wanted = train_batched.train_together(RECIPES, DATA)
     for moment in range(1, 100):
         path = tmp_path / str(moment)
         try:
-            together.train_together(RECIPES, DATA, checkpoint=path, every=0.0, tell=killed_after(moment))
+            train_batched.train_together(RECIPES, DATA, checkpoint=path, every=0.0, tell=killed_after(moment))
         except KilledError:
-            found = together.train_together(RECIPES, DATA, checkpoint=path)
+            found = train_batched.train_together(RECIPES, DATA, checkpoint=path)
             for one, other in zip(found, wanted, strict=True):
                 assert_equal(one, other)
         else:
@@ -92,58 +92,62 @@ def test_it_may_be_killed_after_any_epoch(tmp_path: Path) -> None:
 
 def test_batch_norm_and_augmentation_go_on_bit_for_bit(tmp_path: Path) -> None:
     recipes = [replace(RESIDUAL, seed=seed) for seed in range(2)]
-    wanted = together.train_together(recipes, IMAGES)
-    found = interrupted(lambda **options: together.train_together(recipes, IMAGES, **options), tmp_path / "c", 2)
+    wanted = train_batched.train_together(recipes, IMAGES)
+    found = interrupted(lambda **options: train_batched.train_together(recipes, IMAGES, **options), tmp_path / "c", 2)
     for one, other in zip(found, wanted, strict=True):
         assert_equal(one, other)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[4], ADAM])
 def test_training_alone_goes_on_bit_for_bit(tmp_path: Path, recipe: Recipe) -> None:
-    wanted = alone.train_alone(recipe, DATA)
-    found = interrupted(lambda **options: alone.train_alone(recipe, DATA, **options), tmp_path / "c", 2)
+    wanted = train_one.train_alone(recipe, DATA)
+    found = interrupted(lambda **options: train_one.train_alone(recipe, DATA, **options), tmp_path / "c", 2)
     assert_equal(found, wanted)
 
 
 def test_networks_that_cannot_be_stacked_go_on(tmp_path: Path) -> None:
     recipes = [replace(BASE, network="training_cases:noisy", architecture={}, seed=seed) for seed in range(3)]
-    wanted = together.train_together(recipes, DATA)
-    found = interrupted(lambda **options: together.train_together(recipes, DATA, **options), tmp_path / "c", 2)
+    wanted = train_batched.train_together(recipes, DATA)
+    found = interrupted(lambda **options: train_batched.train_together(recipes, DATA, **options), tmp_path / "c", 2)
     for one, other in zip(found, wanted, strict=True):
         assert_equal(one, other)
 
 
 def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
-    wanted = together.train_together(RECIPES, DATA, checkpoint=path)
-    single = alone.train_alone(BASE, DATA, checkpoint=tmp_path / "d")
+    wanted = train_batched.train_together(RECIPES, DATA, checkpoint=path)
+    single = train_one.train_alone(BASE, DATA, checkpoint=tmp_path / "d")
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(together, "StackTrainer", never)
-    monkeypatch.setattr(alone, "_train_epoch", never)
-    for one, other in zip(together.train_together(RECIPES, DATA, checkpoint=path), wanted, strict=True):
+    monkeypatch.setattr(train_batched, "StackTrainer", never)
+    monkeypatch.setattr(train_one, "_train_epoch", never)
+    for one, other in zip(train_batched.train_together(RECIPES, DATA, checkpoint=path), wanted, strict=True):
         assert_equal(one, other)
         assert one.seconds == other.seconds
-    assert_equal(alone.train_alone(BASE, DATA, checkpoint=tmp_path / "d"), single)
+    assert_equal(train_one.train_alone(BASE, DATA, checkpoint=tmp_path / "d"), single)
 
 
 def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    together.train_together(RECIPES, DATA, checkpoint=path)
+    train_batched.train_together(RECIPES, DATA, checkpoint=path)
     others = [replace(RECIPES[0], lr=0.2), *RECIPES[1:]]
-    assert_equal(together.train_together(others, DATA, checkpoint=path)[0], together.train_together(others, DATA)[0])
+    assert_equal(
+        train_batched.train_together(others, DATA, checkpoint=path)[0], train_batched.train_together(others, DATA)[0]
+    )
     data = examples(seed=1)
-    assert_equal(together.train_together(others, data, checkpoint=path)[0], together.train_together(others, data)[0])
-    assert_equal(alone.train_alone(BASE, DATA, checkpoint=path), alone.train_alone(BASE, DATA))
+    assert_equal(
+        train_batched.train_together(others, data, checkpoint=path)[0], train_batched.train_together(others, data)[0]
+    )
+    assert_equal(train_one.train_alone(BASE, DATA, checkpoint=path), train_one.train_alone(BASE, DATA))
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty", "flipped", "a wrong number"])
 def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "c"
     with pytest.raises(KilledError):
-        together.train_together(RECIPES, DATA, checkpoint=path, every=0.0, tell=killed_after(3))
+        train_batched.train_together(RECIPES, DATA, checkpoint=path, every=0.0, tell=killed_after(3))
     whole = path.read_bytes()
     path.write_bytes(
         {
@@ -155,11 +159,13 @@ def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, damage: str) -> None:
         }[damage]
     )
     for one, other in zip(
-        together.train_together(RECIPES, DATA, checkpoint=path), together.train_together(RECIPES, DATA), strict=True
+        train_batched.train_together(RECIPES, DATA, checkpoint=path),
+        train_batched.train_together(RECIPES, DATA),
+        strict=True,
     ):
         assert_equal(one, other)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"whose folder does not exist"):
-        together.train_together(RECIPES, DATA, checkpoint=tmp_path / "missing" / "c")
+        train_batched.train_together(RECIPES, DATA, checkpoint=tmp_path / "missing" / "c")

@@ -11,13 +11,12 @@ import torch
 from training_cases import SHRUNK, assert_same, examples
 
 from saltflat.errors import UnknownNameError
-from saltflat.studies import stack_training, together
-from saltflat.studies.alone import train_alone
-from saltflat.studies.examples import Examples
-from saltflat.studies.grouping import compute_group_key, group_runs
+from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.stacked import StackedModel
-from saltflat.studies.together import train_together
+from saltflat.studies.training import batched_epoch, train_batched
+from saltflat.studies.training.train_batched import compute_group_key, group_runs, train_together
+from saltflat.studies.training.train_one import train_alone
+from saltflat.studies.training.vmapped_model import StackedModel
 
 DATA = examples()
 IMAGES = examples((2, 16, 16))
@@ -199,7 +198,7 @@ def test_memory_that_runs_out_late_changes_nothing(
         for seed in range(5)
     ]  # fmt: skip
     wanted = train_together(recipes, IMAGES)
-    monkeypatch.setattr(together, "REMEMBER_EVERY", seconds)
+    monkeypatch.setattr(train_batched, "REMEMBER_EVERY", seconds)
     plain, epochs, sizes = StackedModel.compute_logits, 0, []
 
     def cramped(self: StackedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -239,7 +238,7 @@ def test_networks_trained_alone_are_not_repeated_when_memory_runs_out(monkeypatc
         return train_alone(recipe, *args, **options)
 
     wanted = train_together(recipes, DATA)
-    monkeypatch.setattr(together, "train_alone", cramped)
+    monkeypatch.setattr(train_batched, "train_alone", cramped)
     assert_same(train_together(recipes, DATA), wanted)
     assert trained == [0, 1, 2, 2, 3]
 
@@ -271,7 +270,7 @@ def test_a_single_network_that_does_not_fit_is_an_error(monkeypatch: pytest.Monk
 def test_a_stack_that_is_too_large_for_a_cpu_is_split_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed) for seed in range(5)]
     wanted = train_together(recipes, DATA)
-    monkeypatch.setattr(stack_training, "ROOM", 600)
+    monkeypatch.setattr(batched_epoch, "ROOM", 600)
     sizes = set()
     plain = StackedModel.compute_logits
 
@@ -310,7 +309,7 @@ def test_parameters_that_are_fixed_unused_or_shared_are_as_alone() -> None:
 def test_evaluation_in_small_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed, epochs=1) for seed in range(2)]
     wanted = train_together(recipes, DATA)
-    monkeypatch.setattr("saltflat.studies.stacked.ROOM", {"cpu": 300})
+    monkeypatch.setattr("saltflat.studies.training.vmapped_model.ROOM", {"cpu": 300})
     assert_same(train_together(recipes, DATA), wanted, tolerance=1e-14)
 
 

@@ -20,9 +20,8 @@ from typer.testing import CliRunner, Result
 from saltflat.cli import app
 from saltflat.errors import CodeNotAllowedError, StudyError
 from saltflat.studies import Results
-from saltflat.studies.auditing import audit_runs
-from saltflat.studies.remaking import load_trained_network
-from saltflat.studies.store import Store
+from saltflat.studies.rebuild import audit_runs, load_trained_network
+from saltflat.studies.store.folder import Store
 
 ROOT = Path(__file__).parent.parent
 LEARNS = {"axes": {"lr": [0.2, 0.5], "width": [8, 12]}, "stop": {"epochs": 20, "loss": 1.9}, "seeds": 2}

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from saltflat.weights import WeightsError, load_weights, match_weights, put_weights, strip_wrapper_prefixes
+from saltflat.datasets.checkpoints import WeightsError, load_weights, match_weights, put_weights, strip_wrapper_prefixes
 
 
 def refused(call: Callable[[], Any], *words: str) -> None:

@@ -20,28 +20,23 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.columns import parse_column_plan
-from saltflat.errors import EmptyDataError, OptionError, UnknownNameError
-from saltflat.loan import open_session
-from saltflat.logits import normalize_logits
-from saltflat.losses import parse_loss
-from saltflat.noise import draw_normals
-from saltflat.problem import Problem
-from saltflat.setting import NotDefinedError, Setting
-from saltflat.statistics.adaptive_rise import adaptive_rise
-from saltflat.statistics.average_rise import average_rise
-from saltflat.statistics.finite_difference import estimate_diagonal_once, finite_difference
-from saltflat.statistics.hessian_top import find_top_eigenvalue, hessian_top
-from saltflat.statistics.input_jacobian import input_jacobian
-from saltflat.statistics.noise_tolerance import noise_tolerance
-from saltflat.statistics.worst_rise import worst_rise
-from saltflat.whole import (
+from saltflat.engine.context import NotDefinedError, Setting
+from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.full_loss import (
     compute_accuracy_at,
     compute_gradient_at,
     compute_hessian_product,
     compute_loss_at,
     compute_moved_weights,
 )
+from saltflat.engine.noise import draw_normals
+from saltflat.engine.output_curvature import parse_column_plan
+from saltflat.engine.problem import Problem
+from saltflat.engine.session import open_session
+from saltflat.errors import EmptyDataError, OptionError, UnknownNameError
+from saltflat.statistics.example_gradients import input_jacobian
+from saltflat.statistics.hessian import estimate_diagonal_once, find_top_eigenvalue, finite_difference, hessian_top
+from saltflat.statistics.perturbations import adaptive_rise, average_rise, noise_tolerance, worst_rise
 
 # Torch says so of any even kernel, and the kernel is even on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saltflat.studies.examples import Examples
-from saltflat.studies.trained import TrainedNetwork
+from saltflat.studies.data import Examples
+from saltflat.studies.row import TrainedNetwork
 
 SHRUNK: dict[str, dict[str, Any]] = {
     "mlp": {"widths": (7, 5)},

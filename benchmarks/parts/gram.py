@@ -17,10 +17,10 @@ from torch.nn import functional as F
 import saltflat
 from parts import Options, Outcome, Target
 from parts.clock import in_turns, seconds_of
-from saltflat import problem
-from saltflat.columns import parse_column_plan
-from saltflat.gram import compute_gram_matrix
-from saltflat.setting import Setting
+from saltflat.engine import problem
+from saltflat.engine.context import Setting
+from saltflat.engine.gram import compute_gram_matrix
+from saltflat.engine.output_curvature import parse_column_plan
 
 Call = Callable[[], Tensor]
 OURS, PUBLIC = "saltflat", "saltflat, fisher_logdet"

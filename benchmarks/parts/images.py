@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saltflat import readers
+from saltflat import datasets
 
 FOLDERS = {"mnist": ("MNIST", (1, 28, 28)), "cifar10": ("cifar-10-batches-py", (3, 32, 32))}
 
@@ -23,7 +23,7 @@ def images(name: str, count: int, normalize: str) -> Images:
     folder = Path(os.environ.get("SALTFLAT_DATA", "data"))
     inside, shape = FOLDERS[name]
     if (folder / inside).is_dir():
-        inputs, labels = readers.read_data(name, folder, "train", limit=count, normalize=normalize)
+        inputs, labels = datasets.read_data(name, folder, "train", limit=count, normalize=normalize)
         return Images(inputs, labels, f"{count} training images of {name}")
     noise = torch.Generator().manual_seed(0)
     return Images(

@@ -17,7 +17,7 @@ from parts import Options, Outcome, Target
 from parts.clock import in_turns, seconds_of
 from parts.images import images
 from saltflat.symmetry.group import Symmetries
-from saltflat.symmetry.smallest import minimize_trace_by_unit
+from saltflat.symmetry.minimize import minimize_trace_by_unit
 
 LIMIT = 2.0  # seconds beyond the sweep
 

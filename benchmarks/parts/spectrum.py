@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from parts import Options, Outcome, Target
 from parts.images import images
-from saltflat import problem
-from saltflat.columns import parse_column_plan
-from saltflat.geometry import find_geometries
-from saltflat.lanczos import TopEigenvalue, Vectors, draw_start_vectors, find_top_eigenvalues, make_block_product
-from saltflat.setting import Setting
+from saltflat.engine import problem
+from saltflat.engine.context import Setting
+from saltflat.engine.eigenvalues import draw_start_vectors, make_block_product
+from saltflat.engine.geometry import find_geometries
+from saltflat.engine.lanczos import TopEigenvalue, Vectors, find_top_eigenvalues
+from saltflat.engine.output_curvature import parse_column_plan
 
 
 @dataclass(frozen=True)

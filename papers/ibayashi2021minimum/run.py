@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from scipy.stats import kendalltau, pearsonr
 
 import saltflat
-from saltflat.report.file import write_json
+from saltflat.results.files import write_json
 from saltflat.studies import Results, Study
-from saltflat.studies.remaking import load_trained_network
+from saltflat.studies.rebuild import load_trained_network
 
 HERE = Path(__file__).parent
 CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]

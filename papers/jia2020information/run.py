@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.readers import read_data
+from saltflat.datasets import read_data
 from saltflat.training import SAM, FisherPenalty
 
 HERE = Path(__file__).parent

@@ -17,10 +17,10 @@ Everything is in float64. Matrices stay on the device they are on; graphs and fo
 says how far from balance it stopped.
 """
 
-from saltflat.balance.balanced import BalanceResult
-from saltflat.balance.forms import FormBalanceResult, balance_forms
+from saltflat.balance.exponentials import FormBalanceResult, balance_forms
 from saltflat.balance.graph import balance_graph
 from saltflat.balance.matrix import balance_bipartite, balance_factored
+from saltflat.balance.result import BalanceResult
 
 __all__ = [
     "BalanceResult",

@@ -7,9 +7,8 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from saltflat.balance.balanced import BalanceResult, format_convergence_notes
-from saltflat.balance.components import find_components
-from saltflat.balance.forms import balance_forms
+from saltflat.balance.exponentials import balance_forms
+from saltflat.balance.result import BalanceResult, find_components, format_convergence_notes
 from saltflat.errors import OptionError
 
 

@@ -17,9 +17,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from saltflat.balance.balanced import BalanceResult, check_nonnegative, check_solver_options, format_convergence_notes
-from saltflat.balance.components import find_cyclic_entries
-from saltflat.balance.settle import Flow, FlowPoint, balance_flow, build_laplacian
+from saltflat.balance.result import (
+    BalanceResult,
+    check_nonnegative,
+    check_solver_options,
+    find_cyclic_entries,
+    format_convergence_notes,
+)
+from saltflat.balance.solver import Flow, FlowPoint, balance_flow, build_laplacian
 from saltflat.errors import OptionError
 
 # Logarithms of 0, kept finite so that differences of two are no nan; its exponential is 0.

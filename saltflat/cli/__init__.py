@@ -1,12 +1,24 @@
 """The command line: every sub-command is one call of the library."""
 
 from saltflat._startup import INTERRUPTED, raise_on_interrupt
-
-# These modules add their commands to the program.
-from saltflat.cli import landscape, measuring, reading, rewriting, spectrum, study, symmetry
-from saltflat.cli.names import parse_names
-from saltflat.cli.program import app
-from saltflat.cli.screen import discard_output, open_missing_streams, print_message
+from saltflat.cli import (
+    landscape,
+    study,
+    symmetry,
+)
+from saltflat.cli import (
+    landscape as spectrum,
+)
+from saltflat.cli import (
+    measure as measuring,
+)
+from saltflat.cli import (
+    measure as reading,
+)
+from saltflat.cli import (
+    rewrite as rewriting,
+)
+from saltflat.cli.program import app, discard_output, open_missing_streams, parse_names, print_message
 
 __all__ = [
     "app",

@@ -8,16 +8,22 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from saltflat.amounts import check_count
-from saltflat.cli import options
-from saltflat.cli.outputs import check_page_path
-from saltflat.cli.program import app, open_cli_session
-from saltflat.cli.screen import catch_stdout_errors, print_message, print_result
+from saltflat.cli import inputs
+from saltflat.cli.program import (
+    app,
+    catch_stdout_errors,
+    check_page_path,
+    open_cli_session,
+    print_message,
+    print_result,
+)
 from saltflat.errors import SaltflatError, StudyError, make_unknown_name_error
-from saltflat.studies import Results, Study
-from saltflat.studies import verify as verify_folder
 from saltflat.studies.executors import EXECUTORS, make_executor
-from saltflat.studies.lock import format_lock_holder, is_locked
+from saltflat.studies.results import Results
+from saltflat.studies.store.lock import format_lock_holder, is_locked
+from saltflat.studies.store.verify import verify as verify_folder
+from saltflat.studies.study import Study
+from saltflat.validation import check_count
 
 Folder: TypeAlias = Annotated[Path, typer.Argument(help="The folder that run was given as --out.")]
 KeepMissed: TypeAlias = Annotated[
@@ -67,8 +73,8 @@ def run(
             "failed. Not with --executor here. No limit if left out."
         ),
     ] = None,
-    quiet: options.Quiet = False,
-    show_traceback: options.Traceback = False,
+    quiet: inputs.Quiet = False,
+    show_traceback: inputs.Traceback = False,
 ) -> None:
     """Train and measure what is not yet done."""
     resources = {name: value for name, value in {"cpus": cpus, "gpus": gpus}.items() if value is not None}
@@ -169,8 +175,8 @@ def report(
             "Only for a folder you trust. Their names are printed first; modules in the current folder are found.",
         ),
     ] = False,
-    quiet: options.Quiet = False,
-    show_traceback: options.Traceback = False,
+    quiet: inputs.Quiet = False,
+    show_traceback: inputs.Traceback = False,
 ) -> None:
     """Write the study as one page for a browser, with everything in it."""
     check_count(0, audits=audits)

@@ -8,17 +8,23 @@ from typing import Annotated
 
 import typer
 
-from saltflat.cli import options
-from saltflat.cli.names import parse_names
-from saltflat.cli.outputs import check_outputs, write_figure, write_result, write_result_page
-from saltflat.cli.program import app, open_cli_session
-from saltflat.cli.screen import print_result
-from saltflat.cli.source import ModelDataSource, load_initial_weights
-from saltflat.cli.wording import reword_audit
-from saltflat.symmetry import audit as auditing
-from saltflat.symmetry import graph
-from saltflat.symmetry.example import take_example
+from saltflat.audit import audit as audit_module
+from saltflat.cli import inputs
+from saltflat.cli.inputs import ModelDataSource, load_initial_weights
+from saltflat.cli.program import (
+    app,
+    check_outputs,
+    open_cli_session,
+    parse_names,
+    print_result,
+    reword_audit,
+    write_figure,
+    write_result,
+    write_result_page,
+)
+from saltflat.symmetry import find
 from saltflat.symmetry.group import check_rescaling_kind
+from saltflat.symmetry.tracing.run import take_example
 
 
 # Given as texts: from docstrings, the lines of all paragraphs but the first would stay broken where they are here.
@@ -29,17 +35,17 @@ from saltflat.symmetry.group import check_rescaling_kind
     "bad input, else 0."
 )
 def audit(
-    model: options.Model,
-    data: options.Data,
-    model_args: options.ModelArgs = "{}",
-    weights: options.Weights = None,
-    data_dir: options.DataDir = Path("data"),
-    split: options.Split = None,
-    skip: options.Skip = 0,
-    limit: options.Limit = None,
-    normalize: options.Normalize = "none",
-    loss: options.Loss = "cross_entropy",
-    measures: options.Measures = None,
+    model: inputs.Model,
+    data: inputs.Data,
+    model_args: inputs.ModelArgs = "{}",
+    weights: inputs.Weights = None,
+    data_dir: inputs.DataDir = Path("data"),
+    split: inputs.Split = None,
+    skip: inputs.Skip = 0,
+    limit: inputs.Limit = None,
+    normalize: inputs.Normalize = "none",
+    loss: inputs.Loss = "cross_entropy",
+    measures: inputs.Measures = None,
     draws: Annotated[int, typer.Option(help="How many random rescalings of each kind.")] = 20,
     spread: Annotated[
         float, typer.Option(help="Deviation of the logarithms of the factors: 2 gives e^-4 to e^4.")
@@ -48,23 +54,23 @@ def audit(
         list[str] | None,
         typer.Option(help="layer (one factor for a whole parameter), unit (one for each unit), or both if not given."),
     ] = None,
-    columns: options.Columns = "exact",
-    layers: options.Layers = None,
-    device: options.Device = "cpu",
-    memory: options.Memory = "1GiB",
+    columns: inputs.Columns = "exact",
+    layers: inputs.Layers = None,
+    device: inputs.Device = "cpu",
+    memory: inputs.Memory = "1GiB",
     seed: Annotated[
         int, typer.Option(help="Of the rescalings, of random columns, and of weights that the model's function draws.")
     ] = 0,
-    logits: options.Logits = "none",
-    diagonal: options.Diagonal = "exact",
-    initial: options.Initial = None,
-    quiet: options.Quiet = False,
+    logits: inputs.Logits = "none",
+    diagonal: inputs.Diagonal = "exact",
+    initial: inputs.Initial = None,
+    quiet: inputs.Quiet = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the audit to this file, as JSON; show prints it again.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the audit into this file, .png, .svg or .pdf.")] = None,
-    html: options.Html = None,
-    show_traceback: options.Traceback = False,
+    html: inputs.Html = None,
+    show_traceback: inputs.Traceback = False,
 ) -> None:
     """Rescale a network at random and see which measures notice, though its function stays the same."""
     check_outputs(out, plot, quiet, html)
@@ -85,14 +91,14 @@ def audit(
         examples = source.load_examples(network)
         before, more = load_initial_weights(network, initial)
         with source.wrap_errors():
-            found = auditing.audit_invariance(
+            found = audit_module.audit_invariance(
                 network,
                 examples,
                 loss,
                 parse_names(measures),
                 draws=draws,
                 spread=spread,
-                kinds=parse_names(kinds) or tuple(auditing.KINDS),
+                kinds=parse_names(kinds) or tuple(audit_module.KINDS),
                 seed=seed,
                 columns=columns,
                 layers=parse_names(layers),
@@ -117,22 +123,22 @@ def audit(
     "operations hold the rest fixed."
 )
 def symmetries(
-    model: options.Model,
-    data: options.Data,
-    model_args: options.ModelArgs = "{}",
-    weights: options.Weights = None,
-    data_dir: options.DataDir = Path("data"),
-    split: options.Split = None,
-    normalize: options.Normalize = "none",
+    model: inputs.Model,
+    data: inputs.Data,
+    model_args: inputs.ModelArgs = "{}",
+    weights: inputs.Weights = None,
+    data_dir: inputs.DataDir = Path("data"),
+    split: inputs.Split = None,
+    normalize: inputs.Normalize = "none",
     kind: Annotated[
         str, typer.Option(help="unit for a factor of each unit, layer for one factor of each whole parameter.")
     ] = "unit",
-    device: options.Device = "cpu",
+    device: inputs.Device = "cpu",
     seed: Annotated[int, typer.Option(help="Of weights that the model's function draws.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the network's scales into this file, .png, .svg or .pdf.")
     ] = None,
-    show_traceback: options.Traceback = False,
+    show_traceback: inputs.Traceback = False,
 ) -> None:
     """Find which weights can grow, if others shrink, so that the function stays the same."""
     check_rescaling_kind(kind)
@@ -153,7 +159,7 @@ def symmetries(
         network, _ = source.load_network(seed)
         examples = source.load_examples(network)
         with source.wrap_errors():
-            group = graph.find_symmetries(network, take_example(examples))
+            group = find.find_symmetries(network, take_example(examples))
     group = group.restrict_to_layers() if kind == "layer" else group
     print_result(group)
     if plot is not None:

@@ -4,8 +4,8 @@
 ``saltflat.integrations.lightning`` and ``saltflat.integrations.huggingface``.
 """
 
-from saltflat.integrations.loggers import JsonLines, Logger, MLflow, Table, TensorBoard, WandB
+from saltflat.integrations.loggers import JsonLines, Logger, MLflow, TensorBoard, WandB
 from saltflat.integrations.monitor import Monitor
-from saltflat.integrations.record import MonitorWarning, Record
+from saltflat.integrations.record import MonitorWarning, Record, Table
 
 __all__ = ["JsonLines", "Logger", "MLflow", "Monitor", "MonitorWarning", "Record", "Table", "TensorBoard", "WandB"]

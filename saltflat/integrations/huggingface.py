@@ -1,34 +1,76 @@
-"""Hugging Face's Trainer: training toward flat minima, and watching how flat they are."""
+"""Hugging Face's Trainer: train toward flat minima."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from saltflat.errors import OptionError, TrainingError
-from saltflat.integrations.huggingface_callback import FlatnessCallback, import_transformers
-from saltflat.integrations.huggingface_options import (
+from saltflat.engine.custom_losses import NormalizedLogitsLoss
+from saltflat.engine.model_loss import compute_model_loss
+from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.session import open_session, remove_accelerate_autocast, snapshot_rng
+from saltflat.errors import OptionError, SaltflatError, TrainingError
+from saltflat.integrations.huggingface_callback import (
+    FlatnessCallback,
+    import_transformers,
     parse_fisher_option,
     parse_flatness_option,
     parse_penalties,
     parse_sam_option,
 )
-from saltflat.integrations.own_loss import compare_losses
 from saltflat.integrations.record import OneTimeWarnings
-from saltflat.loan import remove_accelerate_autocast
-from saltflat.logits import NormalizedLogitsLoss
-from saltflat.randomness import snapshot_rng
+from saltflat.training.distributed import check_not_sharded
 from saltflat.training.fisher_penalty import FisherPenalty
-from saltflat.training.frozen import freeze_buffers
-from saltflat.training.sharded import check_not_sharded
+from saltflat.training.shift import freeze_buffers
 from saltflat.training.two_pass import TwoPass
 
-__all__ = ["FlatTraining", "FlatnessCallback"]
+TOLERANCE = 1e-3  # relative; the model may take its own in a shorter precision
+
+
+@dataclass(frozen=True)
+class LossComparison:
+    """Of the same examples in eval mode.
+
+    Attributes:
+        ours: as saltflat takes it.
+        own: as the model does.
+    """
+
+    ours: float
+    own: float
+
+    @property
+    def is_close(self) -> bool:
+        return abs(self.ours - self.own) <= TOLERANCE * max(abs(self.ours), abs(self.own))
+
+
+def compare_losses(model: nn.Module, inputs: Any, labels: Any, loss: Any) -> LossComparison | None:
+    """Both losses of some examples; None where they cannot be compared, or the model has none."""
+    if not isinstance(inputs, Mapping) or not isinstance(labels, Tensor):
+        return None
+    try:
+        with open_session(model, "eval"), torch.no_grad():
+            own = compute_model_loss(model, (), inputs, labels)
+            if own is None:
+                return None
+            problem = Problem.build(model, (inputs, labels), loss)
+            (batch,) = problem.read_batches()
+            outputs, targets = problem.network(batch), cast_targets(batch.targets)
+            problem.loss.check(outputs, targets)
+            ours = problem.loss.total(outputs, targets).sum() / problem.loss.share(outputs, targets).sum()
+    # Whatever is wrong is said where it is measured, or by the training itself.
+    except (SaltflatError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return None
+    found = LossComparison(float(ours), own)
+    return found if isfinite(found.ours) and isfinite(found.own) else None
+
 
 _Trainer: Any = import_transformers().Trainer
 

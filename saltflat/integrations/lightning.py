@@ -36,13 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import OptionError, TrainingError, format_error_line, make_unknown_name_error
+from saltflat.errors import MissingPackageError, OptionError, TrainingError, format_error_line, make_unknown_name_error
 from saltflat.integrations.monitor import Monitor, check_monitor_options
-from saltflat.integrations.one_for_all import OptimizerSnapshot, RankZeroMonitor
+from saltflat.integrations.rank_zero import OptimizerSnapshot, RankZeroMonitor
 from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record
 from saltflat.integrations.schedule import DEFAULT_EVERY, Interval
-from saltflat.report.optional import MissingPackageError
-from saltflat.training.sharded import check_not_sharded
+from saltflat.training.distributed import check_not_sharded
 from saltflat.training.two_pass import TwoPass
 
 __all__ = ["FlatnessCallback", "TwoPassPrecision"]

@@ -6,27 +6,27 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_flag
+from saltflat._late import load_later
+from saltflat.engine.session import open_session, take_turns
 from saltflat.errors import ModelError, OptionError, TrainingError, make_unknown_name_error
-from saltflat.integrations.doubts import find_gauss_newton_caveats
-from saltflat.integrations.live import Table
-from saltflat.integrations.plot import plot_history
-from saltflat.integrations.probe_set import ProbeSet, get_device
-from saltflat.integrations.readout import ProbeMeasurer
-from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record
-from saltflat.integrations.request import check_measurement
+from saltflat.integrations.loggers import Loggers
+from saltflat.integrations.probe_set import ProbeSet, check_measurement, get_device
+from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record, Table
+from saltflat.integrations.sample import ProbeMeasurer, find_gauss_newton_caveats
 from saltflat.integrations.schedule import DEFAULT_EVERY, Schedule
-from saltflat.integrations.told import Loggers
-from saltflat.loan import open_session
-from saltflat.measures.request import parse_measures
-from saltflat.measuring import measure
-from saltflat.turns import take_turns
+from saltflat.measures.measure import measure
+from saltflat.measures.registry import parse_measures
+from saltflat.validation import check_flag
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 __all__ = ["Monitor"]
 
@@ -70,7 +70,7 @@ class Monitor:
             steps to have the one of the step just taken.
         spectrum: whether to find the largest eigenvalue of the Hessian of the whole network (not of the Gauss-Newton
             matrix, and without weight decay), from the eigenvector of the time before.
-        table: True for a table in the terminal, or a :class:`saltflat.integrations.loggers.Table` of your own.
+        table: True for a table in the terminal, or a :class:`saltflat.integrations.record.Table` of your own.
         seed: of everything random.
         prefix: stands in front of every name, with a slash; without one itself.
         clock: says the time in seconds. One that stands still while something else runs keeps that out of the shares.
@@ -229,7 +229,7 @@ class Monitor:
 
     def plot(self, path: Any = None) -> Any:
         """A matplotlib Figure of the history, a panel for every value; saved if there is a path."""
-        figure = plot_history(self.history)
+        figure: Figure = load_later("render.plots").plot_history(self.history)
         if path is not None:
             figure.savefig(path)
         return figure

@@ -1,16 +1,30 @@
-"""The examples that a training is watched on: read once, and kept where the model is."""
+"""The examples that a training is monitored on, and a request tried on a few of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from saltflat.data import Batch, prepare_data, read_batches
-from saltflat.errors import DataError, EmptyDataError
+from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.data import Batch
+from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.read_data import prepare_data, read_batches
+from saltflat.engine.session import open_session
+from saltflat.engine.strategy import compute_checked_outputs
+from saltflat.errors import (
+    DataError,
+    DeviceError,
+    EmptyDataError,
+    ModelError,
+    OptionError,
+    SaltflatError,
+    UnknownNameError,
+)
+from saltflat.measures.measure import measure
 
 Item = tuple[Any, Tensor]
 
@@ -79,3 +93,41 @@ def _map_batch(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     parts = (batch.args, batch.kwargs, batch.targets)
     args, kwargs, targets = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, parts)
     return Batch(args, kwargs, targets, batch.first, batch.examples)
+
+
+FEW = 2  # examples to try it on
+AT_ONCE = 64  # examples in a forward pass over the probe
+
+
+def check_measurement(
+    model: nn.Module, probe: ProbeSet, loss: Any, measures: Sequence[str], options: Mapping[str, Any]
+) -> None:
+    """Raises what is wrong with the options, model or data; values are of no interest here."""
+    try:
+        measure(model, probe.get_first_batch(get_device(model), FEW), loss, measures, **options)
+        _check_probe_targets(model, probe, loss, options)
+    except (DeviceError, OptionError, UnknownNameError, ModelError):
+        raise
+    except DataError as error:
+        # A few examples may have all their targets ignored; that says nothing of the others.
+        if not isinstance(error, EmptyDataError):
+            raise
+    except SaltflatError:
+        # NaN, say: that may pass.
+        pass
+
+
+def _check_probe_targets(model: nn.Module, probe: ProbeSet, loss: Any, options: Mapping[str, Any]) -> None:
+    """Those of all examples: one that is out of range would else be found when the first measurement is due."""
+    mode, dtype = options.get("mode", "eval"), options.get("dtype")
+    data = probe.get_batches(get_device(model))
+    with open_session(model, mode, data), torch.no_grad():
+        chosen = normalize_logits(parse_loss(loss), options.get("logits", "none"))
+        problem = Problem.build(model, data, chosen, options.get("layers"), dtype, mode)
+        for batch in problem.read_batches():
+            compute_checked_outputs(problem, batch.cut(0, 2))
+            for start in range(0, batch.examples, AT_ONCE):
+                few = batch.cut(start, start + AT_ONCE)
+                outputs = problem.network(few)
+                problem.check_outputs(outputs, few)
+                problem.loss.check(outputs, cast_targets(few.targets))

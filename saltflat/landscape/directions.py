@@ -1,22 +1,209 @@
-"""Where a slice leads: at random, along the sharpest curvature, or wherever the user says."""
+"""Directions of a slice: random, along the sharpest curvature, or the user's own; and their lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from saltflat.amounts import is_choice
-from saltflat.errors import OptionError, ParameterError, make_unknown_name_error
-from saltflat.landscape.eigenvectors import compute_eigenvectors
-from saltflat.landscape.given import parse_given_vector
-from saltflat.landscape.normalizing import NORMALIZATIONS, check_normalization
-from saltflat.network import Network
-from saltflat.noise import draw_normals
-from saltflat.setting import Setting
-from saltflat.whole import compute_norm
+from saltflat.engine.context import Setting
+from saltflat.engine.eigenvalues import get_rounding_tolerance, reserve_basis
+from saltflat.engine.full_loss import check_symmetric, compute_hessian_product, compute_norm
+from saltflat.engine.lanczos import Vectors, find_top_eigenvalues
+from saltflat.engine.network import Network
+from saltflat.engine.noise import draw_normals
+from saltflat.engine.problem import is_finite
+from saltflat.errors import NonFiniteError, OptionError, ParameterError, make_unknown_name_error
+from saltflat.validation import is_choice
+
+
+def parse_given_vector(network: Network, given: Mapping[str, Any], notes: list[str]) -> dict[str, Tensor]:
+    """The mapping by the names of the measured parameters, in float64; parameters it does not name do not move."""
+    own = {id(value): name for name, value in network.model.named_parameters()}
+    names = {name: own[id(value)] for name, value in network.model.named_parameters(remove_duplicate=False)}
+    buffers = {name for name, _ in network.model.named_buffers(remove_duplicate=False)}
+    found = {}
+    for name, value in given.items():
+        if name in buffers:
+            note = "The directions name buffers, which were left as they are: a slice moves parameters."
+            notes.extend([note] if note not in notes else [])
+            continue
+        if name not in names:
+            raise make_unknown_name_error("parameter of a direction", name, names)
+        direction = _check_direction(str(name), value, network.model.get_parameter(name))
+        if names[name] in network.measured:
+            found[names[name]] = direction.to(network.measured[names[name]].device)
+        elif bool(direction.any()):
+            raise OptionError(
+                f"Got a direction for {name!r}, which is frozen or not among layers=. Want it to stay where it is. "
+                "Do: leave it out of the direction, or name it in layers=[...]."
+            )
+    return found
+
+
+def _check_direction(name: str, value: Any, parameter: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.is_complex() or value.is_meta:
+        got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise OptionError(
+            f"Got {got} as the direction of {name!r}. Want a real tensor of shape {tuple(parameter.shape)}. "
+            "Do: take the difference of two state_dicts of this architecture, for instance."
+        )
+    if not is_finite(value):
+        raise NonFiniteError(f"Got NaN or infinity in the direction of {name!r}. Want finite numbers. Do: check it.")
+    return value.detach().double()
+
+
+@dataclass(frozen=True)
+class Eigenvector:
+    """An eigenvalue of the Hessian over all measured parameters, and its vector of length one, by their names."""
+
+    value: float
+    vector: Mapping[str, Tensor]
+
+
+def compute_eigenvectors(setting: Setting, count: int, notes: list[str]) -> list[Eigenvector]:
+    """Those of the ``count`` largest eigenvalues, the largest first, by products with the true Hessian.
+
+    Each is looked for among the vectors that are orthogonal to those found before.
+    """
+    measured = setting.problem.network.measured
+    sizes = [each.numel() for each in measured.values()]
+    found: list[Tensor] = []
+    values: list[float] = []
+    done = 0
+
+    def split_by_name(flat: Tensor) -> dict[str, Tensor]:
+        parts = zip(measured.items(), flat.split(sizes), strict=True)
+        return {name: part.reshape(each.shape) for (name, each), part in parts}
+
+    def multiply_hessian(flat: Tensor) -> Tensor:
+        nonlocal done
+        done += 1
+        setting.tick("Eigenvectors of the Hessian", done, None)
+        return torch.cat([each.flatten() for each in compute_hessian_product(setting, split_by_name(flat)).values()])
+
+    def multiply_deflated(vectors: Vectors) -> Vectors:
+        return {"": _orthogonalize(multiply_hessian(_orthogonalize(vectors[""], found)), found)}
+
+    for number in range(min(count, sum(sizes))):
+        start = _orthogonalize(torch.cat([each.flatten() for each in draw_normals(setting, number).values()]), found)
+        with reserve_basis(setting, measured) as basis:
+            top = find_top_eigenvalues(multiply_deflated, {"": start}, get_rounding_tolerance(setting), basis=basis)[""]
+        if number == 0:
+            start, vector = start / start.norm(), top.vector
+            check_symmetric(
+                setting, _compute_asymmetry(start, multiply_hessian(start), vector, multiply_hessian(vector))
+            )
+        if not top.converged:
+            notes.append(f"Eigenvalue {number + 1} of the Hessian may be larger by {top.bound:.1e} of itself.")
+        if top.value == 0:
+            notes.append(f"Eigenvalue {number + 1} of the Hessian is 0: nothing singles its vector out.")
+        vector = _orthogonalize(top.vector, found)
+        found.append(_fix_sign(vector / vector.norm()))
+        values.append(top.value)
+    return [Eigenvector(value, split_by_name(flat)) for value, flat in zip(values, found, strict=True)]
+
+
+def _orthogonalize(vector: Tensor, others: list[Tensor]) -> Tensor:
+    """What is left of a vector without its parts along others of length one, twice for rounding."""
+    for other in others * 2:
+        vector = vector - (other @ vector) * other
+    return vector
+
+
+def _fix_sign(vector: Tensor) -> Tensor:
+    """One of the two signs that an eigenvector can have: the largest entry is positive."""
+    return vector * vector[vector.abs().argmax()].sign()
+
+
+def _compute_asymmetry(u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
+    size = float((Hu.square().sum() + Hv.square().sum()).sqrt())
+    return float((u @ Hv - v @ Hu).abs()) / size if size else 0.0
+
+
+Vector = Mapping[str, Tensor]
+
+
+def normalize_by_filter(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+    r"""Every filter of the direction as long as the filter of the weights (Li et al., 2018).
+
+    .. math::
+        d_{l,i} \leftarrow \frac{d_{l,i}}{\|d_{l,i}\|} \|w_{l,i}\|
+
+    A filter is all the weights into one unit: a row of a Linear layer, an output channel of a convolution. A number
+    that stands alone (a bias, a factor of a norm) is a filter of its own. Filters of zeros do not move.
+    """
+    shapes, found = setting.geometries, {}
+    for name, direction in vector.items():
+        weight = setting.problem.network.measured[name].double()
+        if name not in shapes:
+            found[name] = direction.sign() * weight.abs()
+            continue
+        units, count = shapes[name].index_units("row")
+        units = units.to(weight.device).flatten()
+        lengths = [
+            weight.new_zeros(count).index_add_(0, units, each.double().square().flatten()).sqrt()
+            for each in (weight, direction)
+        ]
+        found[name] = direction * _divide_or_zero(*lengths)[units].reshape(direction.shape)
+    return found
+
+
+def normalize_by_layer(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+    """Every parameter of the direction as long as that parameter of the weights."""
+    return {
+        name: direction * _divide_or_zero(setting.problem.network.measured[name].double().norm(), direction.norm())
+        for name, direction in vector.items()
+    }
+
+
+def normalize_by_entry(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+    """Every entry of the direction times the size of its weight: no rescaling of units changes the slice."""
+    return {
+        name: direction * setting.problem.network.measured[name].double().abs() for name, direction in vector.items()
+    }
+
+
+def normalize_to_length_one(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+    """The whole direction of length one."""
+    length = compute_norm(vector)
+    return {name: direction / length if length else direction for name, direction in vector.items()}
+
+
+def skip_normalization(setting: Setting, vector: Vector) -> dict[str, Tensor]:
+    """The direction unchanged."""
+    return dict(vector)
+
+
+Normalize = Callable[[Setting, Vector], dict[str, Tensor]]
+NORMALIZATIONS: dict[str, Normalize] = {
+    "filter": normalize_by_filter,
+    "layer": normalize_by_layer,
+    "entry": normalize_by_entry,
+    "length": normalize_to_length_one,
+    "none": skip_normalization,
+}
+WORDS = {
+    "filter": "each filter as long as that of the weights",
+    "layer": "each parameter as long as that of the weights",
+    "entry": "each entry times the size of its weight",
+    "length": "of length 1",
+    "none": "as given",
+}
+
+
+def check_normalization(name: str) -> str:
+    if not isinstance(name, str) or name not in NORMALIZATIONS:
+        raise make_unknown_name_error("normalization", name, NORMALIZATIONS)
+    return name
+
+
+def _divide_or_zero(wanted: Tensor, got: Tensor) -> Tensor:
+    return torch.where(got > 0, wanted / got.where(got > 0, torch.ones_like(got)), torch.zeros_like(got))
+
 
 # What is asked for, and how it is normalised if nothing else is said.
 USUAL = {"filter": "filter", "random": "length", "eigenvectors": "length", "given": "none"}

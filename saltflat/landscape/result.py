@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from saltflat._late import load_later
 from saltflat.errors import ReportError
-from saltflat.landscape.check import check_landscape
-from saltflat.landscape.plot import plot_landscape
-from saltflat.landscape.view import LandscapeRenderable, format_landscape_html
-from saltflat.report.file import LANDSCAPE, check_schema, read_json, write_json
-from saltflat.report.plain import decode_nonfinite, encode_nonfinite, to_plain_types
-from saltflat.report.schema import MAPPING, check_structure
-from saltflat.report.table import render_text
-from saltflat.report.text import make_printable
+from saltflat.results.display import Displayable
+from saltflat.results.files import LANDSCAPE, check_schema, read_json, write_json
+from saltflat.results.json_codec import MAPPING, check_structure, decode_nonfinite, encode_nonfinite, to_plain_types
+from saltflat.results.text import make_printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Landscape:
+class Landscape(Displayable):
     """The mean loss along one direction, or over the plane of two.
 
     Two landscapes are equal when everything in them is; nan equals nan.
@@ -46,6 +47,8 @@ class Landscape:
         notes: what a reader should know besides.
         created: when, ISO time in UTC.
     """
+
+    renderer = ("landscape", "LandscapeRenderable", "format_landscape_html")
 
     coordinates: tuple[Array, ...]
     losses: Array
@@ -115,16 +118,7 @@ class Landscape:
         size = " x ".join(str(len(each)) for each in self.coordinates)
         return f"<Landscape of {make_printable(self.model)}: {size} points; print() describes it, .plot() draws it>"
 
-    def __str__(self) -> str:
-        return render_text(LandscapeRenderable(self))
-
-    def __rich__(self) -> LandscapeRenderable:
-        return LandscapeRenderable(self)
-
-    def _repr_html_(self) -> str:
-        return format_landscape_html(self)
-
-    def plot(self, what: str = "loss", log: bool | None = None, levels: int = 20) -> Any:
+    def plot(self, what: str = "loss", log: bool | None = None, levels: int = 20) -> Figure:
         """A ``matplotlib`` Figure: a curve, or a map with contours; where the loss overflowed there are gaps.
 
         Args:
@@ -132,10 +126,11 @@ class Landscape:
             log: a logarithmic scale; if None, where the values are positive and span more than two powers of ten.
             levels: how many contours a map has.
         """
-        return plot_landscape(self, what, log, levels)
+        figure: Figure = load_later("render.landscape").plot_landscape(self, what, log, levels)
+        return figure
 
     def to_dict(self) -> dict[str, Any]:
-        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
+        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.results.json_codec``."""
         parts = {
             each.name: encode_nonfinite(to_plain_types(getattr(self, each.name), each.name)) for each in fields(self)
         }
@@ -179,3 +174,55 @@ def _make_readonly(values: Any) -> Array:
     array = np.array(values, dtype=np.float64)
     array.setflags(write=False)
     return array
+
+
+KINDS = ("random", "eigenvector", "given")
+
+
+def check_landscape(landscape: Landscape) -> None:
+    """Raise a ValueError that says what is wrong, if anything is."""
+    for wrong in _find_problems(landscape):
+        raise ValueError(wrong)
+
+
+def _find_problems(landscape: Landscape) -> Iterator[str]:
+    if landscape.dimensions not in (1, 2):
+        yield f"there are {landscape.dimensions} dimensions"
+    for places in landscape.coordinates:
+        if places.ndim != 1 or len(places) < 3 or len(places) % 2 == 0 or places[len(places) // 2] != 0:
+            yield "the coordinates are no odd number of points around 0"
+        elif not np.isfinite(places).all() or not (np.diff(places) > 0).all():
+            yield "the coordinates do not rise"
+    shape = tuple(len(each) for each in landscape.coordinates)
+    for name, values in (("losses", landscape.losses), ("errors", landscape.errors)):
+        if values is not None and values.shape != shape:
+            yield f"the {name} have the shape {values.shape}, and the coordinates {shape}"
+    if not np.isfinite(landscape.loss):
+        yield f"the loss in the middle is {landscape.loss}"
+    if landscape.errors is not None and not np.all(
+        np.isnan(landscape.errors) | (np.abs(landscape.errors - 0.5) <= 0.5)
+    ):
+        yield "the errors are no shares"
+    if len(landscape.directions) != landscape.dimensions:
+        yield f"there are {len(landscape.directions)} directions for {landscape.dimensions} dimensions"
+    for each in landscape.directions:
+        if each.get("kind") not in KINDS or type(each.get("length")) is not float:
+            yield f"a direction is of the kind {each.get('kind')!r}, not of {', '.join(KINDS)}, or has no length"
+        if type(each.get("normalize")) is not str or type(each.get("eigenvalue", 0.0)) is not float:
+            yield "a direction does not say how it was normalised, or has an eigenvalue that is no number"
+    if landscape.examples < 1:
+        yield f"there are {landscape.examples} examples"
+
+
+def plot_together(
+    landscapes: Mapping[str, Landscape] | Sequence[Landscape], what: str = "loss", log: bool | None = None
+) -> Figure:
+    """Plot several landscapes of one dimension in one ``matplotlib`` Figure.
+
+    Args:
+        landscapes: by name, or one after the other.
+        what: ``"loss"``, or ``"error"`` for the share of wrong answers.
+        log: a logarithmic scale; if None, where the values are positive and span more than two powers of ten.
+    """
+    figure: Figure = load_later("render.landscape").plot_together(landscapes, what, log)
+    return figure

@@ -1,7 +1,7 @@
 """How the gradient of each type of layer factors, one file per type.
 
 A rule is a function ``factor(module, x, g)``: from what the layer was given and the gradients at what it gave it makes,
-for each parameter the layer owns, a :class:`~saltflat.forms.FactoredGradient`. Both arrays have what a batch of *one*
+for each parameter the layer owns, a :class:`~saltflat.gradients.FactoredGradient`. Both arrays have what a batch of *one*
 example would have shown the layer behind their leading axes: ``x`` is ``(examples, *input)`` and ``g`` is
 ``(columns, examples, *output)``.
 
@@ -10,7 +10,7 @@ example would have shown the layer behind their leading axes: ``x`` is ``(exampl
         return {"weight": OuterProductGradient(...), "bias": DenseGradient(...)}
 
 A rule may name a ``forward``: the same values by operations whose backward pass is cheaper for many columns at once.
-Layers without a rule need none: their parameters are then differentiated example by example (``saltflat.passes``).
+Layers without a rule need none: their parameters are then differentiated example by example (``saltflat.engine.per_example``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from saltflat.forms import FactoredGradient
+from saltflat.gradients.base import FactoredGradient
 
 Factor = Callable[[Any, Tensor, Tensor], dict[str, FactoredGradient]]
 Forward = Callable[[Any, Tensor], Tensor]

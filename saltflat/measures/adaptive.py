@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from saltflat.measures import MeasureResult, measure
+from saltflat.measures.registry import MeasureResult, measure
 
 GAP = 0.05  # of the value: what a search may leave to gain and still be called converged
 
@@ -28,7 +28,7 @@ def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> MeasureResult:
     :math:`\frac{\rho^2}{2} \sum_i H_{ii} w_i^2`.
 
     Args:
-        adaptive_rise: what was found by drawing, or by searching; see :mod:`saltflat.statistics.adaptive_rise`.
+        adaptive_rise: what was found by drawing, or by searching; see :mod:`saltflat.statistics.perturbations`.
 
     Example:
         >>> adaptive_sharpness({"value": 0.25, "stderr": 0.01, "pairs": [0.24, 0.26]}).value
@@ -52,7 +52,7 @@ def sharpness(worst_rise: Mapping[str, Any]) -> MeasureResult:
     The ball is the same whatever the size of the weights, so this changes when layers are rescaled.
 
     Args:
-        worst_rise: what a search found; see :mod:`saltflat.statistics.worst_rise`.
+        worst_rise: what a search found; see :mod:`saltflat.statistics.perturbations`.
     """
     return _make_rise_result(worst_rise)
 
@@ -73,7 +73,7 @@ def pac_bayes_flatness(noise_tolerance: Mapping[str, Any]) -> MeasureResult:
     relative to the weights, and nearly independent of their scale.
 
     Args:
-        noise_tolerance: what a bisection found; see :mod:`saltflat.statistics.noise_tolerance`.
+        noise_tolerance: what a bisection found; see :mod:`saltflat.statistics.perturbations`.
 
     Example:
         >>> pac_bayes_flatness({"sigma": 0.5, "bracket": [0.5, 0.6]}).value

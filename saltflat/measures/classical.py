@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saltflat.measures import MeasureResult, measure
+from saltflat.measures.registry import MeasureResult, measure
 
 
 @measure(on="parameters", reference="tsuzuku2020normalized", formula="trace of the Hessian of the mean loss")

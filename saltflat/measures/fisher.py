@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.amounts import check_count
-from saltflat.errorbars import compute_student_factor
+from saltflat.engine.noise import compute_mean_and_error
 from saltflat.errors import OptionError
-from saltflat.measures import MeasureResult, measure
-from saltflat.noise import compute_mean_and_error
+from saltflat.measures.registry import MeasureResult, measure
+from saltflat.results.jackknife import compute_student_factor
+from saltflat.validation import check_count
 
 
 @measure(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from saltflat.measures import MeasureResult, measure
+from saltflat.measures.registry import MeasureResult, measure
 from saltflat.symmetry.group import Symmetries
-from saltflat.symmetry.smallest import SmallestTrace, minimize_trace_by_layer, minimize_trace_by_unit
+from saltflat.symmetry.minimize import SmallestTrace, minimize_trace_by_layer, minimize_trace_by_unit
 
 
 @measure(
@@ -35,7 +35,7 @@ def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetr
 
     Example:
         >>> from torch import nn
-        >>> from saltflat.symmetry.graph import find_symmetries
+        >>> from saltflat.symmetry.find import find_symmetries
         >>> net = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 2, bias=False))
         >>> traces = {"0.weight": torch.tensor(1.0), "2.weight": torch.tensor(16.0)}
         >>> found = minimum_sharpness(traces, find_symmetries(net, torch.randn(1, 2)))
@@ -79,7 +79,7 @@ def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings:
         Two hidden units by themselves: 2 (sqrt(1 * 16) + sqrt(4 * 4)); one scale for both has 2 sqrt(5 * 20).
 
         >>> from torch import nn
-        >>> from saltflat.symmetry.graph import find_symmetries
+        >>> from saltflat.symmetry.find import find_symmetries
         >>> net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
         >>> diagonal = {"0.weight": torch.tensor([[1.0], [4.0]]), "2.weight": torch.tensor([[16.0, 4.0]])}
         >>> round(float(minimum_unit_sharpness(diagonal, find_symmetries(net, torch.randn(1, 1))).value), 9)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saltflat.balance import BalanceResult, balance_bipartite, balance_factored
+from saltflat.balance.matrix import balance_bipartite, balance_factored
+from saltflat.balance.result import BalanceResult
 from saltflat.errors import OptionError
-from saltflat.measures import MeasureResult, measure
+from saltflat.measures.registry import MeasureResult, measure
 
 BOTH = ("layer_scale", "unit_scale")
 SMALL = 1 << 22  # entries of matrices whose balancing a CPU finishes before a GPU has been told what to do

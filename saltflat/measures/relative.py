@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saltflat.measures import MeasureResult, measure
+from saltflat.measures.registry import MeasureResult, measure
 
 LAYER = ("layer_scale",)
 BOTH = ("layer_scale", "unit_scale")

@@ -7,22 +7,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import t
 
-from saltflat.amounts import check_positive
+from saltflat._late import load_later
+from saltflat.engine.noise import compute_mean_and_error
 from saltflat.errors import OptionError, ReportError, make_unknown_name_error
-from saltflat.noise import compute_mean_and_error
-from saltflat.report.file import SPECTRUM, check_schema, read_json, write_json
-from saltflat.report.plain import decode_nonfinite, encode_nonfinite, to_plain_types
-from saltflat.report.schema import MAPPING, check_structure
-from saltflat.report.table import render_text
-from saltflat.report.text import make_printable
-from saltflat.spectrum.plot import plot_spectrum
-from saltflat.spectrum.view import SpectrumRenderable, format_spectrum_html
+from saltflat.results.display import Displayable
+from saltflat.results.files import SPECTRUM, check_schema, read_json, write_json
+from saltflat.results.json_codec import MAPPING, check_structure, decode_nonfinite, encode_nonfinite, to_plain_types
+from saltflat.results.text import make_printable
+from saltflat.validation import check_positive
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Array = NDArray[np.float64]
 
@@ -162,7 +164,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Spectrum(Mapping[str, Block]):
+class Spectrum(Displayable, Mapping[str, Block]):
     """The spectrum of the curvature of the mean loss, over the whole network or of each layer.
 
     It is a mapping from names of blocks to :class:`Block`. If there is one block only, such as that of the whole
@@ -179,6 +181,8 @@ class Spectrum(Mapping[str, Block]):
         notes: what a reader should know besides.
         created: when, ISO time in UTC.
     """
+
+    renderer = ("spectrum", "SpectrumRenderable", "format_spectrum_html")
 
     blocks: Mapping[str, Block]
     model: str
@@ -269,25 +273,17 @@ class Spectrum(Mapping[str, Block]):
         what = "the network" if self.settings.get("per") == "network" else f"{len(self)} layers"
         return f"<Spectrum of {what}, {make_printable(self.model)}; print() describes it, .plot() draws it>"
 
-    def __str__(self) -> str:
-        return render_text(SpectrumRenderable(self))
-
-    def __rich__(self) -> SpectrumRenderable:
-        return SpectrumRenderable(self)
-
-    def _repr_html_(self) -> str:
-        return format_spectrum_html(self)
-
-    def plot(self, width: float | None = None) -> Any:
+    def plot(self, width: float | None = None) -> Figure:
         """A ``matplotlib`` Figure: density on a logarithmic scale with its band, and the eigenvalues as marks.
 
         Args:
             width: standard deviation of the Gaussian that smooths the density.
         """
-        return plot_spectrum(self, width)
+        figure: Figure = load_later("render.spectrum").plot_spectrum(self, width)
+        return figure
 
     def to_dict(self) -> dict[str, Any]:
-        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.report.plain``."""
+        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.results.json_codec``."""
         parts = {
             each.name: encode_nonfinite(to_plain_types(getattr(self, each.name), each.name))
             for each in fields(self)[1:]

@@ -1,6 +1,6 @@
 """What is found out about a network, one file per statistic; measures are functions of these.
 
-Most are contractions of per-example gradients (:mod:`saltflat.forms`), summed over the data in one shared sweep:
+Most are contractions of per-example gradients (:mod:`saltflat.gradients`), summed over the data in one shared sweep:
 
     curvature_diagonal = register_statistic(
         Statistic("curvature_diagonal", of="curvature", total=..., spread=..., meaning="...")
@@ -8,7 +8,7 @@ Most are contractions of per-example gradients (:mod:`saltflat.forms`), summed o
 
 ``of`` says which columns it is about: ``"curvature"`` (columns whose squares make the loss's curvature at the outputs)
 or ``"gradient"`` (the one column that is the loss's gradient). Others need passes of their own and are functions of a
-:class:`~saltflat.setting.Setting`:
+:class:`~saltflat.engine.context.Setting`:
 
     @statistic(per="network", meaning="...")
     def average_rise(setting, *, radius=0.05, draws=20): ...
@@ -19,7 +19,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from saltflat.statistic import (
+from saltflat.engine.statistic import (
     COMPUTED,
     STATISTICS,
     ComputedStatistic,

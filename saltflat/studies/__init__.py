@@ -1,10 +1,10 @@
 """Train many networks, keep every run, and see which measures go with the generalization gap."""
 
-from saltflat.studies.examples import Examples
+from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.results import Results
 from saltflat.studies.row import Row
+from saltflat.studies.store.verify import Verification, verify
 from saltflat.studies.study import Study
-from saltflat.studies.verification import Verification, verify
 
 __all__ = ["Examples", "Recipe", "Results", "Row", "Study", "Verification", "verify"]

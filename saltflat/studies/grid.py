@@ -10,13 +10,14 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import SaltflatError, StudyError, make_unknown_name_error
+from saltflat.studies.callables import STOPS, ConfigurableFunction, inspect_network, inspect_train_function
 from saltflat.studies.canonical import FORMAT, canonicalize, compute_digest, dump_canonical_json, make_hashable
 from saltflat.studies.recipe import SETTINGS, Recipe
-from saltflat.studies.settings import ALLOWED
-from saltflat.studies.takers import STOPS, ConfigurableFunction, inspect_network, inspect_train_function
+from saltflat.studies.schema import ALLOWED
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
+
 
 MOST_RUNS = 100_000
 # Names that other libraries have for settings, and that are not spelt like ours.

@@ -1,4 +1,4 @@
-"""How one network is made and trained."""
+"""How one network is built and trained."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""What a study has found so far."""
+"""What a study has found so far, as rows and as one table."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,20 +16,96 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from saltflat._late import load_later
 from saltflat.errors import StudyError
-from saltflat.report.change_text import format_count
-from saltflat.report.frame import build_frame
-from saltflat.report.table import render_text
-from saltflat.report.text import make_printable
+from saltflat.results.files import build_frame
+from saltflat.results.text import format_count, make_printable, render_text
 from saltflat.studies.grid import collect_axis_values, count_runs, is_same_value, iter_grid_points
-from saltflat.studies.integrity import DamageError
 from saltflat.studies.row import STATUSES, Row
-from saltflat.studies.store import DEFINITION, ROWS, Store
+from saltflat.studies.store.folder import DEFINITION, ROWS, Store
+from saltflat.studies.store.rows import DamageError
 from saltflat.studies.study import Study
-from saltflat.studies.table import build_table, format_csv
 
 if TYPE_CHECKING:
-    from saltflat.studies.scores import Scores
+    from saltflat.studies.scores.results import Scores
+
+
+OUTCOME = ("epochs", "train_loss", "train_error", "test_loss", "test_error")
+GAPS = ("error", "loss")
+# What a spreadsheet takes for the beginning of a formula.
+EXECUTED = ("=", "+", "-", "@", "\t", "\r", "\n")
+SIZES = ("parameters", "norm", "distance")
+
+
+def build_table(
+    rows: Mapping[str, Row], places: Mapping[str, Mapping[str, Any]], axes: Sequence[str], measures: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One line per run, in the order of the grid; what is not known is None.
+
+    Args:
+        rows: of the runs that are finished, by key.
+        places: for every run of the grid its values on the axes, and its seed.
+        axes: their names, the first columns.
+        measures: their names, the last columns.
+    """
+    lines = []
+    for key, place in places.items():
+        row = rows.get(key)
+        outcome, gap = (None, {}) if row is None else (row.outcome, row.gap)
+        readings = {} if row is None else row.readings
+        lines.append(
+            {
+                "key": key,
+                **{axis: place[axis] for axis in axes},
+                "seed": place["seed"],
+                "status": "missing" if row is None else row.status,
+                **{name: getattr(outcome, name, None) for name in OUTCOME},
+                **{f"gap_{name}": gap.get(name) for name in GAPS},
+                **{name: getattr(outcome, name, None) for name in SIZES},
+                **{name: readings[name].value if name in readings else None for name in measures},
+            }
+        )
+    return lines
+
+
+def format_csv(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The table as comma-separated values; every float with the digits that give it back.
+
+    A text that a spreadsheet would execute as a formula gets an apostrophe in front.
+
+    Example:
+        >>> format_csv([{"key": "a", "lr": 0.1, "widths": [64, 32], "gap": None}])
+        'key,lr,widths,gap\\na,0.1,"[64, 32]",\\n'
+        >>> print(format_csv([{"lr": -0.1, "note": "-0.1", "network": "=1+1"}]), end="")
+        lr,note,network
+        -0.1,-0.1,'=1+1
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\r\n")  # else it would not quote a cell with "\r", a new line for others
+    for cells in [list(lines[0]), *(line.values() for line in lines)] if lines else []:
+        writer.writerow([_format_csv_cell(value) for value in cells])
+        text.seek(text.tell() - len("\r\n"))
+        text.truncate()
+        text.write("\n")
+    return text.getvalue()
+
+
+def _format_csv_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else repr(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return f"'{value}" if value.startswith(EXECUTED) and not _is_number_text(value) else value
+
+
+def _is_number_text(text: str) -> bool:
+    try:
+        return math.isfinite(float(text)) and text.isascii() and text == text.strip()
+    except ValueError:
+        return False
+
 
 MEANING = {
     "done": "reached the stopping rule",
@@ -111,20 +191,19 @@ class Results:
 
     def scores(self, gap: str = "error", **options: Any) -> Scores:
         """How well each measure goes with the generalization gap; see :func:`saltflat.studies.scores.score`."""
-        from saltflat.studies.scores import score
+        from saltflat.studies.scores.scoring import score
 
         taken = {name for row in self.rows.values() for name in row.readings}
         asked = {"measures": [name for name in self.study.measures if name in taken], **options}
         return score(self.rows.values(), self.study.axis_names, gap=gap, **asked)
 
     def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """The study as one page for a browser, with everything in it; see :func:`saltflat.studies.page.write_page`.
+        """The study as one page for a browser, with everything in it; see :func:`saltflat.render.html.study_page.write_page`.
 
         Code that the study's files name runs only with ``allow_code=True``: audits of own networks or data need it.
         """
-        from saltflat.studies.page import write_page
-
-        return write_page(self, path, **options)
+        written: Path = load_later("render.html.study_page").write_page(self, path, **options)
+        return written
 
     def __str__(self) -> str:
         return render_text(self)

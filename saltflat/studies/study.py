@@ -1,25 +1,187 @@
-"""A study: which networks are trained on what, and what is measured of them."""
+"""A study: which networks are trained on what data, and what is measured of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saltflat.errors import StudyError, make_unknown_name_error
-from saltflat.report.file import parse_path
-from saltflat.studies.definition import read_definition
+from saltflat.errors import StudyError, import_optional, make_unknown_name_error
+from saltflat.results.files import parse_path
+from saltflat.studies.callables import get_function_path
+from saltflat.studies.canonical import DEEPEST, to_json_value
+from saltflat.studies.data import DataSource
 from saltflat.studies.grid import expand_runs, split_axis_names
-from saltflat.studies.measuring import USUAL_MEASURES, parse_measure_names, parse_measure_options
-from saltflat.studies.source import DataSource
-from saltflat.studies.takers import get_function_path
-from saltflat.studies.tidying import parse_axes, parse_mapping, parse_seeds, parse_together
+from saltflat.studies.measurement import USUAL_MEASURES, parse_measure_names, parse_measure_options
 
 if TYPE_CHECKING:
-    from saltflat.studies.executors import Executor
-    from saltflat.studies.progress import ProgressDisplay
+    from saltflat.studies.executors.executor import Executor
     from saltflat.studies.results import Results
+    from saltflat.studies.runner import ProgressDisplay
+
+
+def parse_mapping(given: Any, what: str) -> dict[str, Any]:
+    """Names with values, such as the settings."""
+    if given is None:  # a name in YAML with nothing behind it
+        return {}
+    if not isinstance(given, Mapping):
+        raise StudyError(
+            f"Got {what}={given!r}, a {type(given).__name__}. Want names with values. Do: for instance {what}: {{...}}."
+        )
+    return dict(to_json_value(given, what))
+
+
+def parse_axes(given: Any) -> dict[str, tuple[Any, ...]]:
+    """Names with lists of values."""
+    if not isinstance(given, Mapping):
+        raise StudyError(
+            f"Got axes={given!r}, a {type(given).__name__}. Want names with lists of values. "
+            "Do: for instance axes: {lr: [0.1, 0.2]}."
+        )
+    axes = to_json_value(given, "axes")
+    for name, values in axes.items():
+        if not isinstance(values, list):
+            raise StudyError(
+                f"Got the axis {name!r} with {values!r}. Want a list of values. Do: write [{values!r}], or put one "
+                "value into settings."
+            )
+    return {name: tuple(values) for name, values in axes.items()}
+
+
+def parse_seeds(given: Any) -> tuple[Any, ...]:
+    """A list, or so many from 0.
+
+    Example:
+        >>> parse_seeds(3), parse_seeds([7, 9])
+        ((0, 1, 2), (7, 9))
+    """
+    seeds = to_json_value(given, "seeds")
+    if isinstance(seeds, list):
+        return tuple(seeds)
+    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 0:
+        raise StudyError(f"Got seeds={given!r}. Want a count from 1, or a list of whole numbers. Do: seeds: 3.")
+    if seeds > 100_000:
+        raise StudyError(f"Got {seeds:,} seeds. Want at most 100,000 runs. Do: take fewer.")
+    return tuple(range(seeds))
+
+
+def parse_together(given: Any) -> int:
+    """How many networks are trained at once."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise StudyError(f"Got together={given!r}. Want a whole number from 1. Do: leave it out for 64.")
+    return given
+
+
+# YAML 1.1 asks for a dot and a sign in the exponent; people write 1e-3, and mean a number.
+NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+# A study is a page of text. What is longer is another file by mistake.
+LONGEST = 1_000_000
+LONGEST_NUMBER = 100  # characters: YAML reads 0xffff... and 1:59:59... at any length
+
+
+def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the file says, as plain values; nothing in it is run."""
+    shown = os.fspath(path)
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(LONGEST + 1)
+    except OSError as problem:
+        raise StudyError(
+            f"Got the path {shown!r}, which cannot be read ({problem.strerror}). Want a study as a YAML file. "
+            "Do: check the path."
+        ) from problem
+    if len(content) > LONGEST:
+        raise _make_definition_error(shown, f"more than {LONGEST:,} bytes")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise _make_definition_error(shown, f"not UTF-8 ({problem.reason} at byte {problem.start})") from problem
+    found = parse_yaml(text, shown)
+    if found is None:
+        raise _make_definition_error(shown, "empty")
+    if not isinstance(found, dict):
+        raise _make_definition_error(shown, f"a {_format_type(found)}, not names with values")
+    return found
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The plain values of a YAML text. Anchors, aliases and tags are refused: a few lines of them expand to gigabytes.
+
+    Example:
+        >>> parse_yaml("axes: {lr: [1e-3, 0.1]}", "here")
+        {'axes': {'lr': [0.001, 0.1]}}
+    """
+    yaml: Any = import_optional("yaml", "a study in YAML")
+    try:
+        return yaml.load(text, Loader=_make_loader(yaml))
+    except yaml.YAMLError as problem:
+        raise _make_definition_error(source, _format_yaml_error(problem)) from problem
+    except ValueError as problem:  # a date such as 2024-13-45
+        raise _make_definition_error(source, str(problem).splitlines()[0]) from problem
+
+
+def _make_loader(yaml: Any) -> Any:
+    """Return a loader of plain values only, in which every name of a mapping is there once."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.peek_event()
+            if isinstance(event, yaml.AliasEvent):
+                raise self.make_error(f"the alias *{event.anchor}; write out what it stands for", event)
+            if event.anchor is not None:
+                raise self.make_error(f"the anchor &{event.anchor}; write out each part where it is needed", event)
+            if event.tag is not None:
+                raise self.make_error(f"the tag {event.tag}; plain numbers, texts, lists and mappings need none", event)
+            if self.depth == DEEPEST:
+                raise self.make_error(f"lists and mappings more than {DEEPEST} levels deep", event)
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            numeric = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+            if numeric and len(node.value) > LONGEST_NUMBER:
+                raise self.make_error(f"a number of {len(node.value):,} characters", event)
+            return node
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[Any] = set()
+            for name, _ in node.value:
+                key = self.construct_object(name, deep=True)
+                if not isinstance(key, Hashable):
+                    raise self.make_error("a list or mapping as a name", name)
+                if key in seen:
+                    raise self.make_error(f"{key!r} is there twice", name)
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+        def make_error(self, what: str, place: Any) -> Exception:
+            refused: Exception = yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
+            return refused
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+    return Loader
+
+
+def _format_yaml_error(problem: Any) -> str:
+    mark = getattr(problem, "problem_mark", None)
+    what = getattr(problem, "problem", None) or str(problem).splitlines()[0]
+    return f"{what}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(what)
+
+
+def _format_type(value: object) -> str:
+    return {"list": "list", "str": "text"}.get(type(value).__name__, type(value).__name__)
+
+
+def _make_definition_error(source: str, what: str) -> StudyError:
+    return StudyError(
+        f"Got the file {source!r}, which is no study: {what}. Want YAML with name, data, axes and stop. "
+        "Do: correct it there."
+    )
+
 
 # What ends a training, by the names that people use for it here and by those of the recipe.
 STOP = {"epochs": "epochs", "loss": "target_loss", "error": "target_error", "check_every": "check_every"}
@@ -32,7 +194,7 @@ class Study:
 
     Attributes:
         name: what the study is called; a folder holds the runs of one name.
-        data: the name of a data set, or a mapping; see :class:`saltflat.studies.source.DataSource`.
+        data: the name of a data set, or a mapping; see :class:`saltflat.studies.data.DataSource`.
         axes: for each name the values to try: any setting of :class:`saltflat.studies.recipe.Recipe`, any argument of
             the network, or ``network``. Names with commas between them go hand in hand: ``{"batch, lr": [[1000, 0.02],
             [2000, 0.04]]}`` has two values, not four; scores and plots know the axis by the first of its names.
@@ -182,7 +344,7 @@ class Study:
                 the sum of theirs. A run that takes longer is stopped, and has failed. None for no limit; ``"here"``
                 cannot stop a run, and refuses one.
         """
-        from saltflat.studies.running import run_study  # at call time: it needs this module
+        from saltflat.studies.runner import run_study  # at call time: it needs this module
 
         return run_study(
             self,

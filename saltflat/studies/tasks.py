@@ -1,4 +1,4 @@
-"""The two kinds of work in a study, as tasks that any process can do: train networks together, measure one."""
+"""The tasks of a study, which any process can do: train networks together, measure one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import ReportError
-from saltflat.studies.building import build_network
-from saltflat.studies.examples import Examples
+from saltflat.errors import DeviceError, ReportError, format_error_line
+from saltflat.studies.callables import inspect_network
+from saltflat.studies.data import Examples
 from saltflat.studies.grid import make_recipe
-from saltflat.studies.labels import make_training_set
-from saltflat.studies.measuring import DTYPES, Measurement, measure_network
+from saltflat.studies.measurement import DTYPES, Measurement, measure_network
 from saltflat.studies.networks import find_network
-from saltflat.studies.takers import inspect_network
-from saltflat.studies.together import train_together
-from saltflat.studies.trained import TrainedNetwork
+from saltflat.studies.row import TrainedNetwork
+from saltflat.studies.training.build import build_network
+from saltflat.studies.training.examples import make_training_set
+from saltflat.studies.training.train_batched import train_together
+
+
+def resolve_device(name: str, here: bool = True) -> str:
+    """The device of this name; ``"auto"`` is a GPU if there is one. Looked for only where this process will use it."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if here:
+            torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceError(
+            f"Got the device {name!r}, which cannot be used here ({format_error_line(error)}). "
+            "Want one that torch can reach. Do: use 'cpu', or 'auto'."
+        ) from error
+    return name
+
+
+def resolve_resources(executor: str, device: str, given: Mapping[str, float]) -> dict[str, float]:
+    """What one task asks of the executor: on a cluster a GPU, where the study works on one, unless it is said.
+
+    Example:
+        >>> resolve_resources("ray", "cuda", {"cpus": 2}), resolve_resources("ray", "cuda", {"gpus": 0.5})
+        ({'gpus': 1, 'cpus': 2}, {'gpus': 0.5})
+        >>> resolve_resources("ray", "cpu", {}), resolve_resources("processes", "cuda", {})
+        ({}, {})
+    """
+    place = torch.device(device)
+    if executor != "ray" or place.type != "cuda":
+        return dict(given)
+    found = {"gpus": 1, **given}
+    # A task sees the GPUs that Ray gave it and no others, counted from 0.
+    if (place.index or 0) >= max(1, found["gpus"]):
+        raise DeviceError(
+            f"Got the device {device!r} with the executor 'ray', which gives each task a GPU of its own. "
+            "Want no number. Do: use 'cuda'."
+        )
+    return found
+
 
 Tell = Callable[[int, int], None]
 
@@ -122,7 +161,7 @@ class CheckpointFailure:
 def train_group(task: TrainTask, context: TaskContext) -> dict[str, TrainedRun] | CheckpointFailure:
     """Train a group, and give back each run by its key."""
     if context.train is not None:
-        from saltflat.studies.own_training import run_user_training
+        from saltflat.studies.training.user_function import run_user_training
 
         ((key, config),) = task.configs.items()
         return {key: run_user_training(config, context)}

@@ -11,15 +11,14 @@ import torch
 from scipy.special import logsumexp
 from torch import Tensor, nn
 
+from saltflat.engine.problem import is_finite
+from saltflat.engine.session import check_module, check_tensors, take_turns
 from saltflat.errors import ModelError, NonFiniteError
-from saltflat.loan import check_module, check_tensors
-from saltflat.problem import is_finite
-from saltflat.symmetry.graph import find_symmetries
+from saltflat.symmetry.equality import compare_outputs, copy_in_float64
+from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Array, Mask, Numbers, ScaledTensor, Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
-from saltflat.symmetry.running import parse_example
-from saltflat.symmetry.same import compare_outputs, copy_in_float64
-from saltflat.turns import take_turns
+from saltflat.symmetry.tracing.run import parse_example
 
 # Relative, per entry: what rounding in each precision can make of a factor.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}

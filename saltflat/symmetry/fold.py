@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from saltflat.engine.session import open_session, take_turns
 from saltflat.errors import DataError, ModelError
-from saltflat.layers.affine import Affine
-from saltflat.loan import open_session
-from saltflat.symmetry.same import copy_model
-from saltflat.symmetry.uses import Norm, Transposed, get_output_dimensions, is_batch_norm, trace_uses
-from saltflat.symmetry.uses_seen import observe_uses
-from saltflat.turns import take_turns
+from saltflat.layers.normalization import Affine
+from saltflat.symmetry.batch_norm_uses import (
+    Norm,
+    Transposed,
+    get_output_dimensions,
+    is_batch_norm,
+    observe_uses,
+    trace_uses,
+)
+from saltflat.symmetry.equality import copy_model
 
 
 @take_turns
@@ -25,7 +29,7 @@ def fold(model: nn.Module, example: Any = None) -> nn.Module:
     A BatchNorm in eval mode is a factor and a shift per channel. Where it is given exactly what one linear layer or
     convolution returns, and nothing else is, they go into that layer's weight and bias, and an ``nn.Identity`` takes
     its place. Everywhere else (after a sum or a concatenation, first in the network, called twice) it becomes an
-    :class:`~saltflat.layers.affine.Affine`. Either way no running statistics are left to absorb the scale of a layer.
+    :class:`~saltflat.layers.normalization.Affine`. Either way no running statistics are left to absorb the scale of a layer.
 
     The model itself is left as it is. The copy is of its class and has its train and eval modes, hooks and
     ``requires_grad``: that of a folded weight is the layer's; that of a folded bias is the layer's, or the BatchNorm's

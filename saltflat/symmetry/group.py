@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,20 +13,23 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 from torch import Tensor
 
-from saltflat.amounts import check_non_negative, is_choice, parse_integer
+from saltflat._late import load_later
 from saltflat.errors import OptionError, make_unknown_name_error
-from saltflat.report.table import render_text
-from saltflat.symmetry.elimination import (
+from saltflat.results.display import Displayable
+from saltflat.symmetry.tracing.elimination import (
     Elimination,
     Form,
     equate_factors,
     find_first_pairs,
     select_independent_entries,
 )
-from saltflat.symmetry.picture import plot_symmetries
-from saltflat.symmetry.scales import GROUND
-from saltflat.symmetry.table import SymmetriesRenderable, format_symmetries_html
-from saltflat.symmetry.watch import Obstacle
+from saltflat.symmetry.tracing.scales import GROUND
+from saltflat.symmetry.tracing.trace import Obstacle
+from saltflat.validation import check_non_negative, is_choice, parse_integer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -68,7 +71,7 @@ class ScaledTensor:
 
 
 @dataclass(frozen=True)
-class Symmetries:
+class Symmetries(Displayable):
     """All positive factors of a network's weights that leave its function as it is.
 
     Every independent *scale* is the size of a unit that can be chosen freely. The logarithm of an entry's factor is
@@ -82,6 +85,8 @@ class Symmetries:
         assumed: lines of code that decide by the values of a mask how the forward pass goes on; the rescalings are
             those of inputs for which it goes on as it did.
     """
+
+    renderer = ("symmetry", "SymmetriesRenderable", "format_symmetries_html")
 
     members: Mapping[str, ScaledTensor]
     forms: csr_array
@@ -160,18 +165,10 @@ class Symmetries:
     def __repr__(self) -> str:
         return f"<Symmetries: {self.scales} independent scales of {len(self.members)} tensors; print() shows them>"
 
-    def __str__(self) -> str:
-        return render_text(self.__rich__())
-
-    def __rich__(self) -> SymmetriesRenderable:
-        return SymmetriesRenderable(self)
-
-    def _repr_html_(self) -> str:
-        return format_symmetries_html(self)
-
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """A ``matplotlib`` Figure of blocks of scales and the layers between them; nothing is shown or kept."""
-        return plot_symmetries(self)
+        figure: Figure = load_later("render.symmetry_graph").plot_symmetries(self)
+        return figure
 
 
 def check_rescaling_kind(kind: str) -> None:

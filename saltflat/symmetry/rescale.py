@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from saltflat.amounts import check_flag
+from saltflat.engine.session import take_turns
 from saltflat.errors import ModelError, OptionError
-from saltflat.sweep import check_seed
-from saltflat.symmetry.graph import find_symmetries
+from saltflat.symmetry.equality import compare_outputs, copy_in_float64, copy_model
+from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Array, Symmetries, check_rescaling_kind
-from saltflat.symmetry.running import Seen, find_tensors, parse_example
-from saltflat.symmetry.same import compare_outputs, copy_in_float64, copy_model
-from saltflat.turns import take_turns
+from saltflat.symmetry.tracing.run import Seen, find_tensors, parse_example
+from saltflat.validation import check_flag, check_seed
 
 
 @take_turns

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_non_negative
+from saltflat.training.shift import compute_norm
 from saltflat.training.two_pass import TwoPass
-from saltflat.training.vectors import compute_norm
 from saltflat.training.wrapper import DefaultFloat
+from saltflat.validation import check_non_negative
 
 
 class ASAM(TwoPass):

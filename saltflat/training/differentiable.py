@@ -1,13 +1,9 @@
-"""Statistics of one batch as functions of the model's own parameters, with a graph to differentiate through.
-
-The shared sweep (:mod:`saltflat.totals`) finds the same numbers more cheaply and forgets where they came from. Here
-every example's gradients are written out, by operations that torch can differentiate once more.
-"""
+"""Statistics of one batch as differentiable functions of the model's parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,21 +11,99 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_map
 
-from saltflat.columns import ColumnPlan, ExampleRNG
-from saltflat.data import Batch
+from saltflat.engine.custom_losses import CustomLoss
+from saltflat.engine.data import Batch
+from saltflat.engine.geometry import Geometry
+from saltflat.engine.losses import Loss
+from saltflat.engine.network import Network
+from saltflat.engine.output_curvature import (
+    ColumnPlan,
+    Curvature,
+    DiagonalCurvature,
+    ExampleRNG,
+    FactoredCurvature,
+    SoftmaxCurvature,
+    make_columns,
+)
+from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.reference_gradients import TOLERANCE
+from saltflat.engine.statistic import STATISTICS, ParameterSite, Statistic
 from saltflat.errors import CoupledExamplesError, EmptyDataError
-from saltflat.features import find_channel_axis
-from saltflat.forms import DenseGradient
-from saltflat.forms.base import MatrixGeometry as Matrices
-from saltflat.forms.base import sum_groups
-from saltflat.geometry import Geometry
-from saltflat.measures.request import StatisticRequest
-from saltflat.network import Network
-from saltflat.probe import TOLERANCE
-from saltflat.problem import Problem, cast_targets
-from saltflat.statistic import STATISTICS, ParameterSite, Statistic
-from saltflat.symmetry.same import compute_relative_difference
-from saltflat.training.smooth_columns import compute_columns_with_graph, compute_gradient_with_graph
+from saltflat.gradients.base import DenseGradient, sum_groups
+from saltflat.gradients.base import MatrixGeometry as Matrices
+from saltflat.measures.registry import StatisticRequest
+from saltflat.statistics.averages import find_channel_axis
+from saltflat.symmetry.equality import compute_relative_difference
+
+# The root of a probability that has underflowed has no slope. Nobody can tell it from this.
+TINY = 1e-290
+
+
+def compute_columns_with_graph(
+    loss: Loss, outputs: Tensor, targets: Tensor, plan: ColumnPlan, dice: ExampleRNG
+) -> list[tuple[Tensor, int]]:
+    """``(columns, examples, *outputs)`` and their sign, for each set of :func:`saltflat.engine.output_curvature.make_columns`."""
+    curvature = _compute_smooth_curvature(loss, outputs, targets)
+    return [(each.block(0, each.layout.total), each.sign) for each in make_columns(curvature, plan, dice)]
+
+
+def compute_gradient_with_graph(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss's gradient at the outputs, with its own slope."""
+    if not isinstance(loss, CustomLoss):
+        return loss.gradient(outputs, targets)
+    free = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
+    return torch.autograd.grad(loss.total(free, targets).sum(), free, create_graph=True)[0]
+
+
+def _compute_smooth_curvature(loss: Loss, outputs: Tensor, targets: Tensor) -> Curvature:
+    if isinstance(loss, CustomLoss):
+        return _compute_smooth_roots(loss, outputs, targets)
+    found = loss.curvature(outputs, targets)
+    if isinstance(found, SoftmaxCurvature):
+        return replace(found, p=found.p.clamp_min(TINY))
+    return DiagonalCurvature(found.values.clamp_min(TINY)) if isinstance(found, DiagonalCurvature) else found
+
+
+def _compute_smooth_roots(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> FactoredCurvature:
+    r"""Roots of any second derivative, without the slope of an eigenvector, which equal eigenvalues do not have.
+
+    Let :math:`B_0 = \sum_k \pm s_k s_k^T` be the matrix here, and B the same with its graph. The columns
+
+    .. math::
+        s_k \pm \tfrac12 (B - B_0) \, s_k / |s_k|^2
+
+    are the roots :math:`s_k`, and their squares change as B does: to first order
+    :math:`\sum_k \pm s_k s_k^T + \tfrac12 ((B - B_0) P + P (B - B_0))` with P the projection on the range of
+    :math:`B_0`, which is that of B unless an eigenvalue is just about to leave zero.
+    """
+    with torch.no_grad():
+        here = loss.curvature(outputs.detach(), targets)
+    size = outputs[0].numel()
+    B = _compute_hessians(loss, outputs, targets).reshape(-1, size, size)
+    change = B - B.detach()
+
+    def follow_outputs(roots: Tensor, sign: int) -> Tensor:
+        flat = roots.reshape(*roots.shape[:2], size)
+        square = flat.square().sum(2, keepdim=True)
+        unit = flat / square.where(square > 0, torch.ones_like(square))
+        return (flat + sign / 2 * torch.einsum("nij,knj->kni", change, unit)).reshape(roots.shape)
+
+    return FactoredCurvature(
+        follow_outputs(here.columns, 1), None if here.negative is None else follow_outputs(here.negative, -1)
+    )
+
+
+def _compute_hessians(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
+    try:
+        mapped: Tensor = torch.func.vmap(torch.func.hessian(loss.compute_example_loss))(outputs, targets)
+        return mapped
+    except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
+        one: Callable[..., Tensor] = torch.autograd.functional.hessian
+        pairs = zip(outputs, targets, strict=True)
+        return torch.stack(
+            [one(lambda o, t=t: loss.compute_example_loss(o, t), o, create_graph=True) for o, t in pairs]
+        )
+
 
 Values = Mapping[str, Tensor]
 
@@ -90,7 +164,7 @@ def compute_sweep_statistics(
     looped: bool,
     deviations: Values,
 ) -> Any:
-    """What :class:`saltflat.totals.SweepTotals` finds, for statistics of the shared sweep."""
+    """What :class:`saltflat.engine.sweep.SweepTotals` finds, for statistics of the shared sweep."""
     loss, targets = live.problem.loss, cast_targets(live.batch.targets)
     raw = live.problem.network(live.batch, leaves=live.leaves)
     live.problem.check_outputs(raw.detach(), live.batch)
@@ -189,7 +263,7 @@ def _compute_vjp(outputs: Tensor, measured: Values, column: Tensor) -> dict[str,
 
 
 def compute_feature_deviation(live: DifferentiableProblem) -> dict[str, Tensor]:
-    """As :func:`saltflat.features.compute_input_deviations` has it."""
+    """As :func:`saltflat.statistics.averages.compute_input_deviations` has it."""
     network, seen, handles = live.problem.network, dict[str, list[Tensor]](), []
     try:
         for module, name in _find_weight_owners(network).items():

@@ -13,22 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_count, check_non_negative, check_positive, parse_integer
+from saltflat.engine.custom_losses import parse_loss
+from saltflat.engine.session import check_tensors, snapshot_rng, take_turns
 from saltflat.errors import ModelError, OptionError, PrecisionError, TrainingError
-from saltflat.loan import check_tensors
-from saltflat.losses import parse_loss
-from saltflat.randomness import snapshot_rng
-from saltflat.training.either_way import VmapOrLoop
-from saltflat.training.frozen import has_training_batch_norm
+from saltflat.training.distributed import average_gradients, check_not_sharded
 from saltflat.training.objective import Objective, compute_mean_loss, is_mean_over_examples, make_objective
-from saltflat.training.part_gradients import Gradients, PartGradients
+from saltflat.training.part_gradients import Gradients, PartGradients, VmapOrLoop
 from saltflat.training.parts import COARSE, BatchParts, copy_batch, count_examples
-from saltflat.training.processes import average_gradients
-from saltflat.training.sharded import check_not_sharded
+from saltflat.training.shift import compute_norm, has_training_batch_norm, multiply_in_place
 from saltflat.training.two_pass import TwoPass
-from saltflat.training.vectors import compute_norm, multiply_in_place
-from saltflat.training.wrapped import check_needs_no_closure
-from saltflat.turns import take_turns
+from saltflat.training.wrapper import check_needs_no_closure
+from saltflat.validation import check_count, check_non_negative, check_positive, parse_integer
 
 
 class FisherPenalty:

@@ -10,18 +10,11 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 
-from saltflat.data import unpack_batch
+from saltflat.engine.custom_losses import CustomLoss, parse_loss
+from saltflat.engine.data import unpack_batch
+from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, NegativeLogLikelihood, SquaredError
+from saltflat.engine.network import extract_logits
 from saltflat.errors import OptionError
-from saltflat.losses import (
-    BinaryCrossEntropy,
-    CrossEntropy,
-    CustomLoss,
-    Loss,
-    NegativeLogLikelihood,
-    SquaredError,
-    parse_loss,
-)
-from saltflat.network import extract_logits
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> its mean loss
 

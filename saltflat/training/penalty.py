@@ -1,8 +1,14 @@
-"""Measures as penalties: a term for the training loss that pulls toward flat minima."""
+"""Measures as penalties: a term of the training loss that favors flat minima.
+
+A penalty differentiates gradients. As of torch 2.13, ``torch._weight_norm`` has a wrong second derivative. When
+examples are vectorised, so have normalisation layers with factors of their own (the statistics of the forward pass are
+taken for constants), and ``prelu`` has a wrong first one. Factors that are a step of their own are plain products.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,10 +16,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from saltflat.amounts import is_choice
-from saltflat.columns import ExampleRNG, parse_column_plan
-from saltflat.data import Batch
+from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.data import Batch
+from saltflat.engine.geometry import Geometry, find_geometries
+from saltflat.engine.output_curvature import ExampleRNG, parse_column_plan
+from saltflat.engine.problem import Problem
+from saltflat.engine.reference_gradients import TOLERANCE
+from saltflat.engine.session import open_session, snapshot_rng, take_turns
+from saltflat.engine.statistic import STATISTICS, find_keyword_defaults
+from saltflat.engine.strategy import compute_checked_outputs
 from saltflat.errors import (
     EmptyDataError,
     ModelError,
@@ -21,25 +35,134 @@ from saltflat.errors import (
     NotSmoothError,
     OptionError,
     SaltflatError,
+    UnknownNameError,
     format_error_line,
     make_unknown_name_error,
 )
-from saltflat.evaluating import compute_parts, is_axis_dependent
-from saltflat.geometry import Geometry, find_geometries
-from saltflat.loan import open_session
-from saltflat.logits import normalize_logits
-from saltflat.losses import parse_loss
-from saltflat.measures import MEASURES
-from saltflat.measures.request import MeasureRequest, parse_measure
-from saltflat.probe import TOLERANCE, compute_checked_outputs
-from saltflat.problem import Problem
-from saltflat.statistic import find_keyword_defaults
-from saltflat.sweep import check_seed
-from saltflat.symmetry.same import compute_relative_difference
-from saltflat.training.differentiable import DifferentiableProblem, compute_statistics_with_graph
-from saltflat.training.trial import find_refusal_reason
-from saltflat.training.written_out import DecomposedLayersMode
-from saltflat.turns import take_turns
+from saltflat.measures.apply import compute_parts, is_axis_dependent
+from saltflat.measures.registry import MEASURES, MeasureRequest, parse_measure
+from saltflat.symmetry.equality import compute_relative_difference
+from saltflat.training.differentiable import COMPUTED_WITH_GRAPH, DifferentiableProblem, compute_statistics_with_graph
+from saltflat.validation import check_seed, is_choice
+
+
+class DecomposedLayersMode(TorchFunctionMode):
+    """Inside, these layers are taken apart; their values stay what they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return TAKEN_APART.get(func, func)(*args, **(kwargs or {}))
+
+
+def _decompose_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()] if dim != -1 else list(range(v.dim()))
+    return v * (g / v.square().sum(axes, keepdim=True).sqrt())
+
+
+def _decompose_layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    y = F.layer_norm(input, normalized_shape, None, None, eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _decompose_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    y = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
+    channels = (-1, *(1 for _ in input.shape[2:]))
+    y = y if weight is None else y * weight.reshape(channels)
+    return y if bias is None else y + bias.reshape(channels)
+
+
+def _decompose_prelu(input: Tensor, weight: Tensor) -> Tensor:
+    per_unit = weight.numel() > 1 and input.dim() > 2
+    return input.where(input > 0, input * (weight.reshape(-1, *(1 for _ in input.shape[2:])) if per_unit else weight))
+
+
+TAKEN_APART: dict[Any, Any] = {
+    torch._weight_norm: _decompose_weight_norm,
+    torch.prelu: _decompose_prelu,
+    F.prelu: _decompose_prelu,
+    torch.layer_norm: _decompose_layer_norm,
+    F.layer_norm: _decompose_layer_norm,
+    F.instance_norm: _decompose_instance_norm,
+}
+
+STEP, AGREE = 1e-6, 1e-5  # of the finite difference, and how well it must agree with the gradient
+
+
+def find_refusal_reason(request: MeasureRequest, value: Callable[[nn.Module, Any], Tensor]) -> str | None:
+    """Why a measure cannot be trained on; None if it can.
+
+    What it is made of must have a graph to the weights, and its gradient must be that of finite differences.
+
+    Args:
+        request: the measure, with its options.
+        value: what it says of a model and a batch, as a penalty.
+    """
+    for need in request.needs.values():
+        if need.name not in STATISTICS and need.name not in COMPUTED_WITH_GRAPH and need.name != "weight":
+            return f"it is made of {need.name}, which comes without a graph to the weights"
+    restore = snapshot_rng()
+    try:
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+            warnings.simplefilter("ignore")  # formulas that read numbers off the graph
+            return _find_gradient_fault(value)
+    except (OptionError, UnknownNameError):  # its options, not the measure
+        raise
+    except Exception as error:
+        return f"its formula cannot be differentiated ({format_error_line(error)})"
+    finally:
+        restore()
+
+
+def _find_gradient_fault(value: Callable[[nn.Module, Any], Tensor]) -> str | None:
+    model, batch = _make_small_network()
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    here = value(model, batch)
+    if not here.requires_grad:
+        return "its formula leaves the graph"
+    slopes = torch.autograd.grad(here, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    slope = torch.cat([each.reshape(-1) for each in slopes])
+    if not bool(slope.isfinite().all()):
+        return "its gradient is not finite for weights or curvatures of zero, which training meets"
+    direction = torch.randn_like(weights)
+
+    def evaluate_at(step: float) -> float:
+        nn.utils.vector_to_parameters(weights + step * direction, model.parameters())
+        return value(model, batch).item()
+
+    promised, risen = float(slope @ direction), (evaluate_at(STEP) - evaluate_at(-STEP)) / (2 * STEP)
+    if not abs(risen - promised) <= AGREE * max(abs(risen), abs(promised)):
+        return f"its gradient is not the slope of its value ({promised:.6g} where that rises by {risen:.6g})"
+    return None
+
+
+def _make_small_network() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """With what real ones have: a dead unit, and biases of zero."""
+    torch.manual_seed(0)
+    where: Any = {"dtype": torch.float64, "device": "cpu"}
+    model = nn.Sequential(
+        nn.Linear(3, 5, **where), nn.ReLU(), nn.Linear(5, 4, **where), nn.ReLU(), nn.Linear(4, 3, **where)
+    )
+    with torch.no_grad():
+        model.get_parameter("0.bias")[0] = -100.0
+        model.get_parameter("2.bias").zero_()
+    return model, (torch.randn(6, 3, **where), torch.arange(6, device="cpu") % 3)
+
 
 COMPARED = 4  # examples for which the vectorised pass is compared with single ones, once for every model
 

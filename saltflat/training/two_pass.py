@@ -15,17 +15,25 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from saltflat.amounts import check_non_negative
+from saltflat.engine.session import snapshot_rng, take_turns
 from saltflat.errors import OptionError, TrainingError
-from saltflat.randomness import snapshot_rng
-from saltflat.training.leftovers import NoGradientError, check_gradients_cleared
-from saltflat.training.processes import average_gradients
-from saltflat.training.scaling import check_not_unscaled, get_gradient_scale
-from saltflat.training.shift import shift_weights
-from saltflat.training.vectors import compute_norm, scale_directions
-from saltflat.training.wrapped import check_not_ambiguous, check_two_pass_model, parse_base_optimizer
-from saltflat.training.wrapper import DefaultFloat, OptimizerWrapper, check_state_dict
-from saltflat.turns import take_turns
+from saltflat.training.distributed import average_gradients, check_not_unscaled, get_gradient_scale
+from saltflat.training.shift import (
+    NoGradientError,
+    check_gradients_cleared,
+    compute_norm,
+    scale_directions,
+    shift_weights,
+)
+from saltflat.training.wrapper import (
+    DefaultFloat,
+    OptimizerWrapper,
+    check_not_ambiguous,
+    check_state_dict,
+    check_two_pass_model,
+    parse_base_optimizer,
+)
+from saltflat.validation import check_non_negative
 
 STEPPED_WITH = "_stepped_with"  # an attribute of gradients: they belong to the step before
 CLEARED = "_cleared"  # an attribute of gradients: their version when they were set to zero

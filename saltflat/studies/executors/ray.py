@@ -17,19 +17,20 @@ from typing import Any
 
 from saltflat.errors import OptionError, format_error_line
 from saltflat.studies.executors import ray_driver
-from saltflat.studies.executors.executor import Executor, Session, Task
-from saltflat.studies.executors.failure import (
+from saltflat.studies.executors.executor import (
     TRIES,
+    Executor,
     ExecutorError,
     Failure,
+    Session,
+    Task,
     make_closed_session_error,
     make_loss_error,
     make_timeout_failure,
 )
 from saltflat.studies.executors.guard import ProcessGuard
-from saltflat.studies.executors.jobs import Job, JobQueue
-from saltflat.studies.executors.parcels import KEPT, WorkPacker, make_import_failure, make_send_failure, unpack_result
-from saltflat.studies.executors.processes import count_cores
+from saltflat.studies.executors.pickling import KEPT, WorkPacker, make_import_failure, make_send_failure, unpack_result
+from saltflat.studies.executors.processes import Job, JobQueue, count_cores
 
 START = 180.0  # seconds that Ray may take to start or to connect; its own limits are shorter, but do not cover all
 STOP = 10.0  # and that it may take to stop

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from saltflat.studies.executors.parcels import TaskRunner
+from saltflat.studies.executors.pickling import TaskRunner
 
 
 def run_remote_task(threads: int, number: str, work: bytes, task: bytes, timeout: float | None, mark: str) -> bytes:

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from saltflat.datasets.user_code import import_object
 from saltflat.errors import ModelError, OptionError, make_unknown_name_error
-from saltflat.readers.factory import import_object
 
 Make: TypeAlias = Callable[..., nn.Module]
 NETWORKS: dict[str, NetworkFactory] = {}

@@ -1,4 +1,4 @@
-"""LeNets: two or three convolutions of 5 x 5, then linear layers."""
+"""LeNets and plain convolutional networks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ from itertools import pairwise
 
 from torch import nn
 
-from saltflat.studies.dropout import Dropout
+from saltflat.errors import ModelError
 from saltflat.studies.networks import register_network
-from saltflat.studies.networks.images import check_image_shape
+from saltflat.studies.training.dropout import Dropout
+
+
+def check_image_shape(shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int, int, int]:
+    """Channels, height and width, if that is what the shape is."""
+    if len(shape) != 3 or min(shape[1:]) < least:
+        raise ModelError(
+            f"Got inputs of the shape {tuple(shape)} for the network {name!r}. "
+            f"Want images (channels, height, width) of at least {least} x {least} pixels. "
+            "Do: choose another network, such as 'mlp', or reshape the inputs."
+        )
+    channels, height, width = shape
+    return channels, height, width
+
 
 KERNEL = 5
 # Two convolutions of 5 x 5 without padding, each halved, leave one pixel of 16; smaller images are padded.
@@ -52,3 +65,22 @@ def ibayashi_lenet(
         nn.Conv2d(second, third, KERNEL), nn.ReLU(),
         nn.Flatten(), nn.Linear(third * height * width, units), nn.ReLU(), Dropout(), nn.Linear(units, classes),
     )  # fmt: skip
+
+
+@register_network("cnn6", "six 3 x 3 convolutions, 64-64-pool-128-128-pool-192-192 (Jia and Su, 2020)")
+def cnn6(shape: tuple[int, ...], classes: int, *, width: int = 64) -> nn.Module:
+    """Weights are drawn as He et al. do, biases are zero; ``width`` is that of the first two layers."""
+    channels, *_ = check_image_shape(shape, "cnn6", least=4)
+    layers: list[nn.Module] = []
+    for stage in (1, 2, 3):
+        if stage > 1:
+            layers.append(nn.MaxPool2d(2))
+        for _ in range(2):
+            layers += [nn.Conv2d(channels, stage * width, 3, padding=1), nn.ReLU()]
+            channels = stage * width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear) and layer.bias is not None:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+    return model

@@ -9,8 +9,8 @@ from math import prod
 from torch import nn
 
 from saltflat.errors import OptionError
-from saltflat.studies.dropout import Dropout
 from saltflat.studies.networks import register_network
+from saltflat.studies.training.dropout import Dropout
 
 
 @register_network("mlp", "linear layers with ReLU between them, as wide and deep as asked for")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from saltflat.studies.dropout import Dropout
 from saltflat.studies.networks import register_network
-from saltflat.studies.networks.images import check_image_shape
+from saltflat.studies.networks.lenets import check_image_shape
+from saltflat.studies.training.dropout import Dropout
 
 
 class ResidualBlock(nn.Module):

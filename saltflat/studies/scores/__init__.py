@@ -1,13 +1,9 @@
 """Does a measure go with the generalization gap? Many answers, since each alone can be fooled."""
 
-from saltflat.studies.scores.competition import pgdl
-from saltflat.studies.scores.correlation import pearson
+from saltflat.studies.scores.correlation import kendall_a, kendall_b, pearson, spearman
 from saltflat.studies.scores.granulated import GranulatedKendall, granulated_kendall
-from saltflat.studies.scores.information import ConditionalInformation, conditional_information
-from saltflat.studies.scores.kendall import kendall_a, kendall_b
-from saltflat.studies.scores.ranks import spearman
-from saltflat.studies.scores.result import Score
-from saltflat.studies.scores.results import Scores
+from saltflat.studies.scores.information import ConditionalInformation, conditional_information, pgdl
+from saltflat.studies.scores.results import Score, Scores
 from saltflat.studies.scores.robust import SignError, hoeffding_weight, sign_error
 from saltflat.studies.scores.scoring import score
 

@@ -1,16 +1,190 @@
-"""Granulated Kendall (Jiang et al., 2020)."""
+"""Granulated Kendall (Jiang et al., 2020), by means over groups of pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.sparse import csr_array
 
-from saltflat.studies.scores.arrays import Floats, Ints, check_paired_values, divide_or_nan, make_unit_counts
-from saltflat.studies.scores.layout import GridLayout, combine_codes
-from saltflat.studies.scores.pair_means import PairMeans, compute_sample_share, find_pairs_within
+from saltflat.studies.scores.correlation import make_indicator
+from saltflat.studies.scores.layout import (
+    Counts,
+    Floats,
+    GridLayout,
+    Ints,
+    check_paired_values,
+    combine_codes,
+    divide_or_nan,
+    iter_blocks,
+    make_unit_counts,
+)
+
+# Pairs of runs that are looked at, and pairs of configurations that are resampled. A thousand runs have fewer of both.
+MOST_PAIRS = 5_000_000
+MOST_RESAMPLED = 500_000
+# Pairs times resamples that are held at once: 4 MB.
+BLOCK = 500_000
+
+
+def compute_sample_share(by_axis: Iterable[tuple[Ints, Ints]]) -> float:
+    """Which share of the pairs of the same group and different codes is looked at: 1 unless there are too many."""
+    whole = sum(count_pairs_within(groups, codes) for groups, codes in by_axis)
+    return min(1.0, MOST_PAIRS / max(1, whole))
+
+
+def count_pairs_within(groups: Ints, codes: Ints) -> int:
+    """How many pairs of runs have the same group and different codes."""
+    same, both = np.bincount(groups), np.bincount(combine_codes([groups, codes], len(groups)))
+    return int((same**2).sum() - (both**2).sum()) // 2
+
+
+def find_pairs_within(groups: Ints, codes: Ints, share: float, seed: int) -> tuple[Ints, Ints]:
+    """Runs of the same group and different codes, every such pair once; of a share below 1, a random part of them."""
+    order = np.argsort(groups, kind="stable").astype(np.int64)
+    group, code, draw = groups[order], codes[order], np.random.default_rng([seed, 1])
+    first, second = [order[:0]], [order[:0]]
+    for step in range(1, int(np.bincount(group).max(initial=0))):
+        taken = (group[step:] == group[:-step]) & (code[step:] != code[:-step])
+        if share < 1:
+            taken &= draw.random(len(taken)) < share
+        found = np.flatnonzero(taken)
+        first.append(order[found])
+        second.append(order[found + step])
+    return np.concatenate(first), np.concatenate(second)
+
+
+class PairMeans:
+    """How often a measure and the gap order pairs of runs alike, less how often otherwise: the weighted mean over the
+    pairs of each group, and the mean of those over the groups.
+
+    Pairs of the same two configurations are drawn together and count as one. Where there are too many of these to
+    resample, a random choice stands for all, and its resamples are moved by what it is off itself. A choice can only
+    add to the spread, so no interval is narrower for it.
+
+    Attributes:
+        share: of the pairs of runs that there are, how many are here.
+        groups: how many groups there are.
+        whole: how many pairs of configurations.
+        resampled: how many of these are resampled.
+    """
+
+    def __init__(
+        self,
+        first: Ints,
+        second: Ints,
+        group: Ints,
+        weight: Floats,
+        y: Floats,
+        units: Ints,
+        *,
+        share: float,
+        seed: int,
+    ) -> None:
+        self.share = share
+        self._first, self._second, self._group, self._weight = first, second, group, weight
+        self._y = np.sign(y[first] - y[second]).astype(np.int8)
+        self.groups = int(group.max(initial=-1)) + 1
+        one, other = units[first], units[second]
+        # Numbered group by group.
+        self._bundle = combine_codes([group, np.minimum(one, other), np.maximum(one, other)], len(one))
+        example = np.unique(self._bundle, return_index=True)[1]
+        self.whole = len(example)
+        self._chosen = np.arange(self.whole)
+        if self.whole > MOST_RESAMPLED:
+            self._chosen = np.sort(np.random.default_rng([seed, 2]).permutation(self.whole)[:MOST_RESAMPLED])
+        self.resampled = len(self._chosen)
+        example = example[self._chosen]
+        sizes = np.bincount(group[example], minlength=self.groups)
+        self._alone = sizes[group[example]] == 1
+        weights = np.bincount(self._bundle, weight, self.whole)[self._chosen]
+        self._bundles = [
+            kind(
+                first[example[some]],
+                second[example[some]],
+                combine_codes([group[example[some]]], some.sum()),
+                weights[some],
+            )
+            for kind, some in ((SinglePairBundles, self._alone), (PairBundles, ~self._alone))
+        ]
+
+    def compute_group_means(self, x: Floats) -> Floats:
+        """Of one measure, the mean of each group."""
+        sums = np.bincount(self._group, self._compute_agreement(x), self.groups)
+        return sums / np.bincount(self._group, self._weight, self.groups)
+
+    def resample(self, x: Floats, times: Counts) -> Floats:
+        """``(measures, resamples)``: the mean over the groups of which a pair was drawn; nan where there is none. x is
+        ``(measures, runs)``."""
+        sums = np.zeros((len(x), self.resampled))
+        for place, each in enumerate(x):
+            sums[place] = np.bincount(self._bundle, self._compute_agreement(each), self.whole)[self._chosen]
+        found = np.concatenate([self._resample_block(sums, block) for block in iter_blocks(times)], axis=1)
+        if self.resampled < self.whole:
+            exact = np.array([self.compute_group_means(each).mean() for each in x])
+            found[:, 1:] += exact[:, None] - found[:, :1]
+            found[:, 0] = exact
+        return found
+
+    def _resample_block(self, sums: Floats, times: Counts) -> Floats:
+        total, groups = np.zeros((len(sums), times.shape[1])), np.zeros(times.shape[1])
+        for bundles, some in zip(self._bundles, (self._alone, ~self._alone), strict=True):
+            bundles.add_means(sums[:, some], times.astype(np.float64), total, groups)
+        return divide_or_nan(total, groups)
+
+    def _compute_agreement(self, x: Floats) -> Floats:
+        return self._weight * (np.sign(x[self._first] - x[self._second]) * self._y)
+
+
+@dataclass(frozen=True)
+class PairBundles:
+    """Pairs of the same two configurations and the same group: one of them, and the weight of all; by group."""
+
+    first: Ints
+    second: Ints
+    group: Ints
+    weight: Floats
+
+    def add_means(self, sums: Floats, times: Floats, total: Floats, groups: Floats) -> None:
+        """Add up the means of the groups in each resample, and count the groups that have one.
+
+        Args:
+            sums: ``(measures, bundles)``, the weighted sum in each bundle.
+            times: ``(runs, resamples)``.
+            total: ``(measures, resamples)``, added to.
+            groups: ``(resamples,)``, added to.
+        """
+        for some in self._iter_slices(max(1, BLOCK // times.shape[1])):
+            drawn = np.take(times, self.first[some], 0) * np.take(times, self.second[some], 0)
+            group = self.group[some] - self.group[some.start]
+            weight = make_indicator(group, int(group[-1]) + 1) @ (self.weight[some, None] * drawn)
+            groups += (weight > 0).sum(0)
+            # Divided here, the groups are summed over by one product of matrices for all measures.
+            drawn *= np.divide(1.0, weight, out=np.zeros_like(weight), where=weight > 0)[group]
+            total += sums[:, some] @ drawn
+
+    def _iter_slices(self, size: int) -> Iterator[slice]:
+        """All bundles, about so many at a time, cut between groups."""
+        ends = np.flatnonzero(np.diff(self.group, append=-1)) + 1
+        start = 0
+        while start < len(self.group):
+            after = np.searchsorted(ends, start, "right")
+            stop = int(ends[max(after, np.searchsorted(ends, start + size, "right") - 1)])
+            yield slice(start, stop)
+            start = stop
+
+
+class SinglePairBundles(PairBundles):
+    """Each the only one of its group, whose mean is thus the same in all resamples that have it."""
+
+    def add_means(self, sums: Floats, times: Floats, total: Floats, groups: Floats) -> None:
+        """Add up the means of the groups in each resample, and count the groups that have one."""
+        there, shape = (times > 0).astype(np.float64), (len(times), len(times))
+        for values, found in zip((*(sums / self.weight), np.ones(len(self.first))), (*total, groups), strict=True):
+            with_others = csr_array((values, (self.first, self.second)), shape=shape) @ there
+            found += np.einsum("ar,ar->r", there, with_others)
 
 
 @dataclass(frozen=True)

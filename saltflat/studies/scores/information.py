@@ -1,4 +1,4 @@
-"""Conditional mutual information (Jiang et al., 2020)."""
+"""Conditional mutual information (Jiang et al., 2020), and the PGDL competition's score."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Counts, Floats, check_paired_values, divide_or_nan
-from saltflat.studies.scores.layout import GridLayout
+from saltflat.studies.scores.layout import Counts, Floats, GridLayout, check_paired_values, divide_or_nan
 from saltflat.studies.scores.sign_tables import (
     HajekProjection,
     PairSigns,
@@ -126,3 +125,23 @@ def _compute_competition_sums(tables: SignTables) -> Floats:
 def find_least(by_set: Mapping[str, ArrayLike]) -> Floats:
     """The least over the sets that have a value; nan where none has."""
     return np.asarray(np.fmin.reduce(np.array(list(by_set.values()), dtype=np.float64)), dtype=np.float64)
+
+
+def pgdl(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]]) -> float:
+    """Conditional mutual information as the competition scored it, from 0 to 100; of one task, here the study.
+
+    It differs from the paper's form: a pair is larger or not larger, so a tie counts as not larger; every run is
+    also paired with itself; only sets of exactly two axes are looked at (of one where there is but one); and every
+    combination of settings that occurs weighs the same. On a complete grid without ties and many runs the two are
+    close. nan where the gap's order is certain once the settings are known.
+
+    Example:
+        >>> axes = {"lr": [1, 1, 2, 2, 1, 1, 2, 2], "batch": [8, 16] * 4}
+        >>> gap = [1, 2, 3, 4, 8, 7, 6, 5]
+        >>> pgdl(gap, gap, axes), pgdl(axes["lr"], gap, axes)
+        (100.0, 0.0)
+    """
+    values, gaps = check_paired_values(x, y)
+    partitions = build_partitions(GridLayout.from_settings(axes, None, len(values)), 2)
+    signs = PairSigns(values, gaps)
+    return float(find_least({name: resample_information(signs, each)[1] for name, each in partitions.items()})[0])

@@ -1,14 +1,55 @@
-"""Where each run stands in the grid."""
+"""Runs as arrays: their place in the grid, and bootstrap resamples of configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from saltflat.errors import StudyError
-from saltflat.studies.scores.arrays import Ints
+
+Floats: TypeAlias = "NDArray[np.float64]"
+Ints: TypeAlias = "NDArray[np.int64]"
+# How often each run is in each resample, (runs, resamples): whole numbers, which float32 holds exactly below 2^24.
+Counts: TypeAlias = "NDArray[np.float32]"
+
+# Runs times resamples that are worked on at once: 8 MB of float64.
+BLOCK = 1_000_000
+
+
+def check_paired_values(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
+    """Two lists of finite numbers, one of each per run."""
+    first, second = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if first.ndim != 1 or first.shape != second.shape:
+        raise StudyError(
+            f"Got values of shape {first.shape} and {second.shape}. Want two lists with a number per run. "
+            "Do: give both for the same runs."
+        )
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        raise StudyError("Got a value that is not finite. Want finite numbers. Do: leave those runs out.")
+    return first, second
+
+
+def make_unit_counts(count: int) -> Counts:
+    """Every run drawn once: the resample that gives the score itself."""
+    return np.ones((count, 1), dtype=np.float32)
+
+
+def iter_blocks(times: Counts) -> Iterator[Counts]:
+    """Some resamples at a time, so that the numbers worked on stay in the cache of a processor."""
+    step = max(8, BLOCK // max(1, len(times)))
+    for start in range(0, times.shape[1], step):
+        yield times[:, start : start + step]
+
+
+def divide_or_nan(part: Any, whole: Any) -> Floats:
+    """The quotient; nan where there is nothing to divide by."""
+    whole = np.asarray(whole, dtype=np.float64)
+    return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), np.nan)
+
 
 SEED = "seed"
 
@@ -78,3 +119,43 @@ def _make_hashable(value: object) -> Hashable:
         return ("list", tuple(_make_hashable(each) for each in value))
     # True == 1 in Python, but as settings they are two.
     return ("truth", value) if isinstance(value, bool) else value
+
+
+# Scores of all pairs given all pairs of settings take so much longer that fewer resamples must do.
+COSTLY = 200
+DRAWN_AT_ONCE = 50
+
+
+def draw_resamples(configurations: Ints, resamples: int, seed: int) -> Counts:
+    """``(runs, 1 + resamples)``: how often each run is in each resample; the first has every run once.
+
+    Configurations are drawn with replacement, and with one all its runs: seeds of one configuration are alike, and
+    taken for independent runs they would make the interval too narrow.
+    """
+    count = int(configurations.max()) + 1
+    draw, share = np.random.default_rng(seed), np.full(count, 1 / count)
+    times = np.ones((len(configurations), 1 + resamples), dtype=np.float32)
+    for start in range(1, 1 + resamples, DRAWN_AT_ONCE):
+        stop = min(start + DRAWN_AT_ONCE, 1 + resamples)
+        times[:, start:stop] = draw.multinomial(count, share, size=stop - start)[:, configurations].T
+    return times
+
+
+def compute_interval(found: Floats) -> tuple[float, float]:
+    """Between which 95 % of the resamples lie; nan where fewer than half of them have a value."""
+    known = found[~np.isnan(found)]
+    if 2 * len(known) < max(len(found), 1):
+        return float("nan"), float("nan")
+    low, high = np.percentile(known, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def compute_information_interval(found: Floats, estimate: float, most: float) -> tuple[float, float]:
+    """The same, moved so that the mean of the resamples is the estimate, within 0 and the most there can be.
+
+    Information looks larger the fewer different pairs it is taken from, and a resample has fewer than the study: as
+    they are, the resamples can lie above the estimate altogether.
+    """
+    known = found[~np.isnan(found)]
+    low, high = compute_interval(found - (known.mean() - estimate) if len(known) else found)
+    return float(np.clip(low, 0.0, most)), float(np.clip(high, 0.0, most))

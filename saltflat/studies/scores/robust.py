@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.arrays import Counts, Floats, Ints, check_paired_values
-from saltflat.studies.scores.layout import GridLayout, combine_codes
-from saltflat.studies.scores.pair_means import PairMeans, compute_sample_share, count_pairs_within, find_pairs_within
+from saltflat.studies.scores.granulated import PairMeans, compute_sample_share, count_pairs_within, find_pairs_within
+from saltflat.studies.scores.layout import Counts, Floats, GridLayout, Ints, check_paired_values, combine_codes
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,83 @@
-"""Runs that measures are scored on, with all that does not depend on the measure."""
+"""The runs that measures are scored on."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from saltflat.studies.scores.arrays import Counts, Floats, Ints
-from saltflat.studies.scores.bootstrap import COSTLY
-from saltflat.studies.scores.granulated import build_axis_means
-from saltflat.studies.scores.layout import GridLayout
-from saltflat.studies.scores.pair_means import PairMeans
+from saltflat.errors import StudyError, make_unknown_name_error
+from saltflat.results.text import join_words
+from saltflat.studies.row import CONTROLS, Row, compute_controls
+from saltflat.studies.scores.granulated import PairMeans, build_axis_means
+from saltflat.studies.scores.layout import COSTLY, SEED, Counts, Floats, GridLayout, Ints, encode_values
 from saltflat.studies.scores.robust import build_environment_means
 from saltflat.studies.scores.sign_tables import Partition, build_partitions, list_axis_sets
+
+LEAST = 2
+NO_GAP = "without a finite gap"
+
+
+def select_scored_runs(rows: Iterable[Row], gap: str, keep_missed: bool) -> tuple[list[Row], dict[str, int]]:
+    """Runs that ended well, in the order of their keys; and how many did not, by reason."""
+    chosen, left_out = [], dict[str, int]()
+    wanted = ("done", "missed") if keep_missed else ("done",)
+    for row in sorted(rows, key=lambda each: each.key):
+        known = math.isfinite(row.gap.get(gap, math.nan)) and math.isfinite(row.gap.get("error", math.nan))
+        if row.status in wanted and known:
+            chosen.append(row)
+        else:
+            reason = NO_GAP if row.status in wanted else row.status
+            left_out[reason] = left_out.get(reason, 0) + 1
+    if len(chosen) < LEAST:
+        ended = join_words([f"{count} {reason}" for reason, count in left_out.items()])
+        raise StudyError(
+            f"Got {len(chosen)} run{'s' * (len(chosen) != 1)} to score{f' ({ended} left out)' if ended else ''}. "
+            f"Want at least {LEAST} that are done. Do: run the study to its end, or keep runs that missed the stopping "
+            "rule, missed='keep'."
+        )
+    return chosen, left_out
+
+
+def collect_gaps(rows: Sequence[Row], gap: str) -> Floats:
+    """Of each run, test minus training."""
+    found = np.array([row.gap[gap] for row in rows], dtype=np.float64)
+    # Errors are shares of so many examples: 0.3 - 0.1 and 0.2 - 0 are one gap, though not one float.
+    return found.round(12) if gap == "error" else found
+
+
+def build_layout(rows: Sequence[Row], axes: Sequence[str]) -> GridLayout:
+    """Where the runs stand in the grid; the seed is no axis."""
+    known = dict.fromkeys(name for row in rows for name in row.config)
+    for name in axes:
+        if name not in known:
+            raise make_unknown_name_error("axis", name, known)
+    found = {name: [row.config.get(name) for row in rows] for name in axes}
+    return GridLayout.from_settings(found, [row.config.get(SEED) for row in rows], len(rows))
+
+
+def number_configurations(rows: Sequence[Row]) -> Ints:
+    """A number per run, equal for runs that differ in the seed alone."""
+    return encode_values({name: value for name, value in row.config.items() if name != SEED} for row in rows)
+
+
+def collect_values(rows: Sequence[Row], measures: Sequence[str] | None) -> dict[tuple[str, str], Floats]:
+    """By kind and name, measures first: a number per run, nan where it is not known or not finite."""
+    taken = list(dict.fromkeys(name for row in rows for name in row.readings))
+    for name in measures or ():
+        if name not in taken:
+            raise make_unknown_name_error("measure", name, taken)
+    found = {}
+    for name in taken if measures is None else dict.fromkeys(measures):
+        found["measure", name] = [row.readings[name].value if name in row.readings else math.nan for row in rows]
+    controls = [compute_controls(row) for row in rows]
+    for name in CONTROLS:
+        found["control", name] = [each.get(name, math.nan) for each in controls]
+    arrays = {key: np.array(each, dtype=np.float64) for key, each in found.items()}
+    return {key: np.where(np.isfinite(each), each, np.nan) for key, each in arrays.items()}
 
 
 @dataclass(frozen=True)

@@ -8,29 +8,32 @@ from typing import Any
 import numpy as np
 
 from saltflat.errors import OptionError, make_unknown_name_error
-from saltflat.measures import MEASURES
-from saltflat.report.text import join_words
+from saltflat.measures.registry import MEASURES
+from saltflat.results.text import join_words
 from saltflat.studies.row import Row
-from saltflat.studies.scores.arrays import Floats, Ints
-from saltflat.studies.scores.bootstrap import COSTLY, compute_information_interval, compute_interval, draw_resamples
-from saltflat.studies.scores.correlation import resample_pearson
-from saltflat.studies.scores.doubts import find_warnings, format_chance_note
+from saltflat.studies.scores.caveats import find_warnings, format_chance_note
+from saltflat.studies.scores.correlation import resample_kendall, resample_pearson, resample_spearman
 from saltflat.studies.scores.granulated import average_axes
 from saltflat.studies.scores.information import find_least, resample_information
-from saltflat.studies.scores.kendall import resample_kendall
-from saltflat.studies.scores.layout import GridLayout
-from saltflat.studies.scores.ranks import resample_spearman
-from saltflat.studies.scores.result import Score
-from saltflat.studies.scores.results import Scores
+from saltflat.studies.scores.layout import (
+    COSTLY,
+    Floats,
+    GridLayout,
+    Ints,
+    compute_information_interval,
+    compute_interval,
+    draw_resamples,
+)
+from saltflat.studies.scores.results import Score, Scores
 from saltflat.studies.scores.robust import count_environments, resample_sign_error, summarize_sign_error
-from saltflat.studies.scores.runs import (
+from saltflat.studies.scores.sample import (
+    RunSample,
     build_layout,
     collect_gaps,
     collect_values,
     number_configurations,
     select_scored_runs,
 )
-from saltflat.studies.scores.sample import RunSample
 from saltflat.studies.scores.sign_tables import MOST_CELLS, PairSigns
 
 # Runs up to which information is resampled pair by pair.

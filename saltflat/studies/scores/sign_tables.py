@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from saltflat.studies.scores.arrays import Counts, Floats, Ints
-from saltflat.studies.scores.concordance import Concordance
-from saltflat.studies.scores.layout import GridLayout
-from saltflat.studies.scores.ranks import Ranking, compute_running_sum
+from saltflat.studies.scores.correlation import Concordance, Ranking, compute_running_sum
+from saltflat.studies.scores.layout import Counts, Floats, GridLayout, Ints
 
 MOST = 2
 JOIN = " + "

@@ -1,0 +1,7 @@
+"""Measure again under random rescalings: which measures are invariant, as they claim?"""
+
+from saltflat.audit.audit import audit_invariance
+from saltflat.audit.change import Change
+from saltflat.audit.result import Audit, AuditLine
+
+__all__ = ["Audit", "AuditLine", "Change", "audit_invariance"]

@@ -1,0 +1,205 @@
+"""Rescale a network at random, measure it again, and see which measures changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from saltflat.audit.change import TOLERANCE, compute_change
+from saltflat.audit.result import Audit, AuditLine
+from saltflat.engine.network import Network
+from saltflat.engine.progress import show_steps
+from saltflat.engine.read_data import select_examples
+from saltflat.engine.session import open_session, take_turns
+from saltflat.errors import OptionError, SaltflatError, format_error_line, make_unknown_name_error
+from saltflat.measures.apply import list_invariances
+from saltflat.measures.measure import measure
+from saltflat.measures.registry import parse_measures
+from saltflat.results.report import Report
+from saltflat.symmetry.equality import copy_model
+from saltflat.symmetry.find import find_output_symmetries
+from saltflat.symmetry.group import Array, Symmetries
+from saltflat.symmetry.rescale import apply_rescaling, check_same_function
+from saltflat.symmetry.tracing.run import select_logits, take_example
+from saltflat.validation import check_count, check_positive, check_seed, is_choice
+
+# The symmetry that a measure claims, for each kind of rescaling.
+KINDS = {"layer": "layer_scale", "unit": "unit_scale"}
+# By how much the loss may differ after a rescaling, which leaves the function alone: rounding is far below.
+SAME_LOSS = 1e-9
+STEP = "Measuring rescaled networks"
+
+
+@take_turns
+def audit_invariance(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    measures: str | Sequence[str] | None = None,
+    *,
+    draws: int = 20,
+    spread: float = 2.0,
+    kinds: str | Sequence[str] | None = ("layer", "unit"),
+    seed: int = 0,
+    columns: str = "exact",
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    progress: bool | Callable[[str, int, int | None], None] | None = None,
+    logits: str = "none",
+    diagonal: str = "exact",
+    initial: nn.Module | Mapping[str, Tensor] | None = None,
+    limit: int | None = None,
+) -> Audit:
+    """Which measures notice that the weights were rescaled and the function was not, and by how much they move.
+
+    The rescalings of the network are found first. Then the network is measured as it is, and again after each of
+    ``draws`` random rescalings of each kind: ``1 + 2 * draws`` measurements in all. Parameters that are frozen or not
+    measured stay as they are, since measures that are minima over rescalings take them as given. Everything is done in
+    float64, for rounding is not what is audited, and with the same seed, so that random columns and directions are the
+    same.
+
+    Args:
+        model: any module that the rescalings can be found of. It is left bit for bit as it was.
+        data: as for :func:`saltflat.measure`; the rescalings are found on its first examples.
+        loss: as for :func:`saltflat.measure`.
+        measures: as for :func:`saltflat.measure`; ``"quick"`` if None.
+        draws: how many random rescalings of each kind.
+        spread: standard deviation of the logarithms of the factors; none is beyond twice that.
+        kinds: ``"layer"`` for rescalings that multiply every parameter by one number, ``"unit"`` for those that
+            multiply the weights of every unit by one, or both.
+        seed: of the measurements; draw ``i`` of a kind has the seed ``seed + i``.
+        columns: as for :func:`saltflat.measure`, and so are the others.
+        layers: names of modules or parameters to measure.
+        memory: working memory beyond the model and the results.
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of
+            ``(step, done, total)``, called after each measurement.
+        logits: how outputs are brought to one scale.
+        diagonal: where measures take the curvature diagonal from.
+        initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
+        limit: take at most so many examples, the first ones; all if None.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> data = torch.randn(20, 2), torch.randint(3, (20,))
+        >>> found = audit_invariance(net, data, measures=["normalized_sharpness", "hessian_trace"], draws=3)
+        >>> found.holds, found["hessian_trace"].verdicts["unit"]
+        (True, 'moves, as expected')
+    """
+    started = time.perf_counter()
+    check_count(1, draws=draws)
+    check_positive(spread=spread)
+    chosen, seed, data = _parse_kinds(kinds), check_seed(seed), select_examples(data, limit=limit)
+    parse_measures(measures)  # misspelt names are told before the model is looked at
+    options: dict[str, Any] = {
+        "columns": columns,
+        "layers": layers,
+        "memory": memory,
+        "dtype": torch.float64,
+        "seed": seed,
+        "progress": False,
+        "logits": logits,
+        "diagonal": diagonal,
+        "initial": initial,
+    }
+    with open_session(model, "eval", data) as notes:
+        exact, example = copy_model(model).double(), take_example(data, torch.float64)
+    with show_steps(progress) as tick:
+        # What the loss does not see may change, and what is not measured stays.
+        measured = Network(exact, layers, None).measured
+        group = find_output_symmetries(exact, example, select_logits).restrict_to_parameters(measured)
+        groups = {kind: group.restrict_to_layers() if kind == "layer" else group for kind in chosen}
+        report = measure(exact, data, loss, measures, sampling=False, **options)
+        again = partial(
+            measure, data=data, loss=loss, measures=list(report), certificate=False, sampling=False, **options
+        )
+        tried = {kind: draws if each.scales and report else 0 for kind, each in groups.items()}
+        tick(STEP, 1, 1 + sum(tried.values()))
+        after: dict[str, list[Report | str]] = {kind: [] for kind in groups}
+        for kind, each in groups.items():
+            for draw in range(tried[kind]):
+                # Beyond the largest seed they begin again at 0.
+                logs = each.sample((seed + draw) % 2**63, spread)
+                after[kind].append(_measure_rescaled(exact, each, logs, example, report.loss, again))
+                tick(STEP, 1 + sum(map(len, after.values())), 1 + sum(tried.values()))
+    return Audit(
+        report=report,
+        lines=_make_audit_lines(report, after),
+        scales={kind: each.scales for kind, each in groups.items()},
+        obstacles=tuple(asdict(each) for each in group.obstacles),
+        failed={
+            kind: {str(draw): each for draw, each in enumerate(found) if isinstance(each, str)}
+            for kind, found in after.items()
+        },
+        draws=draws,
+        spread=spread,
+        seed=seed,
+        tolerance=TOLERANCE,
+        seconds=time.perf_counter() - started,
+        notes=tuple(notes),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _parse_kinds(given: str | Sequence[str] | None) -> list[str]:
+    if not (given is None or isinstance(given, Sequence | Set)):
+        raise make_unknown_name_error("kind of rescaling", given, KINDS)
+    kinds = list(KINDS) if given is None else [given] if isinstance(given, str) else list(given)
+    for kind in kinds:
+        if not is_choice(kind, KINDS):
+            raise make_unknown_name_error("kind of rescaling", kind, KINDS)
+    if not kinds:
+        raise OptionError("Got no kinds. Want 'layer', 'unit' or both. Do: leave kinds out for both.")
+    return list(dict.fromkeys(kinds))
+
+
+def _measure_rescaled(
+    model: nn.Module,
+    group: Symmetries,
+    logs: Array,
+    example: Any,
+    loss: float,
+    again: Callable[[nn.Module], Report],
+) -> Report | str:
+    """The rescaled network, or why it could not be measured."""
+    try:
+        with np.errstate(over="ignore"):  # factors beyond all numbers are told by what they do to the weights
+            check_same_function(model, group, logs, example, select_logits)
+            found = again(apply_rescaling(model, group, logs))
+    except SaltflatError as error:
+        return str(error)
+    except (RuntimeError, ArithmeticError, np.linalg.LinAlgError) as error:
+        return format_error_line(error)
+    if abs(found.loss - loss) > SAME_LOSS * max(1.0, abs(loss)):
+        return (
+            f"Got the loss {found.loss} after the rescaling and {loss} before: not the same function on all the data."
+        )
+    return found
+
+
+def _make_audit_lines(before: Report, after: Mapping[str, Sequence[Report | str]]) -> dict[str, AuditLine]:
+    lines = {}
+    for request in parse_measures(list(before)) if before else []:
+        of, name = request.measure, request.key
+        claimed = list_invariances(of, before[name])
+        changes = {
+            kind: compute_change(
+                before[name],
+                [found[name] if isinstance(found, Report) else None for found in draws],
+                KINDS[kind] in claimed,
+                of.logarithmic,
+            )
+            for kind, draws in after.items()
+            if draws
+        }
+        lines[name] = AuditLine(before[name], claimed, of.logarithmic, changes)
+    return lines

@@ -1,0 +1,1 @@
+"""From a model and data to statistics: session, problem, strategy, sweep."""

@@ -1,0 +1,174 @@
+"""Whether the Gauss-Newton matrix of a layer is its Hessian: measured, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.engine.data import Batch
+from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.strategy import compute_checked_outputs
+from saltflat.errors import EmptyDataError, OptionError
+from saltflat.gradients.scratch import HeapTrimmer
+from saltflat.validation import check_seed, parse_bytes
+
+GRAPHS = 32  # times the results of a forward pass: what differentiating it twice holds, gaps in the heap included
+
+
+@dataclass(frozen=True)
+class CurvatureComparison:
+    """Curvature of the mean loss along one random direction of a parameter, by its Hessian and by Gauss-Newton."""
+
+    hessian: float
+    gauss_newton: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class Certificate(Mapping[str, CurvatureComparison]):
+    """For each parameter, how far its Gauss-Newton block is from its Hessian block.
+
+    For networks that are piecewise linear in every single layer (ReLU, max-pooling, BatchNorm in eval mode) the two are
+    the same, and ``curvature_diagonal`` *is* the diagonal of the Hessian. Behind smooth activations it is not.
+    """
+
+    agreements: Mapping[str, CurvatureComparison]
+    examples: int
+    tolerance: float = 1e-6
+
+    @property
+    def gap(self) -> float:
+        """The largest relative difference."""
+        return max(each.gap for each in self.agreements.values())
+
+    @property
+    def holds(self) -> bool:
+        """Whether the Gauss-Newton blocks are the Hessian's, to rounding."""
+        return all(each.gap <= self.tolerance for each in self.agreements.values())
+
+    def __getitem__(self, name: str) -> CurvatureComparison:
+        return self.agreements[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.agreements)
+
+    def __len__(self) -> int:
+        return len(self.agreements)
+
+    def __str__(self) -> str:
+        width = max(map(len, self))
+        lines = [
+            f"{name:<{width}}  v'Hv {a.hessian: .6e}  v'Gv {a.gauss_newton: .6e}  gap {a.gap:.1e}"
+            for name, a in self.items()
+        ]
+        verdict = "is the Hessian's" if self.holds else "is NOT the Hessian's"
+        return "\n".join(
+            [*lines, f"The Gauss-Newton diagonal {verdict} (largest gap {self.gap:.1e}, {self.examples} examples)."]
+        )
+
+
+@take_turns
+def certify(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    layers: Sequence[str] | str | None = None,
+    examples: int = 8,
+    seed: int = 0,
+    mode: str = "eval",
+    memory: str | int = "1GiB",
+) -> Certificate:
+    """Compare v'Hv with v'Gv for a random direction v of every parameter, in float64, on the first few examples.
+
+    Fewer are taken at once where ``memory`` is too little for all of them.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> certify(net, (torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))).holds
+        True
+    """
+    seed = check_seed(seed)
+    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
+        raise OptionError(f"Got examples={examples!r}. Want at least 1. Do: leave it out for 8.")
+    room = parse_bytes(memory)
+    heap = HeapTrimmer(room // 4)
+    with open_session(model, mode, data):
+        problem = Problem.build(model, data, loss, layers, torch.float64, mode)
+        seen, share = 0, 0.0
+        sums = {name: [0.0, 0.0] for name in problem.network.measured}
+        for batch in problem.read_batches():
+            few = batch.cut(0, examples - seen)
+            pair = few.cut(0, 2)
+            _, noticed = compute_checked_outputs(problem, pair)
+            step = max(1, room // max(1, GRAPHS * noticed.bytes // pair.examples))
+            for start in range(0, few.examples, step):
+                both, part = _compute_curvatures(problem, few.cut(start, start + step), seed)
+                for name, found in both.items():
+                    sums[name] = [total + float(value) for total, value in zip(sums[name], found, strict=True)]
+                share += part
+                heap.release()
+            seen += few.examples
+            if seen >= examples:
+                break
+    if share <= 0:
+        raise EmptyDataError(
+            f"Got {seen} first examples whose targets are all ignored or have no weight. Want some that count. "
+            "Do: raise examples=, or put other examples first."
+        )
+    pairs = {name: (h / share, g / share) for name, (h, g) in sums.items()}
+    # Where a parameter has no effect at all, both are rounding.
+    floor = 1e-9 * max(abs(value) for pair in pairs.values() for value in pair)
+    gaps = {name: abs(h - g) / max(abs(h), abs(g), floor) if h != g else 0.0 for name, (h, g) in pairs.items()}
+    agreements = {name: CurvatureComparison(h, g, gaps[name]) for name, (h, g) in pairs.items()}
+    return Certificate(agreements, seen)
+
+
+def draw_direction(shape: torch.Size, seed: int) -> Tensor:
+    """A random unit vector; parameters of one shape share it, which does no harm."""
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=noise, dtype=torch.float64)
+    unit: Tensor = values / values.norm()
+    return unit
+
+
+def _compute_curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+    """v'Hv and v'Gv of every parameter, by differentiating twice and without any of the layers' rules.
+
+    They are of the sum over the examples; what it is to be divided by comes second.
+    """
+    leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
+    targets = cast_targets(batch.targets)
+    outputs = problem.network(batch, leaves=leaves)
+    problem.check_outputs(outputs, batch)
+    problem.loss.check(outputs, targets)
+    share = problem.loss.share(outputs.detach(), targets).sum()
+    curvature = problem.loss.curvature(outputs.detach(), targets)
+    # The gradient of <w, outputs> is J'w, linear in w: its derivative along v with respect to w is Jv.
+    w = torch.zeros_like(outputs, requires_grad=True)
+    results = []
+    for variable in (None, w):
+        scalar = problem.loss.total(outputs, targets).sum() if variable is None else outputs
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
+        if scalar.requires_grad:
+            gradients = torch.autograd.grad(
+                scalar, list(leaves.values()), variable, create_graph=True, allow_unused=True
+            )
+        found = {}
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            v = draw_direction(leaf.shape, seed).to(leaf.device)
+            second = None
+            if gradient is not None and gradient.requires_grad:
+                inner = (gradient * v).sum()
+                target = leaf if variable is None else variable
+                (second,) = torch.autograd.grad(inner, target, retain_graph=True, allow_unused=True)
+            if second is None:
+                found[name] = torch.zeros((), dtype=torch.float64)
+            else:
+                found[name] = (second * v).sum() if variable is None else curvature.compute_quadratic_form(second)
+        results.append(found)
+    return {name: (results[0][name], results[1][name]) for name in leaves}, float(share)

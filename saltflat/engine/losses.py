@@ -1,0 +1,249 @@
+r"""Losses: their value, their gradient and their curvature at the network's outputs.
+
+The loss of the data is what ``reduction="mean"`` would give if all of it were one batch: a sum over examples of
+``total(outputs, targets)``, divided by the sum of ``share``. A loss below gives, for a batch, those two and the pieces
+of the second derivative that :mod:`saltflat.engine.output_curvature` turns into columns to propagate back:
+
+* :class:`~saltflat.engine.output_curvature.SoftmaxCurvature`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
+* :class:`~saltflat.engine.output_curvature.DiagonalCurvature`: a number per output;
+* :class:`~saltflat.engine.output_curvature.FactoredCurvature`: any symmetric matrix, as signed columns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from saltflat.engine.output_curvature import Curvature, DiagonalCurvature, SoftmaxCurvature
+from saltflat.errors import LabelError, OptionError
+
+# Largest logarithm of a sum of probabilities that is still rounding, also in float32.
+LOG_ONE = 1e-4
+
+
+def format_shape(values: Tensor) -> str:
+    """As a reader knows it, whatever part of the examples is at hand."""
+    return f"({', '.join(['N', *map(str, values.shape[1:])])}{',' * (values.dim() == 1)})"
+
+
+class Loss(ABC):
+    """All methods take outputs in float64."""
+
+    @abstractmethod
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise :class:`LabelError` for targets that do not fit."""
+
+    @abstractmethod
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``(examples,)``: each example's part of the sum."""
+
+    @abstractmethod
+    def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``(examples,)``: each example's part of what the sum is divided by."""
+
+    @abstractmethod
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``(examples, *outputs)``: derivative of ``total``."""
+
+    @abstractmethod
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Curvature:
+        """Second derivative of ``total``."""
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """Softmax cross-entropy, as ``torch.nn.functional.cross_entropy`` defines it.
+
+    Outputs are ``(N, C)``, or ``(N, T, C)`` with targets ``(N, T)``, or ``(N, C, *space)`` with targets
+    ``(N, *space)``; targets are class numbers, or probabilities of the outputs' shape.
+    """
+
+    label_smoothing: float = 0.0
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    # Three-dimensional outputs may allow two readings; torch's own module knows only the classes at the second place.
+    classes_second: bool = False
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        axis = self.find_class_axis(outputs, targets)
+        classes = outputs.shape[axis]
+        if self.weight is not None and self.weight.numel() != classes:
+            raise LabelError(
+                f"Got {self.weight.numel()} class weights and outputs with {classes} classes. "
+                "Want one weight per class. Do: check the weight given to the loss."
+            )
+        if self.weight is not None and bool((self.weight < 0).any()):
+            raise LabelError("Got negative class weights. Want weights of at least 0. Do: check the loss's weight.")
+        if targets.is_floating_point():
+            if bool((targets < 0).any()):
+                raise LabelError("Got negative target probabilities. Want at least 0. Do: check the targets.")
+            return
+        kept = targets[targets != self.ignore_index]
+        if kept.numel() and (kept.min() < 0 or kept.max() >= classes):
+            raise LabelError(
+                f"Got labels from {int(kept.min())} to {int(kept.max())} for {classes} classes. "
+                f"Want 0 to {classes - 1}, or ignore_index={self.ignore_index}. "
+                "Do: count labels from 0, or give the network as many outputs as there are classes."
+            )
+
+    def find_class_axis(self, outputs: Tensor, targets: Tensor) -> int:
+        if outputs.dim() < 2:
+            raise LabelError(
+                f"Got outputs of shape {format_shape(outputs)}. Want (N, classes) for cross_entropy. "
+                "Do: use 'mse' or 'bce_with_logits' for a single output."
+            )
+        last = outputs.dim() - 1
+        if targets.is_floating_point() and targets.shape == outputs.shape:
+            return last if last == 2 and not self.classes_second else 1
+        if not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool:
+            if targets.shape == outputs.shape[:1] + outputs.shape[2:] and (
+                last != 2 or self.classes_second or targets.shape != outputs.shape[:-1]
+            ):
+                return 1
+            if targets.shape == outputs.shape[:-1]:
+                return last
+        raise LabelError(
+            f"Got targets of type {targets.dtype} and shape {format_shape(targets)} "
+            f"for outputs of shape {format_shape(outputs)}. "
+            "Want integer class numbers, one for each position of the outputs, or probabilities of the outputs' shape. "
+            "Do: pass class numbers as torch.long."
+        )
+
+    def _compute_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Log-probabilities, target masses, divisor, axis of the classes.
+
+        The first two are ``(examples, positions, classes)``, the divisor is ``(examples, positions)``.
+        """
+        axis = self.find_class_axis(outputs, targets)
+        logp = F.log_softmax(outputs.movedim(axis, -1), -1)
+        classes = logp.shape[-1]
+        logp = logp.reshape(logp.shape[0], -1, classes)
+        ones = logp.new_ones(classes)
+        weight = ones if self.weight is None else self.weight.to(logp)
+        smooth = self.label_smoothing
+        if targets.is_floating_point():
+            mass = targets.to(logp).movedim(axis, -1).reshape_as(logp) * (1 - smooth) + smooth / classes
+            share = torch.ones_like(logp[..., 0])
+        else:
+            index = targets.reshape(logp.shape[:2])
+            kept = (index != self.ignore_index).to(logp)
+            index = index.where(index != self.ignore_index, index.new_zeros(()))
+            mass = F.one_hot(index.long(), classes).to(logp) * (1 - smooth) + smooth / classes
+            mass = mass * kept.unsqueeze(-1)
+            share = weight[index.long()] * kept
+        return logp, mass * weight, share, axis
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        logp, mass, _, _ = self._compute_parts(outputs, targets)
+        # Zero mass times minus infinity is nothing, not NaN.
+        return -(mass * logp).where(mass != 0, torch.zeros_like(logp)).sum((1, 2))
+
+    def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._compute_parts(outputs, targets)[2].sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        logp, mass, _, axis = self._compute_parts(outputs, targets)
+        gradient = logp.exp() * mass.sum(-1, keepdim=True) - mass
+        return SoftmaxCurvature(logp, mass, axis, outputs.shape).reshape_to_outputs(gradient)
+
+    def curvature(self, outputs: Tensor, targets: Tensor) -> SoftmaxCurvature:
+        logp, mass, _, axis = self._compute_parts(outputs, targets)
+        return SoftmaxCurvature(logp.exp(), mass.sum(-1), axis, outputs.shape)
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihood(CrossEntropy):
+    r"""Cross-entropy of outputs that are log-probabilities, ``torch.nn.functional.nll_loss``.
+
+    The loss itself is linear in the log-probabilities: all of its curvature is in the model's last layer, where the
+    Gauss-Newton matrix does not look for it. But :math:`\mathrm{log\,softmax}` leaves normalized log-probabilities
+    as they are, so the loss is the cross-entropy of these outputs, whose curvature is that of the logits before them.
+    """
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        super().check(outputs, targets)
+        if targets.is_floating_point():
+            raise LabelError(
+                f"Got targets of type {targets.dtype} for NLLLoss. Want class numbers. "
+                "Do: pass class numbers as torch.long, or use CrossEntropyLoss for probabilities."
+            )
+        total = outputs.detach().logsumexp(self.find_class_axis(outputs, targets))
+        if bool((total.abs() > LOG_ONE).any()):
+            worst = total.flatten()[total.abs().argmax()].exp()
+            raise OptionError(
+                f"Got NLLLoss and outputs whose exponentials sum to {float(worst):g}. Want log-probabilities, whose "
+                "exponentials sum to 1. Do: pass CrossEntropyLoss() if the outputs are logits, or end the model with "
+                "log_softmax over the classes."
+            )
+
+
+class _PerOutputLoss(Loss):
+    """A loss that is a mean over all outputs of all examples."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        if targets.dtype == torch.bool:
+            raise LabelError(
+                "Got targets of type torch.bool. Want numbers. Do: convert them with targets.float() (or .double())."
+            )
+        if targets.shape != outputs.shape:
+            raise LabelError(
+                f"Got targets of shape {format_shape(targets)} for outputs of shape {format_shape(outputs)}. "
+                "Want the same shape: broadcasting one over the other is nearly always a mistake. "
+                "Do: reshape the targets, e.g. targets[:, None]."
+            )
+
+    def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.new_full(outputs.shape[:1], outputs[0].numel())
+
+
+@dataclass(frozen=True)
+class SquaredError(_PerOutputLoss):
+    """Mean squared error over all outputs, ``torch.nn.functional.mse_loss``."""
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().reshape(len(outputs), -1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return 2 * (outputs - targets)
+
+    def curvature(self, outputs: Tensor, targets: Tensor) -> DiagonalCurvature:
+        return DiagonalCurvature(torch.full_like(outputs, 2.0))
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(_PerOutputLoss):
+    """Binary cross-entropy of logits, mean over all outputs.
+
+    As ``torch.nn.functional.binary_cross_entropy_with_logits`` defines it.
+    """
+
+    pos_weight: Tensor | None = None
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        super().check(outputs, targets)
+        if targets.min() < 0 or targets.max() > 1:
+            raise LabelError(
+                f"Got targets from {float(targets.min()):g} to {float(targets.max()):g}. "
+                "Want probabilities from 0 to 1. Do: check the labels given to bce_with_logits."
+            )
+
+    def _compute_softplus_weight(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Weight of the logit's softplus: 1 without ``pos_weight``."""
+        ones = torch.ones_like(outputs)
+        return ones if self.pos_weight is None else ones + (self.pos_weight.to(outputs) - 1) * targets
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        each = (1 - targets) * outputs + self._compute_softplus_weight(outputs, targets) * F.softplus(-outputs)
+        return each.reshape(len(outputs), -1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (1 - targets) - self._compute_softplus_weight(outputs, targets) * torch.sigmoid(-outputs)
+
+    def curvature(self, outputs: Tensor, targets: Tensor) -> DiagonalCurvature:
+        return DiagonalCurvature(
+            self._compute_softplus_weight(outputs, targets) * torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+        )

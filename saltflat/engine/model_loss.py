@@ -1,0 +1,135 @@
+"""Whether the loss that is measured is the one a model takes itself, as those of Hugging Face do when given labels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from saltflat.engine.custom_losses import CustomLoss
+from saltflat.engine.data import Batch
+from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, format_shape
+from saltflat.engine.problem import Problem, cast_targets
+from saltflat.errors import ModelError
+
+TOLERANCE = 1e-5  # relative; the model takes its own loss in float32
+
+
+def check_model_loss(problem: Problem, batches: Sequence[Batch]) -> None:
+    """Refuse a loss that differs from the one the model itself takes of the same labels.
+
+    A loss that was passed as a function is the user's word, and not compared. The first of the (small) batches with
+    labels that are not all ignored decides.
+    """
+    if isinstance(problem.loss, CustomLoss) or not _can_accept_labels(problem.model, batches[0]):
+        return
+    for batch in batches:
+        with torch.no_grad(), problem.network.use_parameters(problem.network.constants):
+            own = compute_model_loss(problem.model, batch.args, batch.kwargs, batch.targets)
+        if own is None:
+            return
+        if isfinite(own):
+            _check_same_loss(problem, batch, own)
+            return
+
+
+def _check_same_loss(problem: Problem, batch: Batch, own: float) -> None:
+    with torch.no_grad():
+        outputs, targets = problem.network(batch).double(), cast_targets(batch.targets)
+        ours = _compute_mean_loss(problem.loss, outputs, targets)
+        # Smoothing and class weights are the user's choice: what matters is which output belongs to which label.
+        plain = problem.loss
+        if isinstance(plain, CrossEntropy):
+            plain = replace(plain, label_smoothing=0.0, weight=None)
+        if _is_close(own, ours) or _is_close(own, _compute_mean_loss(plain, outputs, targets)):
+            return
+        next_ones = _shift_labels(batch, plain)
+        if next_ones is None or not _is_close(own, _compute_mean_loss(plain, outputs, next_ones)):
+            advice = _format_loss_advice(own, outputs, targets)
+        elif isinstance(plain, CrossEntropy) and _is_shifted(batch, plain):
+            return
+        else:
+            advice = (
+                "Do: shift the labels, since this model compares each output with the next label: "
+                "labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)."
+            )
+    raise ModelError(
+        f"Got {ours:.6g} as {type(problem.loss).__name__} of {batch.examples} examples, and {own:.6g} as the "
+        f"loss that {type(problem.model).__name__} itself takes of these labels. Want the loss the model is trained "
+        f"on. {advice}"
+    )
+
+
+def compute_model_loss(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Tensor
+) -> float | None:
+    """The loss a model gives when it is called with labels; None where it gives none."""
+    config: Any = getattr(model, "config", None)
+    kept = getattr(config, "problem_type", None)  # transformers sets it in the first pass with labels
+    # Copies, because a model may write to its inputs.
+    args, kwargs, labels = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, dict(kwargs), labels))
+    try:
+        outputs = model(*args, **{**kwargs, "labels": labels})
+    except Exception:  # labels of another kind than its own
+        return None
+    finally:
+        if hasattr(config, "problem_type"):
+            config.problem_type = kept
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, tuple):
+        found = outputs[0]
+    return float(found) if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def _can_accept_labels(model: nn.Module, batch: Batch) -> bool:
+    """Whether forward takes labels by name; wrappers that pass on whatever they get may, if inputs go by name, too."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):  # some callables have none
+        return False
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return "labels" not in batch.kwargs and ("labels" in parameters or (anything and bool(batch.kwargs)))
+
+
+def _compute_mean_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> float:
+    return float(loss.total(outputs, targets).sum() / loss.share(outputs, targets).sum())
+
+
+def _is_close(one: float, other: float) -> bool:
+    return abs(one - other) <= TOLERANCE * max(abs(one), abs(other))
+
+
+def _shift_labels(batch: Batch, loss: Loss) -> Tensor | None:
+    if not isinstance(loss, CrossEntropy) or batch.targets.dim() != 2 or batch.targets.is_floating_point():
+        return None
+    return F.pad(batch.targets[:, 1:], (0, 1), value=loss.ignore_index)
+
+
+def _is_shifted(batch: Batch, loss: CrossEntropy) -> bool:
+    """Whether labels are those of the next tokens already: by the tokens, else by labels that end in ignored ones."""
+    labels = batch.targets
+    kept = labels != loss.ignore_index
+    for tokens in batch.list_tensors():
+        if tokens.shape == labels.shape and not tokens.is_floating_point():
+            if bool((tokens == labels)[kept].all()):
+                return False
+            if bool((tokens[:, 1:] == labels[:, :-1])[kept[:, :-1]].all()):
+                return True
+    return not bool(kept[:, -1].any())
+
+
+def _format_loss_advice(own: float, outputs: Tensor, targets: Tensor) -> str:
+    for name, loss in {"mse": SquaredError(), "bce_with_logits": BinaryCrossEntropy()}.items():
+        if targets.numel() == outputs.numel() and targets.dtype != torch.bool:
+            values = targets.reshape(outputs.shape).to(outputs)
+            if _is_close(own, _compute_mean_loss(loss, outputs, values)):
+                shape = "" if values.shape == targets.shape else f", with labels of shape {format_shape(outputs)}"
+                return f"Do: pass loss={name!r}{shape}."
+    return "Do: pass the model's own loss as a function loss(outputs, targets)."

@@ -1,0 +1,285 @@
+"""Columns whose squares add up to the curvature of the loss at the outputs: what a sweep propagates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltflat.errors import OptionError, make_unknown_name_error
+from saltflat.gradients.base import ColumnLayout
+
+
+@dataclass(frozen=True)
+class SoftmaxCurvature:
+    """``mass * (diag(p) - p p')`` with ``p`` of shape ``(examples, positions, classes)``.
+
+    ``axis`` is that of the classes in the outputs.
+    """
+
+    p: Tensor
+    mass: Tensor
+    axis: int
+    shape: torch.Size
+
+    def compute_quadratic_form(self, direction: Tensor) -> Tensor:
+        """The sum of direction' B direction over the examples."""
+        u = direction.movedim(self.axis, -1).reshape_as(self.p)
+        mean = (self.p * u).sum(-1, keepdim=True)
+        return (self.mass * (self.p * (u - mean).square()).sum(-1)).sum()
+
+    def reshape_to_outputs(self, columns: Tensor) -> Tensor:
+        """``(..., positions, classes)`` back to ``(..., *outputs)``."""
+        lead = columns.shape[:-2]
+        positions = [size for axis, size in enumerate(self.shape[1:], start=1) if axis != self.axis]
+        return columns.reshape(*lead, *positions, columns.shape[-1]).movedim(-1, len(lead) - 1 + self.axis)
+
+
+@dataclass(frozen=True)
+class DiagonalCurvature:
+    """One curvature per output, ``(examples, *outputs)``."""
+
+    values: Tensor
+
+    def compute_quadratic_form(self, direction: Tensor) -> Tensor:
+        return (self.values * direction.square()).sum()
+
+
+@dataclass(frozen=True)
+class FactoredCurvature:
+    """``sum_k columns_k columns_k'`` minus the same of ``negative``; each ``(rank, examples, *outputs)``."""
+
+    columns: Tensor
+    negative: Tensor | None
+
+    def compute_quadratic_form(self, direction: Tensor) -> Tensor:
+        def sum_squares(columns: Tensor) -> Tensor:
+            return (columns * direction).reshape(*columns.shape[:2], -1).sum(2).square().sum()
+
+        return sum_squares(self.columns) - (sum_squares(self.negative) if self.negative is not None else 0)
+
+
+Curvature = SoftmaxCurvature | DiagonalCurvature | FactoredCurvature
+
+TOP = 3
+DRAWS = 4
+SAMPLED = 8
+MOST = 10**6  # columns: the scatter of so many draws is a thousandth of that of one
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """Which columns to take: ``kind`` and how many of them."""
+
+    kind: str
+    count: int = 0
+
+    @property
+    def is_random(self) -> bool:
+        return self.kind != "exact"
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.count}" if self.is_random else self.kind
+
+
+def parse_column_plan(given: str | ColumnPlan) -> ColumnPlan:
+    """
+    >>> parse_column_plan("top")
+    ColumnPlan(kind='top', count=3)
+    >>> parse_column_plan("sampled:16")
+    ColumnPlan(kind='sampled', count=16)
+    """
+    if isinstance(given, ColumnPlan):
+        return given
+    defaults = {"exact": 0, "top": TOP, "sampled": SAMPLED}
+    kind, colon, count = str(given).partition(":")
+    if kind not in defaults:
+        raise make_unknown_name_error("choice of columns", given, defaults)
+    least = {"top": 1, "sampled": 2}.get(kind)
+    is_number = count.isascii() and count.isdigit() and len(count) <= len(str(MOST))
+    if colon and (least is None or not is_number or not least <= int(count) <= MOST):
+        raise OptionError(
+            f"Got columns={given!r}. Want 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws "
+            f"(two show their scatter); neither has more than {MOST:,}. Do: for instance columns='top:3'."
+        )
+    return ColumnPlan(kind, int(count) if colon else defaults[kind])
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of one batch, made in blocks when asked for, and whether their squares are added or subtracted."""
+
+    layout: ColumnLayout
+    block: Callable[[int, int], Tensor]
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class ExampleRNG:
+    """Random numbers that depend on the seed and the place of the example in the data alone."""
+
+    seed: int
+    first: int
+    places: Tensor | None = None  # of the examples, where they are not first, first + 1, ...
+
+    def draw_uniform(self, examples: int, *shape: int) -> Tensor:
+        """``(examples, *shape)`` in [0, 1)."""
+        numbers = range(self.first, self.first + examples) if self.places is None else self.places.tolist()
+        each = [np.random.Generator(np.random.Philox(key=[self.seed, n])).random(shape) for n in numbers]
+        return torch.from_numpy(np.stack(each))
+
+    def draw_signs(self, examples: int, *shape: int) -> Tensor:
+        return torch.where(self.draw_uniform(examples, *shape) < 0.5, -1.0, 1.0).double()
+
+
+def make_columns(curvature: Curvature, plan: ColumnPlan, dice: ExampleRNG) -> list[Columns]:
+    """The columns of a batch; two sets where the curvature has negative parts."""
+    if isinstance(curvature, SoftmaxCurvature):
+        return [_make_softmax_columns(curvature, plan, dice)]
+    if isinstance(curvature, DiagonalCurvature):
+        return [_make_diagonal_columns(curvature.values, plan, dice)]
+    sets = [_make_root_columns(curvature.columns, plan, dice, 1)]
+    if curvature.negative is not None:
+        sets.append(_make_root_columns(curvature.negative, plan, dice, -1))
+    return sets
+
+
+def wrap_columns(columns: Tensor, layout: ColumnLayout, sign: int = 1) -> Columns:
+    return Columns(layout, lambda start, stop: columns[start:stop], sign)
+
+
+def _make_softmax_columns(curvature: SoftmaxCurvature, plan: ColumnPlan, dice: ExampleRNG) -> Columns:
+    classes = curvature.p.shape[-1]
+    if plan.kind == "exact" or (plan.kind == "top" and plan.count >= classes - 1 and curvature.p.shape[1] == 1):
+        return _make_exact_softmax_columns(curvature)
+    if plan.kind == "sampled":
+        return _sample_softmax_columns(curvature, plan.count, dice)
+    return _make_top_softmax_columns(curvature, min(plan.count, classes - 1), dice)
+
+
+def compute_softmax_root(p: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    r"""A square root of :math:`\mathrm{diag}\, p - p p^T` with one column fewer than classes.
+
+    With :math:`q = \sqrt p` the matrix is :math:`D_q (I - q q^T) D_q`, and the Householder reflection that takes
+    :math:`q` to a coordinate gives an orthonormal basis of the complement of q. Reflected at the likeliest class c
+    nothing cancels, however close p is to one-hot: column k is :math:`q_k e_k - \frac{q_k}{1 + q_c} p` outside of c,
+    and :math:`-q_c q_k` at c. The result is ``(..., classes, classes - 1)``.
+
+    >>> p = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    >>> root = compute_softmax_root(p)
+    >>> torch.allclose(root @ root.T, p.diag() - p.outer(p))
+    True
+    """
+    classes = p.shape[-1]
+    likeliest = p.argmax(-1, keepdim=True)
+    slot = torch.arange(classes - 1, device=p.device)[start:stop].expand(*p.shape[:-1], -1)
+    slot = slot.where(slot != likeliest, slot.new_full((), classes - 1))  # the last class takes the place of c
+    q = p.sqrt()
+    qc, qk = q.gather(-1, likeliest), q.gather(-1, slot)
+    root = -p.unsqueeze(-1) * (qk / (1 + qc)).unsqueeze(-2)
+    root.scatter_add_(-2, slot.unsqueeze(-2), qk.unsqueeze(-2))
+    return root.scatter_(-2, likeliest.unsqueeze(-1).expand(*p.shape[:-1], 1, slot.shape[-1]), (-qc * qk).unsqueeze(-2))
+
+
+def _make_exact_softmax_columns(curvature: SoftmaxCurvature) -> Columns:
+    examples, positions, classes = curvature.p.shape
+    rank = classes - 1
+
+    def make_block(start: int, stop: int) -> Tensor:
+        # A column lives at one position: column j is number j % rank of position j // rank.
+        # Only those asked for are made.
+        columns = curvature.p.new_zeros(stop - start, examples, positions, classes)
+        for t in range(start // rank, (stop - 1) // rank + 1):
+            low, high = max(start, t * rank), min(stop, (t + 1) * rank)
+            root = compute_softmax_root(curvature.p[:, t], low - t * rank, high - t * rank)
+            root = root * curvature.mass[:, t, None, None].sqrt()
+            columns[low - start : high - start, :, t] = root.permute(2, 0, 1)
+        return curvature.reshape_to_outputs(columns)
+
+    return Columns(ColumnLayout(fixed=positions * rank), make_block)
+
+
+def _compute_class_column(p: Tensor, index: Tensor) -> Tensor:
+    """``e_k - p`` for the classes ``index``."""
+    return torch.zeros_like(p).scatter_(-1, index.unsqueeze(-1), 1.0) - p
+
+
+def _mix_class_columns(p: Tensor, part: Tensor, signs: Tensor) -> Tensor:
+    r"""One column for many classes: :math:`\sum_k \epsilon_k \sqrt{q_k} (e_k - p)` with random signs.
+
+    ``part`` holds the masses q of these classes. On average the outer product is that of all the classes' columns.
+    Drawing a single class y ~ p instead is unbiased too, but at a trained minimum nearly every draw is the likeliest
+    class, whose column is nearly zero: rare large values, and errors that do not know of them. Signs have the same
+    relative scatter however sure the network is.
+    """
+    root = part.sqrt() * signs
+    return root - p * root.sum(-1, keepdim=True)
+
+
+def _sample_softmax_columns(curvature: SoftmaxCurvature, draws: int, dice: ExampleRNG) -> Columns:
+    # Signs of different positions are independent, so one column serves all of them.
+    p = curvature.p
+    signs = dice.draw_signs(p.shape[0], draws, *p.shape[1:]).to(p).transpose(0, 1)
+    scale = (curvature.mass / draws).sqrt().unsqueeze(-1)
+    columns = torch.stack([_mix_class_columns(p, p, sign) * scale for sign in signs])
+    return wrap_columns(curvature.reshape_to_outputs(columns), ColumnLayout(0, draws, 1))
+
+
+def _make_top_softmax_columns(curvature: SoftmaxCurvature, count: int, dice: ExampleRNG) -> Columns:
+    p, scale = curvature.p, curvature.mass.sqrt().unsqueeze(-1)
+    examples, positions, classes = p.shape
+    top = p.topk(count, -1)
+    kept = [
+        _compute_class_column(p, top.indices[..., k]) * top.values[..., k, None].sqrt() * scale for k in range(count)
+    ]
+    rest = p.scatter(-1, top.indices, 0.0)
+    signs = dice.draw_signs(examples, DRAWS, positions, classes + count).to(p).transpose(0, 1)
+    tails = [_mix_class_columns(p, rest, sign[..., :classes]) * scale / DRAWS**0.5 for sign in signs]
+    if positions == 1:
+        return wrap_columns(curvature.reshape_to_outputs(torch.stack(kept + tails)), ColumnLayout(count, DRAWS, 1))
+    # The kept columns of different positions may be added too, with signs of their own for every draw.
+    columns = []
+    for sign, tail in zip(signs, tails, strict=True):
+        columns += [column * sign[..., classes + k, None] / DRAWS**0.5 for k, column in enumerate(kept)]
+        columns.append(tail)
+    return wrap_columns(curvature.reshape_to_outputs(torch.stack(columns)), ColumnLayout(0, DRAWS, count + 1))
+
+
+def _make_diagonal_columns(values: Tensor, plan: ColumnPlan, dice: ExampleRNG) -> Columns:
+    root = values.sqrt()
+    size = root[0].numel()
+    if plan.kind == "exact" or (plan.kind == "top" and plan.count >= size):
+        flat = root.reshape(len(root), -1)
+
+        def make_block(start: int, stop: int) -> Tensor:
+            number = torch.arange(start, stop, device=root.device)
+            columns = flat.new_zeros(len(number), *flat.shape)
+            columns[torch.arange(len(number), device=root.device), :, number] = flat[:, number].T
+            return columns.reshape(-1, *root.shape)
+
+        return Columns(ColumnLayout(fixed=size), make_block)
+    count = plan.count if plan.kind == "top" else 0
+    flat = root.reshape(len(root), -1)
+    top = flat.topk(count, 1)
+    kept = torch.zeros_like(flat).expand(count, *flat.shape).clone()
+    for k in range(count):
+        kept[k].scatter_(1, top.indices[:, k : k + 1], top.values[:, k : k + 1])
+    rest = flat.scatter(1, top.indices, 0.0)
+    draws = DRAWS if plan.kind == "top" else plan.count
+    signs = dice.draw_signs(len(flat), draws, size).to(flat).transpose(0, 1)
+    columns = torch.cat([kept, signs * rest / draws**0.5])
+    return wrap_columns(columns.reshape(-1, *root.shape), ColumnLayout(count, draws, 1))
+
+
+def _make_root_columns(roots: Tensor, plan: ColumnPlan, dice: ExampleRNG, sign: int) -> Columns:
+    rank, examples = roots.shape[:2]
+    if plan.kind == "exact" or (plan.kind == "top" and plan.count >= rank):
+        return wrap_columns(roots, ColumnLayout(fixed=rank), sign)
+    count = plan.count if plan.kind == "top" else 0
+    draws = DRAWS if plan.kind == "top" else plan.count
+    signs = dice.draw_signs(examples, draws, rank - count).to(roots)
+    mixed = torch.einsum("ndr,rn...->dn...", signs, roots[count:]) / draws**0.5
+    return wrap_columns(torch.cat([roots[:count], mixed]), ColumnLayout(count, draws, 1), sign)

@@ -1,0 +1,300 @@
+"""The problem: a model, a loss and data, checked once before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.engine.custom_losses import CustomLoss, parse_loss
+from saltflat.engine.data import Batch, Data
+from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, NegativeLogLikelihood
+from saltflat.engine.network import Network, check_precision
+from saltflat.engine.progress import count_examples
+from saltflat.engine.read_data import prepare_data, read_batches
+from saltflat.errors import DeviceError, EmptyDataError, ModelError, NonFiniteError, PrecisionError
+from saltflat.results.caveats import GUESSING
+
+CONVERTED = 4 << 20  # bytes of a batch at most to convert to another precision at once
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, a loss and data that have been looked at and fit together.
+
+    Args:
+        model: any module; it is left as it is.
+        data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or any collection of batches that
+            can be read again.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.custom_losses`, the matching module
+            of torch, or a function ``loss(outputs, targets)``.
+        layers: names of modules or parameters to measure; all that require a gradient if None.
+        dtype: precision to work in; the model's own if None.
+        mode: ``"eval"``, or ``"keep"`` to measure in the modes the modules are in.
+    """
+
+    model: nn.Module
+    data: Data
+    loss: Loss
+    network: Network
+    mode: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        data: Any,
+        loss: Any = "cross_entropy",
+        layers: Any = None,
+        dtype: torch.dtype | None = None,
+        mode: str = "eval",
+    ) -> Problem:
+        """Check the parts that can be checked without running the model."""
+        chosen = parse_loss(loss)
+        check_precision(model, dtype)
+        network = Network(model, layers, dtype)
+        problem = cls(model, prepare_data(data), chosen, network, mode, dtype)
+        problem._check_weights()
+        problem._check_modes()
+        return problem
+
+    def read_batches(self) -> Iterator[Batch]:
+        """One pass over the data, every batch checked."""
+        found = 0
+        for number, batch in enumerate(read_batches(self.data)):
+            self._check_batch(batch, number)
+            found += 1
+            for part in self._split_batch(batch):
+                yield part.to(self.dtype)
+        if not found:
+            raise EmptyDataError(
+                "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
+            )
+
+    def _split_batch(self, batch: Batch) -> Iterator[Batch]:
+        """A batch as it is, or cut where a copy of it in another precision would be large."""
+        floats = [each for each in batch.list_tensors() if each.is_floating_point() and each.dtype != self.dtype]
+        size = 8 * sum(each.numel() for each in floats) if self.dtype is not None else 0
+        parts = min(batch.examples, -(-size // CONVERTED)) or 1
+        step = -(-batch.examples // parts)
+        for start in range(0, batch.examples, step):
+            yield batch if step == batch.examples else batch.cut(start, start + step)
+
+    @property
+    def num_examples(self) -> int | None:
+        """Number of examples, where it is known without reading them."""
+        return count_examples(self.data)
+
+    def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
+        if outputs.dim() == 0 or outputs.shape[0] != batch.examples:
+            raise ModelError(
+                f"Got outputs of shape {tuple(outputs.shape)} for {batch.examples} examples. "
+                "Want one output (of any shape) per example, along the first axis. "
+                "Do: make the model return outputs, not a loss or a mean."
+            )
+        if outputs.dtype not in (torch.float32, torch.float64):
+            raise PrecisionError(
+                f"Got outputs in {outputs.dtype}. Want float32 or float64: half precision underflows in squares. "
+                "Do: take autocast out of the model's forward."
+            )
+        if not is_finite(outputs):
+            masked = outputs == -torch.inf
+            if bool((masked | outputs.isfinite()).all()):
+                classes = masked.reshape(-1, masked.shape[-1]).any(0).nonzero().flatten().tolist()
+                raise NonFiniteError(
+                    f"Got -inf in the model's outputs (at {', '.join(map(str, classes[:4]))} of their last axis): "
+                    "masked classes. Want finite outputs. "
+                    "Do: mask with a large negative number such as -1e9, which gives the same probabilities."
+                )
+            raise NonFiniteError(
+                "Got NaN or infinity in the model's outputs "
+                f"for examples {batch.first} to {batch.first + batch.examples - 1}. "
+                "Want finite outputs. Do: check these inputs, or measure with dtype=torch.float64."
+            )
+
+    def _check_weights(self) -> None:
+        members = [*self.model.named_parameters(), *self.model.named_buffers()]
+        values = {name: v.detach() for name, v in members if v.is_floating_point()}
+        # One answer for all of them first: on a GPU every single one would be waited for.
+        if not values or bool(all(flags.all() for flags in _stack_finite_flags(values.values()))):
+            return
+        name, bad = next(
+            (name, int((~_widen_float8(v).isfinite()).sum())) for name, v in values.items() if not is_finite(v)
+        )
+        raise NonFiniteError(
+            f"Got {bad} NaN or infinite numbers in {name!r}. Want finite weights: this training has diverged. "
+            "Do: load an earlier checkpoint."
+        )
+
+    def _check_modes(self) -> None:
+        """Only with ``mode="keep"`` is any module still in train mode here."""
+        for name, module in self.model.named_modules():
+            if not module.training:
+                continue
+            dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+            statistics = isinstance(module, nn.modules.batchnorm._NormBase) and not isinstance(
+                module, nn.modules.instancenorm._InstanceNorm
+            )
+            if dropout or statistics:
+                why = (
+                    "drops at random" if dropout else "takes its statistics from the batch, which couples the examples"
+                )
+                raise ModelError(
+                    f"Got {name!r} ({type(module).__name__}) in train mode with mode='keep': it {why}. "
+                    "Want a fixed function of each example. "
+                    "Do: leave mode out; the model is then measured in eval mode and given back as it was."
+                )
+
+    def _check_batch(self, batch: Batch, number: int) -> None:
+        device = next(iter(self.network.measured.values())).device
+        for tensor in [*batch.list_tensors(), batch.targets]:
+            if tensor.device != device:
+                raise DeviceError(
+                    f"Got batch {number} on {tensor.device} and the model on {device}. Want both on one device. "
+                    f"Do: move the batches with .to('{device}'), or the model with .to('{tensor.device}')."
+                )
+            if tensor.is_floating_point() and not is_finite(tensor):
+                raise NonFiniteError(
+                    f"Got NaN or infinity in batch {number} "
+                    f"(examples {batch.first} to {batch.first + batch.examples - 1}). "
+                    "Want finite inputs and targets. Do: clean or drop these examples."
+                )
+
+
+def _stack_finite_flags(values: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Whether each tensor is finite, one array per device."""
+    flags: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        flags.setdefault(value.device, []).append(_widen_float8(value).isfinite().all())
+    yield from (torch.stack(each) for each in flags.values())
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite; the sum tells it without an array of their size, unless it overflows itself."""
+    values = _widen_float8(values)
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def _widen_float8(values: Tensor) -> Tensor:
+    """Numbers of eight bits as float32: torch does not compute with them."""
+    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
+
+
+def cast_targets(targets: Tensor) -> Tensor:
+    """Targets in the precision that losses are taken in; class numbers stay what they are."""
+    return targets.double() if targets.is_floating_point() else targets
+
+
+OTHER_SLOPE = (
+    "The model's backward pass is not the derivative of its forward pass (a straight-through estimator, or a part that "
+    "is detached). Gradients, curvature and certificate are those of the backward pass, as in training; they do not "
+    "say how the loss changes with the weights."
+)
+FEW_OUTPUTS = 32  # so few may lie between 0 and 1 by chance
+
+
+def find_input_notes(problem: Problem, batch: Batch, mean_loss: float) -> list[str]:
+    """Sentences for the reader of a report.
+
+    Args:
+        problem: model, loss and data.
+        batch: a few of the examples.
+        mean_loss: of all the data.
+    """
+    with torch.no_grad():
+        outputs = problem.network(batch).double()
+    targets = cast_targets(batch.targets)
+    found = [_find_pixel_note(tensor) for tensor in batch.list_tensors() if batch.has_example_axis(tensor)]
+    found += [
+        _find_probability_note(problem.loss, outputs, targets),
+        _find_chance_note(problem.loss, outputs, targets, mean_loss),
+        _find_linear_loss_note(problem.loss, outputs, targets),
+    ]
+    if problem.network.has_other_slope:
+        found.append(OTHER_SLOPE)
+    return list(dict.fromkeys(note for note in found if note))
+
+
+def _find_pixel_note(inputs: Tensor) -> str:
+    """Images of bytes have values up to 255, whatever type they were converted to."""
+    if inputs.dtype == torch.bool or inputs.is_complex() or not inputs.numel():
+        return ""
+    low, high = float(inputs.min()), float(inputs.max())
+    is_image = inputs.dim() >= 4
+    if inputs.is_floating_point():
+        is_image = is_image or bool((inputs == inputs.round()).all())
+        is_scaled = high < 100
+    else:
+        is_image = is_image or (inputs.dtype == torch.uint8 and inputs.dim() >= 3)
+        is_scaled = high <= 1
+    if not is_image or is_scaled or low < 0 or high > 255:
+        return ""
+    return (
+        f"The inputs run from {low:g} to {high:g}, like pixels that were not scaled. Unless the network was trained on "
+        "them as they are, prepare them as in training (for instance, divide by 255)."
+    )
+
+
+def _find_probability_note(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
+    if bool((outputs < 0).any()) or bool((outputs > 1).any()):
+        return ""
+    if isinstance(loss, CrossEntropy) and not isinstance(loss, NegativeLogLikelihood):
+        axis = loss.find_class_axis(outputs, targets)
+        if outputs.shape[axis] > 1 and bool(((outputs.sum(axis) - 1).abs() < 1e-4).all()):
+            return (
+                "The outputs are probabilities already: all lie between 0 and 1, and those of each example sum to 1. "
+                "cross_entropy takes a softmax of them again. Measure the network without its last softmax."
+            )
+    if isinstance(loss, BinaryCrossEntropy) and outputs.numel() >= FEW_OUTPUTS:
+        return (
+            f"The outputs may be probabilities already: the first {outputs.numel()} all lie between 0 and 1. "
+            "bce_with_logits takes a sigmoid of them again. Measure the network without its last sigmoid."
+        )
+    return ""
+
+
+def _find_chance_note(loss: Loss, outputs: Tensor, targets: Tensor, mean_loss: float) -> str:
+    """Equal probabilities for all classes have this loss whatever the class weights and the label smoothing."""
+    if isinstance(loss, CrossEntropy):
+        classes = outputs.shape[loss.find_class_axis(outputs, targets)]
+    elif isinstance(loss, BinaryCrossEntropy) and loss.pos_weight is None:
+        classes = 2
+    else:
+        return ""
+    if not mean_loss > log(classes) * (1 + 1e-6) or classes < 2:
+        return ""
+    return (
+        f"The mean loss is {mean_loss:.4g}, and equal probabilities for all {classes} classes would have "
+        f"log {classes} = {log(classes):.4g}: the network is {GUESSING}. Check that trained weights were "
+        "loaded, and that inputs and labels are prepared as in training."
+    )
+
+
+def _find_linear_loss_note(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
+    if not isinstance(loss, CustomLoss):
+        return ""
+    free = outputs.detach().requires_grad_()
+    direction = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+    with torch.enable_grad():
+        slope = loss.compute_slope(free, targets, create_graph=True)
+        try:
+            bent = _differentiate((slope * direction).sum(), free)
+        except RuntimeError:  # torch has no second derivative of it, which measures made of gradients do not need
+            return ""
+    if (bent is not None and bool(bent.any())) or not bool(slope.any()):
+        return ""
+    return (
+        "The loss function is linear in the outputs around those of the network, so its Gauss-Newton curvature is 0 "
+        "whatever the network: measures made of it say nothing here. For log-probabilities, pass "
+        "loss=torch.nn.NLLLoss() itself; for absolute values or hinges, use measures of the true Hessian."
+    )
+
+
+def _differentiate(value: Tensor, by: Tensor) -> Tensor | None:
+    """The derivative; None where it is zero because nothing depends on it."""
+    return torch.autograd.grad(value, by, allow_unused=True)[0] if value.requires_grad else None

@@ -1,0 +1,239 @@
+"""How far a long pass has come."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from saltflat.engine.read_data import DataSelection, RepeatableData
+from saltflat.errors import OptionError
+
+EVERY = 10.0  # seconds between two lines of progress in a file
+
+Progress = Callable[[int, int | None], None]
+
+
+@contextmanager
+def show_progress(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int], None]]:
+    """A function to call with the number of examples done."""
+    total = count_examples(data)
+    if callable(progress) and not isinstance(progress, type):
+        yield lambda done: progress(done, total)
+        return
+    _check_progress(progress)
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        yield lambda done: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = _LineProgress()
+        yield lambda done: lines("Sweeping examples", done, total, None)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("Sweeping examples", total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+class Forecast:
+    """How long the steps of a run take together, from the speed of a forward pass and of the steps themselves.
+
+    Args:
+        passes: about how many forward passes over the data each step takes, by its name and in their order; None where
+            only the step itself can tell.
+        clock: seconds.
+
+    Attributes:
+        per_example: seconds that a forward pass takes for one example; None where that is not known.
+        examples: how many there are; None where that is not known.
+    """
+
+    def __init__(self, passes: Mapping[str, float | None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.per_example: float | None = None
+        self.examples: int | None = None
+        self._waiting, self._clock = dict(passes), clock
+        self._step = ""
+        self._passes: float | None = None
+        self._done, self._started = 0, clock()
+        self._total: int | None = None
+        # Of the steps that are over: seconds that were expected, and that it took.
+        self._expected = self._taken = 0.0
+
+    def begin(self, step: str) -> None:
+        self._step, self._passes = step, self._waiting.pop(step, 0.0)
+        self._done, self._total, self._started = 0, None, self._clock()
+
+    def advance(self, done: int, total: int | None) -> None:
+        self._done, self._total = done, total
+
+    def end(self) -> None:
+        expected = self._estimate_seconds(self._passes)
+        if expected:
+            self._expected += expected
+            self._taken += self._clock() - self._started
+        self._step, self._passes = "", 0.0
+
+    def estimate_seconds_left(self) -> float | None:
+        """About how many seconds are left of all the steps together; None as long as nobody knows."""
+        later = [self._estimate_seconds(passes) for passes in self._waiting.values()]
+        now = self._estimate_step_left() if self._step else 0.0
+        if now is None or any(each is None for each in later):
+            return None
+        # Passes may be quicker or slower than the one that was timed.
+        pace = self._taken / self._expected if self._expected else 1.0
+        return now + pace * sum(each for each in later if each is not None)
+
+    def _estimate_seconds(self, passes: float | None) -> float | None:
+        if not passes:
+            return passes
+        if self.per_example is None or self.examples is None:
+            return None
+        return passes * self.per_example * self.examples
+
+    def _estimate_step_left(self) -> float | None:
+        elapsed = self._clock() - self._started
+        if self._done and self._total:
+            return elapsed * max(self._total / self._done - 1, 0.0)
+        expected = self._estimate_seconds(self._passes)
+        # A step that takes longer than it should is hardly at its end.
+        return None if expected is None else max(expected - elapsed, 0.1 * elapsed)
+
+
+class StepProgress:
+    """A function to call with the step at hand, how much of it is done, and how much there is.
+
+    Attributes:
+        shown: whether anybody looks.
+        forecast: of the whole run, where there is one.
+        error: of the user's function, kept so that it is not taken for one of the model.
+    """
+
+    def __init__(self, show: Callable[[str, int, int | None, float | None], None] | None) -> None:
+        self._show = show
+        self.forecast: Forecast | None = None
+        self.error: Exception | None = None
+
+    @property
+    def is_visible(self) -> bool:
+        return self._show is not None
+
+    def __call__(self, step: str, done: int, total: int | None) -> None:
+        if self._show is None:
+            return
+        left = None
+        if self.forecast is not None:
+            self.forecast.advance(done, total)
+            left = self.forecast.estimate_seconds_left()
+        try:
+            self._show(step, done, total, left)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+@contextmanager
+def show_steps(progress: bool | Callable[..., None] | None) -> Iterator[StepProgress]:
+    """Tell the user's function, or a bar on the terminal, of every step."""
+    if callable(progress) and not isinstance(progress, type):
+        yield StepProgress(_adapt_callback(progress))
+        return
+    _check_progress(progress)
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        yield StepProgress(None)
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield StepProgress(_LineProgress())
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RunRemainingColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(step: str, done: int, total: int | None, left: float | None) -> None:
+            if step not in tasks:
+                for before in tasks.values():
+                    bar.update(before, visible=False)
+                tasks[step] = bar.add_task(step, total=total)
+            bar.update(tasks[step], completed=done, total=total, left=left)
+
+        yield StepProgress(show)
+
+
+def _adapt_callback(progress: Callable[..., None]) -> Callable[[str, int, int | None, float | None], None]:
+    """The user's function, with the seconds left if it has a parameter for them."""
+    try:
+        takes = "seconds_left" in inspect.signature(progress).parameters
+    except (TypeError, ValueError):  # builtins may have no signature
+        takes = False
+    if takes:
+        return lambda step, done, total, left: progress(step, done, total, seconds_left=left)
+    return lambda step, done, total, left: progress(step, done, total)
+
+
+class _LineProgress:
+    """Progress as lines of text, for files and pipes: one for every step, and one every few seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._step, self._last = clock, "", 0.0
+
+    def __call__(self, step: str, done: int, total: int | None, left: float | None) -> None:
+        now = self._clock()
+        if step == self._step and now - self._last < EVERY:
+            return
+        self._step, self._last = step, now
+        of = "" if total is None else f" of {total}"
+        rest = "" if left is None else f", about {format_duration(left)} left in all"
+        print(f"{step}: {done}{of}{rest}", file=sys.stderr, flush=True)
+
+
+class _RunRemainingColumn(TimeRemainingColumn):
+    """The time left of the whole run where that is known, else of the step."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields.get("left")
+        return super().render(task) if left is None else Text(f"about {format_duration(left)} left in all")
+
+
+def format_duration(seconds: float) -> str:
+    """
+    >>> format_duration(0.4), format_duration(95), format_duration(3700)
+    ('1 s', '2 min', '1 h 2 min')
+    """
+    if seconds < 90:
+        return f"{max(round(seconds), 1)} s"
+    hours, minutes = divmod(max(round(seconds / 60), 1), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def _check_progress(progress: object) -> None:
+    if progress is not None and not isinstance(progress, bool):
+        raise OptionError(f"Got progress={progress!r}. Want True, False, None or a function. Do: leave it out.")
+
+
+def count_examples(data: Any) -> int | None:
+    """About how many examples there are, where that is known without reading them."""
+    if isinstance(data, DataSelection):
+        return data.count_examples(count_examples(data.data))
+    if isinstance(data, RepeatableData):
+        data = data.data
+    if isinstance(data, DataLoader):
+        data = data.dataset
+    elif isinstance(data, tuple | list) and data and isinstance(data[0], Tensor):
+        data = data[0]
+    elif not isinstance(data, Tensor):
+        return None
+    try:
+        return len(data)
+    except TypeError:
+        return None

@@ -1,0 +1,369 @@
+"""Read the user's data as batches: the same examples in the same order every time, or some of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from saltflat.engine.data import (
+    Batch,
+    Data,
+    _check_dense_leaf,
+    _compute_batch_checksums,
+    _compute_digests,
+    _has_same_checksums,
+    find_unsupported_kind,
+    unpack_batch,
+)
+from saltflat.errors import DataError, EmptyDataError, NondeterministicError, OneShotDataError, OptionError
+from saltflat.validation import parse_integer
+
+HELD = 1 << 30  # bytes of data to hold in memory at most, where a loader's order cannot be fixed
+
+
+def read_batches(data: Data) -> Iterator[Batch]:
+    """One pass over the data."""
+    if isinstance(data, RepeatableData):
+        yield from data.read_batches()
+        return
+    first = 0
+    for number, item in enumerate([data] if _is_one_batch(data) else iter(data)):
+        args, kwargs, targets = unpack_batch(item, number)
+        for leaf in tree_flatten((args, kwargs))[0]:
+            _check_dense_leaf(leaf, number)
+        if targets.dim() == 0:
+            raise DataError(
+                f"Got a target without an axis for the examples in batch {number}. "
+                "Want targets of shape (examples, ...). "
+                "Do: batch single examples, for instance with DataLoader(dataset, batch_size=128)."
+            )
+        batch = Batch(args, kwargs, targets, first, targets.shape[0])
+        batch = replace(
+            batch, shared=frozenset(id(leaf) for leaf in batch.list_tensors() if not batch.has_example_axis(leaf))
+        )
+        if batch.examples == 0:
+            continue
+        if not any(batch.has_example_axis(leaf) for leaf in batch.list_tensors()):
+            shapes = [tuple(leaf.shape) for leaf in batch.list_tensors()]
+            raise DataError(
+                f"Got {batch.examples} targets and inputs of shape {shapes} in batch {number}. "
+                "Want the same number of examples along the first axis of both. "
+                "Do: check that inputs and targets belong together."
+            )
+        first += batch.examples
+        yield batch
+
+
+def _is_tensor_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+
+
+def _is_one_batch(data: Any) -> bool:
+    """A pair of tensors; or inputs of several tensors with a tensor of targets; or a dict."""
+    several = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Mapping | tuple | list)
+    several = several and isinstance(data[1], Tensor)
+    return _is_tensor_pair(data) or several or isinstance(data, Mapping)
+
+
+def prepare_data(data: Any) -> Data:
+    """Data that can be read as often as needed and answers the same each time; else an error that says why not."""
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=128)
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"Got data of type {type(data).__name__}. "
+            "Want a DataLoader, a pair of tensors (inputs, targets) or a list of batches. "
+            "Do: wrap your examples in one of these."
+        )
+    if isinstance(data, Iterator):
+        raise OneShotDataError(
+            f"Got a {type(data).__name__}, which can be read only once. Want data that can be read again. "
+            "Do: pass list(...) of it, or the DataLoader itself."
+        )
+    if (
+        _is_tensor_pair(data)
+        and all(find_unsupported_kind(part) is None and part.dim() for part in data)
+        and len(data[0]) != len(data[1])
+    ):
+        raise DataError(
+            f"Got {len(data[0])} inputs and {len(data[1])} targets. Want as many of one as of the other. "
+            "Do: check that they belong together."
+        )
+    if isinstance(data, RepeatableData):
+        return data
+    if isinstance(data, DataLoader):
+        data = _fix_loader_order(data)
+    one = next(read_batches(data), None)
+    if one is None:
+        raise EmptyDataError(
+            "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
+        )
+    held: Data = data
+    if _is_one_batch(data) or type(data) in (list, tuple):
+        return held  # every reading yields the same tensors
+    # Checksums instead of a copy: a batch may be as large as the data.
+    first, two = _compute_batch_checksums(one), next(read_batches(data), None)
+    if two is None:
+        raise OneShotDataError(
+            f"Got a {type(data).__name__} that gave nothing on the second reading. Want data that can be read again. "
+            "Do: pass a list of its batches."
+        )
+    if not _has_same_checksums(first, _compute_batch_checksums(two)):
+        if _has_fixed_order(data):
+            raise NondeterministicError(
+                "Got a DataLoader whose first batch differs between two readings (random augmentation). "
+                "Want the same examples every time. Do: measure on a dataset without random transforms, or pass "
+                "list(loader) to measure what one pass yields."
+            )
+        return _load_into_memory(data)
+    return RepeatableData(data)
+
+
+class RepeatableData:
+    """Data that has to yield the same batches in every reading: the examples are told apart by their numbers.
+
+    Later readings are compared with the first by a checksum of every example, which costs little beside a forward pass.
+    """
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data = data
+        self.seen: list[list[Tensor]] = []
+        self.is_complete = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def read_batches(self) -> Iterator[Batch]:
+        number = -1
+        for number, batch in enumerate(read_batches(self.data)):
+            found = _compute_batch_checksums(batch)
+            if number < len(self.seen):
+                same = _has_same_checksums(self.seen[number], found)
+            else:
+                same = not self.is_complete
+                self.seen.append(found)
+            if not same:
+                raise self._make_change_error(f"batch {number}")
+            yield batch
+        if number + 1 < len(self.seen):
+            raise self._make_change_error(f"the number of batches ({number + 1} after {len(self.seen)})")
+        self.is_complete = True
+
+    def _make_change_error(self, what: str) -> NondeterministicError:
+        return NondeterministicError(
+            f"Got a {type(self.data).__name__} whose readings differ in {what} (shuffling or random augmentation). "
+            "Want the same examples in the same order every time. "
+            "Do: measure on un-augmented data with shuffle=False, or pass list(loader) to measure what one pass yields."
+        )
+
+
+def _fix_loader_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A shuffled loader's data in the order of its dataset, where nothing but torch's own shuffling orders them.
+
+    What a loader of another class, a sampler or a batch sampler of the user's own yields is up to them: these are
+    read as they are.
+    """
+    groups: Any = loader.batch_sampler
+    sampler = _find_sampler(loader)
+    random = type(sampler) is RandomSampler
+    waits = getattr(loader, "in_order", True)  # else workers' batches come as they are done
+    if sampler is None or (not random and waits):
+        return loader
+    if random:
+        _check_draws_all(loader, sampler, groups)
+        sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "generator")
+    options = {name: getattr(loader, name) for name in (*same, "multiprocessing_context", "persistent_workers")}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    if groups is None:
+        return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **options)
+    return DataLoader(
+        loader.dataset, batch_sampler=BatchSampler(sampler, groups.batch_size, groups.drop_last), **options
+    )
+
+
+def _find_sampler(loader: DataLoader[Any]) -> Any:
+    """What numbers the examples of a loader; None where its class, its dataset or its batch sampler has a say in it."""
+    groups = loader.batch_sampler
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return None
+    return groups.sampler if type(groups) is BatchSampler else loader.sampler if groups is None else None
+
+
+def _has_fixed_order(data: Any) -> bool:
+    return isinstance(data, DataLoader) and type(_find_sampler(data)) is SequentialSampler
+
+
+def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: Any) -> None:
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    lost = count % groups.batch_size if groups is not None and groups.drop_last else 0
+    part = sampler.num_samples != count
+    if sampler.replacement or part or lost:
+        how = f"and drops the last {lost} examples of each pass"
+        how = "with replacement" if sampler.replacement else f"{sampler.num_samples} of {count}" if part else how
+        raise NondeterministicError(
+            f"Got a DataLoader that samples at random {how}: every pass holds other examples. "
+            "Want the same examples every time. "
+            "Do: measure with shuffle=False, or pass list(loader) to measure what one pass yields."
+        )
+
+
+def _load_into_memory(data: Any) -> list[Batch]:
+    """The examples of a loader whose readings differ in nothing but the order, in an order of their own."""
+    held: list[Batch] = []
+    marks: list[bytes] = []
+    size = 0
+    for batch in read_batches(data):
+        held.append(_copy_batch(batch))
+        marks += _compute_digests(batch)
+        size += sum(leaf.numel() * leaf.element_size() for leaf in [*batch.list_tensors(), batch.targets])
+        if size > HELD:
+            raise NondeterministicError(
+                f"Got a {type(data).__name__} whose first batch differs between two readings (shuffling or random "
+                f"augmentation), and too much data to hold in memory ({HELD >> 30} GiB at most). "
+                "Want the same examples in the same order every time. "
+                "Do: measure on un-augmented data, with shuffle=False or a sampler of a fixed order."
+            )
+    if Counter(marks) != Counter(mark for batch in read_batches(data) for mark in _compute_digests(batch)):
+        raise NondeterministicError(
+            f"Got a {type(data).__name__} whose first batch differs between two readings, and not by the order of its "
+            "examples alone (random augmentation, a random sample, or padding that depends on the batch). "
+            "Want the same examples every time. "
+            "Do: measure on un-augmented data, or pass list(loader) to measure what one pass yields."
+        )
+    whole = _try_join_batches(held)
+    if whole is None:
+        return held
+    # Sorted by content, so that the result does not depend on the state of a random generator.
+    order = torch.tensor(sorted(range(len(marks)), key=marks.__getitem__))
+    largest = max(batch.examples for batch in held)
+    return [whole.take(order[start : start + largest], start) for start in range(0, whole.examples, largest)]
+
+
+def _copy_batch(batch: Batch) -> Batch:
+    """A batch in memory of its own: an iterable may use that of its batches again."""
+    args, kwargs, targets = tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (batch.args, batch.kwargs, batch.targets)
+    )
+    return Batch(args, kwargs, targets, batch.first, batch.examples)
+
+
+def _try_join_batches(held: Sequence[Batch]) -> Batch | None:
+    """All batches as one; None where they have different shapes or hold something that belongs to no example."""
+    leaves, specs = zip(*(tree_flatten((each.args, each.kwargs, each.targets)) for each in held), strict=True)
+    columns = list(zip(*leaves, strict=False))
+    if any(spec != specs[0] for spec in specs) or not all(
+        batch.has_example_axis(leaf) and leaf.shape[1:] == column[0].shape[1:]
+        for column in columns
+        for batch, leaf in zip(held, column, strict=True)
+    ):
+        return None
+    args, kwargs, targets = tree_unflatten([torch.cat(column) for column in columns], specs[0])
+    return Batch(args, kwargs, targets, 0, len(targets))
+
+
+def select_examples(data: Any, skip: int = 0, limit: int | None = None) -> Any:
+    """The examples after the first ``skip``, at most ``limit`` of them, in the order in which data is measured.
+
+    Args:
+        data: as for :func:`saltflat.measure`.
+        skip: how many examples to leave out.
+        limit: how many to take; all if None.
+
+    Example:
+        >>> import torch
+        >>> select_examples((torch.arange(6.0), torch.arange(6)), skip=1, limit=2)
+        (tensor([1., 2.]), tensor([1, 2]))
+    """
+    skip, limit = check_skip_and_limit(skip, limit)
+    if skip == 0 and limit is None:
+        return data
+    stop = None if limit is None else skip + limit
+    # A pair that does not fit together stays as it is: cut, nobody could tell any more.
+    if _is_dense_pair(data) and len(data[0]) == len(data[1]):
+        _check_some_left(skip, len(data[0]))
+        return tuple(part[skip:stop] for part in data)
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__"):
+        _check_some_left(skip, len(data))
+        return Subset(data, range(len(data))[skip:stop])
+    return data if _is_dense_pair(data) else DataSelection(data, skip, limit)
+
+
+class DataSelection:
+    """Batches with some of the examples of other data; can be read as often as that."""
+
+    def __init__(self, data: Any, skip: int, limit: int | None) -> None:
+        self.data, self.skip, self.limit = data, skip, limit
+        self._source: Any = None
+        # Where random generators are looked for that reading moves on.
+        for name in ("generator", "sampler", "batch_sampler"):
+            setattr(self, name, getattr(data, name, None))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._source is None:
+            self._source = prepare_data(self.data)
+        skip, left, seen = self.skip, self.limit, 0
+        for batch in read_batches(self._source):
+            seen += batch.examples
+            if skip >= batch.examples:
+                skip -= batch.examples
+                continue
+            part = batch.cut(skip, batch.examples if left is None else skip + left)
+            skip = 0
+            yield part.kwargs or part.args, part.targets
+            if left is not None:
+                left -= part.examples
+                if left == 0:
+                    return
+        if seen:
+            _check_some_left(self.skip, seen)
+
+    def count_examples(self, available: int | None) -> int | None:
+        """How many examples there are, if the data has ``available``."""
+        if available is None:
+            return None
+        rest = max(available - self.skip, 0)
+        return rest if self.limit is None else min(rest, self.limit)
+
+
+def _is_dense_pair(data: Any) -> bool:
+    return (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and all(isinstance(part, Tensor) and find_unsupported_kind(part) is None and part.dim() > 0 for part in data)
+    )
+
+
+def check_skip_and_limit(skip: Any, limit: Any) -> tuple[int, int | None]:
+    """Both as whole numbers, if they are."""
+    return _check_example_count("skip", skip, 0), None if limit is None else _check_example_count("limit", limit, 1)
+
+
+def _check_example_count(name: str, value: Any, least: int) -> int:
+    number = parse_integer(value)
+    if number is None or number < least:
+        raise OptionError(
+            f"Got {name}={value!r}. Want a whole number of examples, {least} or more. Do: leave it out to take all."
+        )
+    return number
+
+
+def _check_some_left(skip: int, count: int) -> None:
+    if 0 < count <= skip:
+        raise EmptyDataError(f"Got skip={skip} for data of {count} examples. Want some to be left. Do: skip fewer.")

@@ -1,0 +1,390 @@
+"""Gradients of single examples by plain autograd: what every strategy must reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from saltflat.engine import per_example
+from saltflat.engine.data import Batch
+from saltflat.engine.problem import Problem
+from saltflat.errors import CoupledExamplesError, ModelError, SaltflatError, format_error_line
+
+# What torch and Python raise when shapes, types or arguments do not fit.
+USUAL = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+
+QUOTIENTS = (3.0, 1.0, 0.3)  # times the usual step
+PAIRS = 4  # of examples at most, looked at while the first have no gradient
+GROUP = 6  # examples, taken together to see whether the model changes their order: two times three, three times two
+
+# Largest difference between two ways that is still rounding. A wrong split of the examples differs in the first digit.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
+
+
+def _split_singles(batch: Batch) -> list[Batch]:
+    return [batch.cut(n, n + 1) for n in range(batch.examples)]
+
+
+@dataclass(frozen=True)
+class _ReferenceGradients:
+    """What the gradients of some examples must be, for a random column each.
+
+    Attributes:
+        batch: the examples.
+        columns: ``(1, examples, *outputs)``.
+        outputs: of each example alone.
+        gradients: by parameter, each example's own, ``(examples, *parameter)``; empty where only ``along`` is known.
+        directions: by parameter, random, such that every parameter has about the same share of ``along``.
+        along: the derivative of each example's output along all directions at once, times its column.
+        coarsest: the shortest floating-point type that the model computes in: what rounding there is to expect.
+    """
+
+    batch: Batch
+    columns: Tensor
+    outputs: Tensor
+    gradients: dict[str, Tensor]
+    directions: dict[str, Tensor]
+    along: Tensor
+    coarsest: torch.dtype
+
+    @classmethod
+    def compute(cls, problem: Problem, batch: Batch, coarsest: torch.dtype) -> _ReferenceGradients:
+        """The definition: one example at a time, by autograd alone."""
+        taken = [_differentiate_example(problem, single) for single in _split_singles(batch)]
+        outputs = [outputs for outputs, _, _ in taken]
+        same = all(each.shape[1:] == outputs[0].shape[1:] for each in outputs)
+        if not same:
+            raise _make_coupled_error()
+        gradients = {name: torch.stack([found[name] for _, _, found in taken]) for name in problem.network.measured}
+        columns = torch.cat([column for _, column, _ in taken], 1)
+        rounding, tolerance = _compute_rounding(columns, coarsest), TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
+        norms = {name: value.norm() for name, value in gradients.items()}
+        largest = torch.stack([norm.double() for norm in norms.values()]).amax()
+        directions = {}
+        for number, (name, value) in enumerate(gradients.items()):
+            noise = torch.Generator().manual_seed(number)
+            direction = torch.randn(value.shape[1:], generator=noise).to(value)
+            # Gradients that are nothing but rounding stay small; where all are, they stay below the tolerance.
+            size = torch.maximum(norms[name], 0.01 * largest.to(value)) if largest > rounding else rounding / tolerance
+            directions[name] = direction / size
+        along = torch.stack(
+            [_project_gradients(value, directions[name]).double() for name, value in gradients.items()]
+        ).sum(0)
+        return cls(batch, columns, torch.cat(outputs), gradients, directions, along, coarsest)
+
+    def select_example(self, n: int) -> _ReferenceGradients:
+        gradients = {name: value[n : n + 1] for name, value in self.gradients.items()}
+        columns, outputs, along = self.columns[:, n : n + 1], self.outputs[n : n + 1], self.along[n : n + 1]
+        batch = self.batch.cut(n, n + 1)
+        return replace(self, batch=batch, columns=columns, outputs=outputs, gradients=gradients, along=along)
+
+    @cached_property
+    def squares(self) -> dict[str, Tensor]:
+        """By parameter, the squared gradients, summed over the examples."""
+        return {name: value.square().sum(0) for name, value in self.gradients.items()}
+
+    @cached_property
+    def projections(self) -> dict[str, Tensor]:
+        """By parameter, each example's gradient along the direction."""
+        return {name: _project_gradients(value, self.directions[name]) for name, value in self.gradients.items()}
+
+    @cached_property
+    def sizes(self) -> dict[str, Tensor]:
+        """By parameter, what the projections are about as large as."""
+        return {
+            name: value.flatten(1).norm(dim=1) * self.directions[name].square().mean().sqrt()
+            if value.dim() > 1
+            else value.abs() * self.directions[name].abs()
+            for name, value in self.gradients.items()
+            if value.numel()
+        }
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(self.coarsest, TOLERANCE[torch.float32])
+
+
+def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _ReferenceGradients:
+    """The definition, compared with other ways to the same numbers.
+
+    Single examples go through other kernels and memory layouts than batches do, and torch's are not all right.
+    """
+    wrong = _find_contradiction(problem, truth)
+    if wrong is not None and not problem.network.rewrites_batch_norm:
+        problem.network.rewrites_batch_norm = True
+        truth = _ReferenceGradients.compute(problem, truth.batch, truth.coarsest)
+        wrong = _find_contradiction(problem, truth)
+    if wrong is not None:
+        written = _find_written_parameters(problem)
+        if written:
+            raise ModelError(
+                f"Got a forward pass that writes to its own parameter {written[0]!r}, which gradients do not know of. "
+                "Want a function of the parameters. "
+                "Do: compute the changed weight without writing to it, or write before measuring instead."
+            )
+        raise ModelError(
+            f"Got gradients of {wrong} from torch's backward pass that are not those of the model's forward pass. "
+            "Want both to agree: the numbers would be wrong. "
+            "Do: take out hooks that change gradients; if there are none, report the operation to PyTorch."
+        )
+    return truth
+
+
+def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | None:
+    """A parameter whose gradient is another one in a batch, or for which the forward derivative is another one."""
+    network, batch, columns = problem.network, truth.batch, truth.columns
+    if batch.examples == 1:
+        batch, columns = batch.take(torch.tensor([0, 0]), batch.first), columns.expand(1, 2, *columns.shape[2:])
+    try:
+        leaves = per_example.make_leaves(network)
+        outputs = network(batch, leaves=leaves)
+        found = _compute_gradients(outputs, leaves, columns[0])
+    except SaltflatError:
+        raise
+    except Exception as error:
+        if truth.batch.examples > 1:
+            raise _make_not_differentiable_error(error, "a batch") from error
+        found = {}  # a model that takes one example at a time
+    repeats = batch.examples // truth.batch.examples
+    wanted = {name: repeats * value.sum(0) for name, value in truth.gradients.items()}
+    sizes = {name: value.abs().sum(0) * repeats for name, value in truth.gradients.items()}
+    for name in _find_differences(found, wanted, sizes, truth, _compute_rounding(columns, truth.coarsest)):
+        return repr(name)
+    every = ", ".join(map(repr, list(truth.gradients)[:3]))
+    if _find_written_parameters(problem):
+        # No kind of differentiation knows of that, but a difference quotient does.
+        off = (_compute_difference_quotient(problem, truth) - truth.along).abs().max()
+        return every if off > 0.05 * truth.along.abs().max() else None
+    forward = _compute_forward_derivative(problem, truth)
+    if forward is None:
+        # Backward passes are what training uses, and cutting off a part is a convention: no error, but a note.
+        network.has_other_slope = network.has_other_slope or _has_other_slope(problem, truth)
+        return None
+    if _is_near_reference(forward, truth):
+        return None
+    # Derivatives of either kind may be wrong. A difference quotient is coarse, but tells which.
+    quotient = _compute_difference_quotient(problem, truth)
+    # Where the two differ by rounding alone, it is as far from one as from the other.
+    return every if (quotient - forward).abs().max() < (quotient - truth.along).abs().max() / 2 else None
+
+
+def _find_written_parameters(problem: Problem) -> list[str]:
+    """Measured parameters that the forward pass writes to, except for embeddings with a largest norm."""
+    network = problem.network
+    bounded = {id(m.weight) for m in network.modules if getattr(m, "max_norm", None) is not None}
+    known = {network.names[key] for key in bounded}
+    return [name for name in network.find_writes() if name in network.measured and name not in known]
+
+
+def _is_near_reference(found: Tensor, truth: _ReferenceGradients) -> bool:
+    scale = truth.along.abs().max().clamp_min(1.0)  # every parameter's share is about one
+    return bool((found - truth.along).abs().max() <= truth.tolerance * scale)
+
+
+class _BackwardConventions(TorchFunctionMode):
+    """Forward differentiation that leaves out what backward differentiation leaves out by convention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            with forward_ad._set_fwd_grad_enabled(False):
+                return func(*args, **kwargs)
+        if func not in (F.embedding, F.embedding_bag):
+            return func(*args, **kwargs)
+        given = dict(zip(signature(func).parameters, args, strict=False)) | kwargs
+        padding = given.get("padding_idx")
+        if given.get("scale_grad_by_freq") or (func is F.embedding_bag and padding is not None):
+            raise NotImplementedError
+        result = func(*args, **kwargs)
+        if padding is None:
+            return result
+        # The row of padding has no gradient.
+        rows = len(given["weight"])
+        return torch.where((given["input"] == padding % rows).unsqueeze(-1), result.detach(), result)
+
+
+def _compute_forward_derivative(problem: Problem, truth: _ReferenceGradients) -> Tensor | None:
+    """Derivatives of each example's output along the directions, by forward differentiation; None if there is none."""
+    network = problem.network
+    try:
+        with forward_ad.dual_level(), torch.enable_grad(), _BackwardConventions():
+            level = forward_ad._current_level
+            # As forward_ad.make_dual, which first loads decompositions of rare operations for half a second.
+            duals = {
+                name: torch._VF._make_dual(value.detach(), truth.directions[name], level=level)
+                for name, value in network.measured.items()
+            }
+            tangent = forward_ad.unpack_dual(network(truth.batch, leaves=duals)).tangent
+    except Exception:
+        # Some operations have no such derivative. Other comparisons have to do then.
+        return None
+    if tangent is None:
+        return truth.along.new_zeros(truth.batch.examples)
+    return _sum_per_example(tangent.detach() * truth.columns[0]).to(truth.along)
+
+
+def _has_other_slope(problem: Problem, truth: _ReferenceGradients) -> bool:
+    """Whether difference quotients contradict a backward pass that nothing else could be compared with.
+
+    They can be trusted where two steps agree: then there is no kink between them.
+    """
+    before: Tensor | None = None
+    for shrink in QUOTIENTS:
+        found = _compute_difference_quotient(problem, truth, shrink)
+        if before is not None:
+            size = torch.maximum(found.abs().max(), truth.along.abs().max())
+            if (found - before).abs().max() <= 0.01 * size:
+                return bool((found - truth.along).abs().max() > 0.1 * size)
+        before = found
+    return False
+
+
+def _compute_difference_quotient(problem: Problem, truth: _ReferenceGradients, shrink: float = 1.0) -> Tensor:
+    network = problem.network
+    steps = {name: truth.directions[name].double() for name in network.measured}
+    for module in network.modules:
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and padding is not None:
+            name = network.names.get(id(module.weight), "")  # none of its own if it is computed from others
+            if name in steps:  # by convention the row of padding has no gradient
+                steps[name] = steps[name].index_fill(0, torch.tensor([padding], device=steps[name].device), 0.0)
+    ratio = max(
+        float(step.norm() / network.measured[name].double().norm().clamp_min(1e-3)) for name, step in steps.items()
+    )
+    size = shrink * (1e-6 if truth.coarsest == torch.float64 else 1e-3) / ratio
+    with torch.no_grad():
+        ahead, behind = (
+            network(
+                truth.batch,
+                leaves={
+                    name: (value + sign * size * steps[name]).to(value) for name, value in network.measured.items()
+                },
+            ).double()
+            for sign in (1, -1)
+        )
+    return _sum_per_example((ahead - behind) / (2 * size) * truth.columns[0]).to(truth.along)
+
+
+def _make_group_references(problem: Problem, batch: Batch, truth: _ReferenceGradients) -> list[_ReferenceGradients]:
+    """More examples at once than a pair: a model may change an order that two examples do not have."""
+    group = replace(truth, batch=batch, columns=_draw_random_column(truth.outputs, batch), gradients={})
+    along = _compute_forward_derivative(problem, group)
+    if along is None:
+        return [_ReferenceGradients.compute(problem, batch.cut(0, 4), truth.coarsest)]
+    return [replace(group, along=along)]
+
+
+def _find_silent_parameters(truths: list[_ReferenceGradients]) -> list[str]:
+    """Parameters whose gradient was zero so far."""
+    return [
+        name
+        for name, value in truths[0].gradients.items()
+        if value.numel() and not any(bool(truth.gradients[name].any()) for truth in truths)
+    ]
+
+
+def _make_coupled_error() -> CoupledExamplesError:
+    return CoupledExamplesError(
+        "Got other outputs for an example in a batch than for the same example alone. "
+        "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
+        "Do: replace layers that mix the batch (BatchNorm without running statistics, attention across the batch)."
+    )
+
+
+def _project_gradients(gradients: Tensor, direction: Tensor) -> Tensor:
+    return gradients.reshape(len(gradients), direction.numel()) @ direction.reshape(-1)
+
+
+def _compute_rounding(columns: Tensor, coarsest: torch.dtype) -> float:
+    """The size of gradients that can be rounding alone: of what a norm over a single feature leaves, say."""
+    return 300 * torch.finfo(coarsest).eps * float(columns.norm())
+
+
+def _sum_per_example(values: Tensor) -> Tensor:
+    """Sums over everything but the first axis."""
+    return values.reshape(len(values), values[0].numel()).sum(1)
+
+
+def _find_differences(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    sizes: Mapping[str, Tensor],
+    truth: _ReferenceGradients,
+    rounding: float,
+    degree: int = 1,
+) -> list[str]:
+    """Parameters with differences that are more than rounding.
+
+    ``sizes`` are what the values were summed up from; where none is above ``rounding``, there is nothing to compare.
+    ``degree`` is 2 for squares.
+    """
+    names = [name for name in found if name in sizes and wanted[name].numel() and sizes[name].numel()]
+    if not names:
+        return []
+    off = torch.stack([(found[name] - wanted[name]).abs().max().double() for name in names])
+    size = torch.stack([sizes[name].max().double() for name in names])
+    if size.max() <= rounding:
+        return []
+    # A parameter without effect (a key's bias) has nothing but rounding to compare: of others' gradients, or of sums
+    # that cancel.
+    floor = ((100 * torch.finfo(truth.coarsest).eps) ** degree * size.max()).clamp_min(rounding / 30**degree)
+    bad = ~(off <= torch.maximum(truth.tolerance * size, floor))
+    return [name for name, each in zip(names, bad.tolist(), strict=True) if each]
+
+
+def _draw_random_column(outputs: Tensor, batch: Batch) -> Tensor:
+    each = []
+    for n in range(batch.examples):
+        noise = torch.Generator().manual_seed(batch.first + n)
+        each.append(torch.randn((1, *outputs.shape[1:]), generator=noise, dtype=torch.float64))
+    return torch.stack(each, 1).to(outputs)
+
+
+def _differentiate_example(problem: Problem, single: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """One example by the definition: its outputs, a random column and the gradients for that."""
+    network = problem.network
+    try:
+        leaves = per_example.make_leaves(network)
+        outputs = network(single, leaves=leaves)
+        per_example.check_hidden_parameters(network, outputs)
+        column = _draw_random_column(outputs, single)
+        return outputs.detach(), column, _compute_gradients(outputs, leaves, column[0])
+    except SaltflatError:
+        raise
+    except Exception as error:
+        raise _make_not_differentiable_error(error, f"example {single.first} alone") from error
+
+
+def _make_not_differentiable_error(error: Exception, what: str) -> ModelError:
+    if "modified by an inplace operation" in str(error):
+        return ModelError(
+            f"Got a model that overwrites in place what its backward pass needs: {format_error_line(error)}. "
+            "Want it to stay (training refuses this too). Do: replace the in-place operation."
+        )
+    return ModelError(
+        f"Got an error for {what} from a model that runs on a batch: {type(error).__name__}: {error}. "
+        "Want a model that can be differentiated for a single example. "
+        "Do: check inputs whose first axis is not that of the examples, and functions without a backward pass."
+    )
+
+
+def _compute_gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Tensor) -> dict[str, Tensor]:
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if outputs.requires_grad:
+        found = torch.autograd.grad(outputs, list(leaves.values()), column, allow_unused=True)
+    dense = [each.to_dense() if each is not None and each.layout != torch.strided else each for each in found]
+    pairs = zip(leaves.items(), dense, strict=True)
+    return {name: torch.zeros_like(leaf) if value is None else value.detach() for (name, leaf), value in pairs}
+
+
+def _is_allclose(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

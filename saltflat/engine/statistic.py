@@ -1,0 +1,154 @@
+"""What a statistic is, and the registry of all of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+
+from saltflat.engine.context import StatisticResult
+from saltflat.engine.geometry import Geometry
+from saltflat.errors import OptionError, make_unknown_name_error
+from saltflat.gradients.base import ColumnLayout, FactoredGradient
+
+
+@dataclass(frozen=True)
+class ParameterSite:
+    """The parameter that a contraction is about.
+
+    Attributes:
+        name: of the parameter.
+        value: the parameter itself.
+        geometry: how it is a matrix; None for a vector.
+        deviation: standard deviation of each input channel, for statistics that ask for ``features``.
+    """
+
+    name: str
+    value: Tensor
+    geometry: Geometry | None = None
+    deviation: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A contraction that the shared sweep sums.
+
+    Attributes:
+        name: how measures ask for it.
+        of: which columns it is about.
+        total: from the gradients of some examples to their part of the sum.
+        spread: the scatter of ``total`` due to random columns.
+        meaning: for the reader.
+        kind: ``"entries"`` (the parameter's shape), ``"scalar"``, ``"matrix"`` (for parameters with a geometry only;
+            any shape) or ``"example"`` (one number per example, kept instead of summed).
+        degree: how the value scales with the gradients: 2 for squares.
+        features: whether it needs the standard deviations of the layer's inputs.
+        options: keyword arguments of ``total``, with defaults.
+        by_group: whether sums over groups of examples are worth their memory.
+    """
+
+    name: str
+    of: Literal["curvature", "gradient"]
+    total: Callable[..., Tensor]
+    spread: Callable[[FactoredGradient, ColumnLayout], Tensor] | None
+    meaning: str
+    kind: Literal["entries", "scalar", "matrix", "example"] = "entries"
+    degree: int = 2
+    features: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    by_group: bool = True
+
+    def bind(self, key: str, options: Mapping[str, Any]) -> Statistic:
+        """The same with options filled in, under another name."""
+        total = partial(self.total, **options) if options else self.total
+        return replace(self, name=key, total=total, options={})
+
+
+# What a measure costs, cheapest first.
+COSTS = {
+    "sweep": "at most the one sweep over the data that all measures share",
+    "passes": "also some forward passes over the data, a few dozen at most",
+    "search": "also hundreds of passes, or a search for every single weight",
+}
+# Up to so many forward passes over the data are nearly free beside a sweep, and up to so many are a few sweeps.
+NEARLY_FREE, FEW = 2, 50
+
+
+@dataclass(frozen=True)
+class ComputedStatistic:
+    """A statistic with passes of its own.
+
+    Attributes:
+        name: how measures ask for it.
+        per: what its value has one part for.
+        function: of a setting.
+        meaning: for the reader.
+        options: keyword arguments of ``function``, with defaults.
+        passes: about how much time it takes, in forward passes over the data; or a function of its options.
+    """
+
+    name: str
+    per: Literal["layer", "network"]
+    function: Callable[..., StatisticResult]
+    meaning: str
+    options: Mapping[str, Any]
+    passes: float | Callable[..., float]
+
+    def estimate_passes(self, options: Mapping[str, Any]) -> float:
+        """About how many forward passes over the data it takes with these options."""
+        return self.passes(**{**self.options, **options}) if callable(self.passes) else self.passes
+
+    @property
+    def cost(self) -> str:
+        """One of :data:`COSTS`, for the usual options."""
+        passes = self.estimate_passes({})
+        return "sweep" if passes <= NEARLY_FREE else "passes" if passes <= FEW else "search"
+
+
+STATISTICS: dict[str, Statistic] = {}
+COMPUTED: dict[str, ComputedStatistic] = {}
+
+
+def register_statistic(statistic: Statistic) -> Statistic:
+    STATISTICS[statistic.name] = statistic
+    return statistic
+
+
+def statistic(
+    per: Literal["layer", "network"], meaning: str, passes: float | Callable[..., float] = 100
+) -> Callable[[Callable[..., StatisticResult]], Callable[..., StatisticResult]]:
+    """Register a statistic that is a function of a setting; its keyword-only arguments are its options.
+
+    ``passes`` says about how much time it takes, in forward passes over the data: a number, or a function of the
+    options. It decides what the measures cost that need it, and is what remaining times are estimated from.
+    """
+
+    def register_function(function: Callable[..., StatisticResult]) -> Callable[..., StatisticResult]:
+        name = getattr(function, "__name__", "")
+        COMPUTED[name] = ComputedStatistic(name, per, function, meaning, find_keyword_defaults(function), passes)
+        return function
+
+    return register_function
+
+
+def find_keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Keyword-only arguments with their defaults."""
+    arguments = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in arguments if each.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def find_statistics(names: str | Sequence[str]) -> list[Statistic]:
+    """The statistics of these names, each once."""
+    if not isinstance(names, str) and not (isinstance(names, Sequence) and all(isinstance(n, str) for n in names)):
+        raise OptionError(f"Got names={names!r}. Want a name or a list of names. Do: for instance 'curvature_trace'.")
+    wanted = [names] if isinstance(names, str) else list(names)
+    if not wanted:
+        raise OptionError("Got no statistics. Want at least one name. Do: for instance 'curvature_trace'.")
+    for name in wanted:
+        if name not in STATISTICS:
+            raise make_unknown_name_error("statistic", name, STATISTICS)
+    return [STATISTICS[name] for name in dict.fromkeys(wanted)]

@@ -1,0 +1,418 @@
+"""The strategy: how a model can be swept, determined by running it on the first examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from saltflat.engine import per_example
+from saltflat.engine.custom_losses import CustomLoss
+from saltflat.engine.data import Batch
+from saltflat.engine.model_loss import check_model_loss
+from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.reference_gradients import (
+    GROUP,
+    PAIRS,
+    TOLERANCE,
+    USUAL,
+    _compute_rounding,
+    _find_differences,
+    _find_silent_parameters,
+    _is_allclose,
+    _is_near_reference,
+    _make_coupled_error,
+    _make_group_references,
+    _ReferenceGradients,
+    _split_singles,
+    _verify_reference,
+)
+from saltflat.errors import (
+    ModelError,
+    NondeterministicError,
+    NonFiniteError,
+    OptionError,
+    PrecisionError,
+    SaltflatError,
+    format_error_line,
+)
+from saltflat.gradients.base import FactoredGradient
+
+Way = Callable[..., tuple[Tensor, per_example.Backward]]  # of a network and a batch
+
+# The ways to take a chunk's gradients, the quickest first; `single` is `together` with chunks of one example.
+LOOPED = "single, columns in a loop"
+PLAIN = "single, without rules of layers"
+WAYS: dict[str, Way] = {
+    "together": per_example.run_batched,
+    "mapped": per_example.run_vmapped,
+    "single": per_example.run_batched,
+    LOOPED: partial(per_example.run_batched, loop=True),
+    PLAIN: partial(per_example.run_batched, loop=True, rules=False),
+}
+# Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
+CPU_CHUNK = 6 << 20
+OVERHEAD = 16 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How to sweep a problem, and what that takes.
+
+    Attributes:
+        way: a key of :data:`WAYS`.
+        fallback: the same for an example of a chunk whose examples turn out not to be told apart by ``way``.
+        fixed: bytes per example, whatever the number of columns.
+        moving: bytes per example and column.
+        widest: bytes of the largest activation of one example.
+        calls: what one example shows the layers.
+        tolerance: of differences between outputs that are still rounding.
+    """
+
+    way: str
+    fallback: str
+    fixed: int
+    moving: int
+    widest: int
+    calls: per_example.LayerCalls
+    tolerance: float
+
+    def choose_num_examples(self, batch: Batch, columns: int, limit: int) -> int:
+        """How many examples of a batch to take at once."""
+        fit = compute_working_memory(limit) // (
+            self.fixed + self.moving * min(columns, self.choose_num_columns(1, limit))
+        )
+        if batch.targets.device.type == "cpu":
+            fit = min(fit, CPU_CHUNK // (self.widest * columns))
+        return max(1, fit)
+
+    def choose_num_columns(self, examples: int, limit: int) -> int:
+        """How many columns to propagate at once with so many examples."""
+        return max(1, (compute_working_memory(limit) // examples - self.fixed) // self.moving)
+
+    def forward(self, problem: Problem, batch: Batch, way: str | None = None) -> tuple[Tensor, per_example.Backward]:
+        """Outputs, checked, and the backward pass."""
+        way = way or self.way
+        if way == "together" and batch.examples > 1:
+            outputs, backward = per_example.run_batched(problem.network, batch, expected=self.calls)
+        else:
+            outputs, backward = WAYS[way](problem.network, batch)
+        problem.check_outputs(outputs, batch)
+        return outputs, backward
+
+
+def compute_working_memory(limit: int) -> int:
+    """What is left of the working memory for examples, beside kernels' own and Python's objects."""
+    return limit - min(limit // 4, OVERHEAD)
+
+
+def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
+    """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give.
+
+    More than two are run at once only if as many fit into ``limit`` bytes: else no chunk will have them.
+    """
+    pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
+    outputs, noticed = compute_checked_outputs(problem, pairs[0])
+    _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
+    check_model_loss(problem, pairs)
+    coarsest = noticed.coarsest
+    truths = [_ReferenceGradients.compute(problem, pairs[0], coarsest)]
+    _check_fixed_function(problem, truths[0], outputs)
+    truths[0] = _verify_reference(problem, truths[0])
+    # A gradient of zero agrees with everything: look at more examples as long as some parameter has no other.
+    for pair in pairs[1:]:
+        if not _find_silent_parameters(truths):
+            break
+        truths.append(_verify_reference(problem, _ReferenceGradients.compute(problem, pair, coarsest)))
+    checks = [truth for truth in truths if truth.batch.examples > 1]
+    ways = ["together", "mapped"]
+    if not checks or len(_find_silent_parameters(truths)) == len(problem.network.measured) or noticed.sizes:
+        # Examples that take different paths through the layers have to take them alone.
+        ways = []
+    elif noticed.order:
+        # Ones that are put into another order can be mapped.
+        ways.remove("together")
+    first = truths[0].select_example(0)
+    results = noticed.bytes // pairs[0].examples
+    needs, fallback = _measure_example_cost(problem, first, LOOPED, results), LOOPED
+    if needs is None:
+        # What a rule says of its layer is not all that the model does with it.
+        needs, fallback, ways = _measure_example_cost(problem, first, PLAIN, results), PLAIN, []
+    assert needs is not None
+    # What a CPU's heap holds is up to four times what is in use: arrays of many sizes leave gaps. On a GPU the kernels
+    # of convolutions take working memory of their own.
+    held = 4 if outputs.device.type == "cpu" else 1.3
+    # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
+    few, all_of_them = 5 * needs.widest, needs.activations + needs.factors
+    # The columns themselves are made in float64.
+    columns = 2 * needs.moving + 24 * outputs[0].numel()
+    fitting = int(limit // (held * (needs.fixed + min(few, all_of_them) + columns)))
+    group = batch.cut(0, min(GROUP, max(2, fitting)))
+    _check_uncoupled(problem, group, coarsest)
+    if ways and group.examples > 2:
+        checks += _make_group_references(problem, group, truths[0])
+    way = next((way for way in ways if all(_is_way_consistent(problem, way, check) for check in checks)), None)
+    way = way or ("single" if fallback == LOOPED and _is_way_consistent(problem, "single", first) else fallback)
+    moving = columns + (few if way in ("together", "single") else all_of_them)
+    return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls, first.tolerance)
+
+
+def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
+    """Refuse examples that have other outputs in this batch than they had in others; ``scales`` are the sizes of those.
+
+    The first examples, which are probed, need not show that others are coupled.
+    """
+    with torch.no_grad():
+        found = problem.network(batch)
+    if found.shape != outputs.shape:
+        raise _make_coupled_error()
+    off = (found - outputs.to(found)).abs().reshape(batch.examples, -1).amax(1)
+    if not bool((off <= tolerance * scales.to(off)).all()):
+        raise _make_coupled_error()
+
+
+def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _OperationRecorder]:
+    """Outputs of a few examples, and what was noticed on the way; what model, data or loss do not fit is said."""
+    outputs, noticed = _compute_first_outputs(problem, pair)
+    problem.check_outputs(outputs, pair)
+    try:
+        _check_first_loss(problem, outputs, pair)
+    except SaltflatError:
+        raise
+    except USUAL as error:
+        raise OptionError(
+            f"Got {format_error_line(error)} from the loss on the first examples. "
+            "Want a function of (outputs, targets) that fits them; outputs and real targets come in float64. "
+            "Do: check it on one batch of the model's outputs, and convert what it holds with .to(outputs)."
+        ) from error
+    return outputs, noticed
+
+
+def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _OperationRecorder]:
+    """Outputs of the model as it is, and what was noticed on the way."""
+    network = problem.network
+    try:
+        try:
+            with torch.no_grad(), _OperationRecorder() as noticed:
+                outputs = network(pair, as_is=True)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            # The model differentiates in its forward pass.
+            network.needs_graph = True
+            with torch.no_grad(), _OperationRecorder() as noticed:
+                outputs = network(pair, as_is=True)
+    except SaltflatError:
+        raise
+    except USUAL as error:
+        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pair.list_tensors())
+        raise ModelError(
+            f"Got {format_error_line(error)} from the model on the first examples (inputs {shapes}). "
+            "Want a model that runs on this data. Do: check the inputs' shape and type against the model's."
+        ) from error
+    network.find_writes()
+    return outputs, noticed
+
+
+class _OperationRecorder(TorchDispatchMode):
+    """Notices operations that may treat the examples of a batch by their values.
+
+    ``sizes``: results whose size depends on values (masks, experts). ``order``: sorting, and numbers read from tensors.
+    ``coarsest``: the shortest floating-point type among all results. ``bytes``: of all results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = self.order = False
+        self.coarsest, self.bytes = torch.float64, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if torch.Tag.dynamic_output_shape in func.tags:
+            # Indexing by numbers has the size of the numbers.
+            masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
+            self.sizes |= masks
+        elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk) or (
+            func is aten._local_scalar_dense.default and args[0].dtype != torch.bool
+        ):
+            self.order = True
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor):
+                self.bytes += each.numel() * each.element_size()
+                if each.is_floating_point() and torch.finfo(each.dtype).bits < torch.finfo(self.coarsest).bits:
+                    self.coarsest = each.dtype
+        return result
+
+
+def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Batch) -> None:
+    """A loss that reads the model's parameters has a curvature of its own, which outputs know nothing of."""
+    if not isinstance(problem.loss, CustomLoss):
+        return
+    with torch.enable_grad():
+        value = problem.loss.compute_example_loss(outputs[0].detach().double(), cast_targets(batch.targets)[0])
+    found = per_example.find_reached_leaves(value, dict(problem.model.named_parameters()))
+    if found:
+        raise OptionError(
+            f"Got a loss that uses the model's parameter {found[0]!r} itself (a penalty, say). Want a function of "
+            "outputs and targets: the curvature of anything else would be lost. Do: measure without that term."
+        )
+
+
+def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> None:
+    """More than two examples together: some models mix examples only where there are more, or in another order."""
+    if batch.examples < 3:
+        return
+    with torch.no_grad():
+        together = problem.network(batch, as_is=True)
+        alone = [problem.network(single, as_is=True) for single in _split_singles(batch)]
+    tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
+    if any(one.shape[1:] != together.shape[1:] for one in alone) or not _is_allclose(
+        together, torch.cat(alone), tolerance
+    ):
+        raise _make_coupled_error()
+
+
+def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs: Tensor) -> None:
+    """The outputs of a batch are those of its examples alone."""
+    if _is_allclose(outputs, truth.outputs, truth.tolerance):
+        return
+    if torch.finfo(truth.coarsest).bits < 32:
+        raise PrecisionError(
+            f"Got operations in {truth.coarsest} inside of the model, whose outputs then depend on the batch. "
+            "Want float32 or float64 throughout. Do: take casts to half precision out of the model's forward."
+        )
+    with torch.no_grad():
+        again = problem.network(truth.batch, as_is=True)
+    if _is_allclose(outputs, again, truth.tolerance):
+        raise _make_coupled_error()
+    names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    raise NondeterministicError(
+        "Got different outputs from the same inputs: the model draws random numbers even in eval mode"
+        f"{' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else ''}. Want a fixed function. "
+        "Do: make its randomness depend on self.training, or turn it off."
+    )
+
+
+def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
+    targets = cast_targets(batch.targets)
+    problem.loss.check(outputs.double(), targets)
+    with torch.enable_grad():
+        problem.loss.gradient(outputs.double(), targets)
+    if not bool(problem.loss.total(outputs.double(), targets).isfinite().all()):
+        raise NonFiniteError(
+            "Got a NaN or infinite loss on the first examples. Want a finite one. Do: check loss and targets."
+        )
+
+
+def _is_way_consistent(problem: Problem, way: str, truth: _ReferenceGradients) -> bool:
+    """Whether a way gives every example its own gradients, for each parameter."""
+    comparison = _GradientComparison(problem, truth)
+    try:
+        _, backward = WAYS[way](problem.network, truth.batch)
+        backward(truth.columns, comparison.emit, True)
+    except SaltflatError:
+        raise
+    except Exception:
+        # Whatever keeps this way from working (an operation without a vectorised form, examples that cannot be told
+        # apart, control flow on values), the slower ways are there for it.
+        return False
+    return comparison.is_consistent()
+
+
+class _GradientComparison:
+    """Gradients as they are emitted, beside what they must be."""
+
+    def __init__(self, problem: Problem, truth: _ReferenceGradients) -> None:
+        self.truth, measured = truth, problem.network.measured
+        self.squares = {name: torch.zeros_like(value) for name, value in measured.items()}
+        self.along = {name: value.new_zeros(truth.batch.examples) for name, value in measured.items()}
+
+    def emit(self, name: str, form: FactoredGradient) -> None:
+        self.along[name] = form.project(self.truth.directions[name])[0]
+        if self.truth.gradients:
+            self.squares[name] = form.sum_squares()
+
+    def is_consistent(self) -> bool:
+        truth, squares, along = self.truth, self.squares, self.along
+        if not truth.gradients:
+            return _is_near_reference(torch.stack([each.double() for each in along.values()]).sum(0), truth)
+        rounding = _compute_rounding(truth.columns, truth.coarsest)
+        if _find_differences(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
+            return False
+        # Sums over the examples do not notice examples that were taken for each other.
+        # Directions are such that rounding is below the tolerance.
+        return not _find_differences(along, truth.projections, truth.sizes, truth, truth.tolerance)
+
+
+@dataclass(frozen=True)
+class _ExampleCost:
+    """What one example takes, in bytes, and shows the layers."""
+
+    fixed: int
+    moving: int
+    widest: int
+    activations: int
+    factors: int
+    calls: per_example.LayerCalls
+
+
+def _measure_example_cost(problem: Problem, truth: _ReferenceGradients, way: str, results: int) -> _ExampleCost | None:
+    """What an example takes, from a pass of it alone in one of the looped ways; None if that gives other gradients.
+
+    ``results`` are the bytes of all results of its forward pass.
+    """
+    single = truth.batch
+    network = problem.network
+    constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
+    saved: dict[int, int] = {}
+
+    def record_saved(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            return tensor
+        # Not the bytes of the storage: an example is a slice of its batch.
+        where, size = tensor.untyped_storage().data_ptr(), tensor.numel() * tensor.element_size()
+        if where not in constants:
+            saved[where] = max(size, saved.get(where, 0))
+        return tensor
+
+    record: list[tuple[nn.Module, Tensor, Tensor]] = []
+    factors: list[tuple[int, int]] = [(0, 0)]
+    comparison = _GradientComparison(problem, truth)
+
+    def emit(name: str, form: FactoredGradient) -> None:
+        factors.append(form.count_bytes())
+        comparison.emit(name, form)
+
+    try:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
+                outputs, backward = WAYS[way](network, single, record=record)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            # Transforms of torch.func inside of a model do not allow them. No more is saved than there are results.
+            record.clear()
+            outputs, backward = WAYS[way](network, single, record=record)
+            saved[0] = results
+        backward(truth.columns, emit, True)
+    except SaltflatError:
+        raise
+    except Exception:
+        if way == PLAIN:
+            raise
+        return None
+    if way != PLAIN and not comparison.is_consistent():
+        return None
+    for _, x, _ in record:
+        record_saved(x)
+    activations = [outputs.numel() * outputs.element_size(), *(y.numel() * y.element_size() for _, _, y in record)]
+    still, moving = (max(part) for part in zip(*factors, strict=True))
+    calls = per_example.LayerCalls.from_batch(single, [(module, x.shape) for module, x, _ in record])
+    every = sum(each for _, each in factors)
+    return _ExampleCost(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)

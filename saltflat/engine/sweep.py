@@ -1,0 +1,396 @@
+"""The sweep: one pass over the data that averages every statistic asked for, chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saltflat.engine import per_example
+from saltflat.engine.context import Setting
+from saltflat.engine.data import Batch
+from saltflat.engine.geometry import find_geometries
+from saltflat.engine.output_curvature import Columns, ExampleRNG, make_columns, wrap_columns
+from saltflat.engine.problem import cast_targets, is_finite
+from saltflat.engine.sampling import ExampleGroups, iterate_groups
+from saltflat.engine.statistic import ParameterSite, Statistic
+from saltflat.engine.strategy import Probe
+from saltflat.errors import EmptyDataError, NonFiniteError
+from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient
+from saltflat.gradients.scratch import use_scratch
+from saltflat.results.jackknife import compute_standard_error
+
+PIECES = 64  # of each parameter's values for single examples, before they are put together
+
+
+@dataclass
+class GroupCounts:
+    """What has been read of a group of examples."""
+
+    examples: int = 0
+    loss: float = 0.0
+    share: float = 0.0
+
+
+class SweepTotals:
+    """Sums over the examples seen so far, in float64.
+
+    Args:
+        setting: what is measured.
+        wanted: the statistics.
+        deviations: standard deviations of the layers' inputs, for statistics that ask for them.
+        replicate: keep every random draw's part of a sum, instead of the scatter within single examples.
+        only: the parameters to look at; all that are measured if None.
+        groups: keep the sums of each group of examples apart, for :meth:`leave_out_draw`.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        wanted: Sequence[Statistic],
+        deviations: Mapping[str, Tensor] | None = None,
+        replicate: bool = False,
+        only: Collection[str] | None = None,
+        groups: ExampleGroups | None = None,
+    ) -> None:
+        self.setting, self.problem, self.wanted, self.replicate = setting, setting.problem, wanted, replicate
+        self.groups, self.group = groups, 0
+        # Which axes count what is asked for by statistics of rows or columns only.
+        by_unit = any(each.kind == "matrix" for each in wanted)
+        shapes = setting.geometries if by_unit else find_geometries(self.problem.network)
+        deviations = deviations or {}
+        self.sites = {
+            name: ParameterSite(name, value, shapes.get(name), deviations.get(name))
+            for name, value in self.problem.network.measured.items()
+            if only is None or name in only
+        }
+        self.column_counts: dict[tuple[torch.Size, ...], int] = {}
+        self.draws = self.emitted = 0
+        self.seen = [GroupCounts() for _ in range(groups.count if groups else 1)]
+        # Sums of every group of examples; of all examples in one place where they would not fit in memory. Half of it
+        # is for them, an eighth for the examples of a window and their group, the rest for passes.
+        self.window = setting.limit // 16 if groups else 0
+        self.room = setting.limit - 2 * self.window
+        self.sums: dict[str, list[dict[str, Tensor]]] = {each.name: self._make_sums(each) for each in wanted}
+        self.parts: dict[str, list[dict[str, Tensor]]] = {each.name: [] for each in wanted}
+        self.rows: dict[str, list[tuple[str, Tensor, Tensor]]] = {each.name: [] for each in wanted}
+        self.variances: dict[str, dict[str, Tensor]] = {
+            each.name: {} for each in wanted if setting.plan.is_random and each.of == "curvature" and each.spread
+        }
+
+    def _make_sums(self, statistic: Statistic) -> list[dict[str, Tensor]]:
+        if not statistic.by_group or len(self.seen) == 1:
+            return [{}]
+        left = self.room - count_sum_bytes(statistic, self.sites.values()) * len(self.seen)
+        if left < self.setting.limit // 2 - 2 * self.window:
+            return [{}]
+        self.room = left
+        return [{} for _ in self.seen]
+
+    @property
+    def examples(self) -> int:
+        return sum(each.examples for each in self.seen)
+
+    @property
+    def loss(self) -> float:
+        return math.fsum(each.loss for each in self.seen)
+
+    @property
+    def share(self) -> float:
+        return math.fsum(each.share for each in self.seen)
+
+    def add_batch(self, batch: Batch) -> Iterator[None]:
+        """Cut a batch into chunks that fit and add them one by one."""
+        found = self.setting.get_probe(batch)
+        start, size = 0, self._compute_chunk_size(batch, found)
+        size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small rest would cost as much
+        while start < batch.examples:
+            chunk = batch.cut(start, start + size)
+            counted = self.emitted
+            try:
+                self._add_chunk(chunk, found)
+            except per_example.NotBatchableError:
+                if self.emitted != counted:  # running out of memory half-way, say: taking it again would count twice
+                    raise
+                for n in range(chunk.examples):
+                    self._add_chunk(chunk.cut(n, n + 1), found, found.fallback)
+            start += size
+            self.seen[self.group].examples += chunk.examples
+            self._join_rows()
+            yield
+            self.setting.heap.release()
+
+    def _join_rows(self) -> None:
+        """Keep single examples' values in few tensors: one takes half a kilobyte beside its numbers."""
+        for statistic, rows in self.rows.items():
+            if len(rows) < PIECES * len(self.sites):
+                continue
+            parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+            for name, numbers, values in rows:
+                parts.setdefault(name, []).append((numbers, values))
+            self.rows[statistic] = [
+                (name, torch.cat([numbers for numbers, _ in each]), torch.cat([values for _, values in each]))
+                for name, each in parts.items()
+            ]
+
+    def sweep(self, report: Callable[[int], None] = lambda done: None) -> SweepTotals:
+        """Add all the data."""
+        batches = self._probe_batches()
+        grouped = iterate_groups(batches, self.groups, self.window) if self.groups else ((0, b) for b in batches)
+        with use_scratch():
+            for self.group, batch in grouped:
+                for _ in self.add_batch(batch):
+                    report(self.examples)
+        self.setting.check_picked()
+        return self
+
+    def _probe_batches(self) -> Iterator[Batch]:
+        """The data, looked at before groups take single examples out of batches."""
+        for batch in self.problem.read_batches():
+            self.setting.get_probe(batch)
+            yield batch
+
+    def _compute_chunk_size(self, batch: Batch, found: Probe) -> int:
+        if found.way.startswith("single"):
+            return 1
+        # How many columns there are is known once one example of these shapes has been seen.
+        inputs = per_example.LayerCalls.from_batch(batch, []).inputs
+        if inputs not in self.column_counts:
+            single = batch.cut(0, 1)
+            with torch.no_grad():
+                outputs = self.problem.network(single).double()
+            self.problem.loss.check(outputs, cast_targets(single.targets))
+            columns = self._make_column_sets(outputs, single)
+            self.column_counts[inputs] = max(1, *(each.layout.total for _, each in columns))
+        return found.choose_num_examples(batch, self.column_counts[inputs], self.room)
+
+    def _make_column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
+        """The sets of columns the wanted statistics are about."""
+        targets, sets = cast_targets(batch.targets), []
+        kinds = {each.of for each in self.wanted}
+        if "curvature" in kinds:
+            curvature = self.problem.loss.curvature(outputs, targets)
+            found = make_columns(curvature, self.setting.plan, ExampleRNG(self.setting.seed, batch.first, batch.places))
+            sets += [("curvature", columns) for columns in found]
+        if "gradient" in kinds:
+            gradient = self.problem.loss.gradient(outputs, targets)
+            sets.append(("gradient", wrap_columns(gradient.unsqueeze(0), ColumnLayout(fixed=1))))
+        return sets
+
+    def _add_chunk(self, batch: Batch, found: Probe, way: str | None = None) -> None:
+        raw, backward = found.forward(self.problem, batch, way)
+        self.setting.check_uncoupled(batch, raw)
+        outputs, targets = raw.double(), cast_targets(batch.targets)
+        self.problem.loss.check(outputs, targets)
+        loss = self.problem.loss.total(outputs, targets).sum()
+        if not bool(loss.isfinite()):
+            raise NonFiniteError(
+                f"Got a NaN or infinite loss on examples {batch.first} to {batch.first + batch.examples - 1}. "
+                "Want a finite one. Do: check these targets."
+            )
+        sets = self._make_column_sets(outputs, batch)
+        for number, (kind, columns) in enumerate(sets):
+            layout = columns.layout
+            self.draws = max(self.draws, layout.draws)
+            # Random draws are compared with each other and stay in one block.
+            step = layout.total if layout.draws else found.choose_num_columns(batch.examples, self.room)
+            for start in range(0, layout.total, step):
+                stop = min(start + step, layout.total)
+                last = number == len(sets) - 1 and stop == layout.total
+                block = ColumnLayout(stop - start) if not layout.draws else layout
+                collect = self._make_collector(kind, block, columns.sign, batch)
+                backward(columns.block(start, stop).to(raw), collect, last)
+        self.seen[self.group].loss += float(loss)
+        self.seen[self.group].share += float(self.problem.loss.share(outputs, targets).sum())
+        self._record_chunk(batch, outputs, targets)
+
+    def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
+        """Called once with every chunk that was added."""
+
+    def _make_collector(self, kind: str, layout: ColumnLayout, sign: int, batch: Batch) -> per_example.Emit:
+        def emit(name: str, form: FactoredGradient) -> None:
+            self.emitted += 1
+            if name not in self.sites:
+                return
+            site = self.sites[name]
+            for each in self.wanted:
+                if each.of != kind or (each.kind == "matrix" and site.geometry is None):
+                    continue
+                if each.kind == "example":
+                    self.rows[each.name].append((name, batch.example_indices, each.total(form, site).double()))
+                elif layout.draws and self.replicate:
+                    self._add_draws(each, name, form, layout, sign)
+                else:
+                    _accumulate(self._get_current_sums(each), name, each.total(form, site), sign)
+                    if layout.draws and each.spread is not None:
+                        _accumulate(self.variances[each.name], name, each.spread(form, layout), 1)
+
+        return emit
+
+    def _get_current_sums(self, statistic: Statistic) -> dict[str, Tensor]:
+        """The sums that the examples at hand belong to."""
+        sums = self.sums[statistic.name]
+        return sums[self.group if len(sums) > 1 else 0]
+
+    def _add_draws(
+        self, statistic: Statistic, name: str, form: FactoredGradient, layout: ColumnLayout, sign: int
+    ) -> None:
+        site, parts, sums = self.sites[name], self.parts[statistic.name], self._get_current_sums(statistic)
+        if layout.fixed:
+            _accumulate(sums, name, statistic.total(form.select_columns(slice(layout.fixed)), site), sign)
+        parts += [{} for _ in range(layout.draws - len(parts))]
+        for part, group in zip(parts, layout.make_group_slices(), strict=True):
+            value = statistic.total(form.select_columns(group), site)
+            _accumulate(part, name, value, sign)
+            _accumulate(sums, name, value, sign)
+
+    def compute_mean_loss(self) -> float:
+        return self.loss / self._check_share()
+
+    def _check_share(self) -> float:
+        if self.share <= 0:
+            raise EmptyDataError(
+                "Got targets that are all ignored or have no weight. Want at least one that counts. "
+                "Do: check ignore_index and the class weights."
+            )
+        return self.share
+
+    def _compute_scale(self, statistic: Statistic, without: GroupCounts | None = None) -> float:
+        # Curvature is of the mean loss, L = loss / share.
+        # The gradients are of l_n with L = mean of l_n, so l_n = (N / share) total_n.
+        examples, share = self.examples, self._check_share()
+        if without is not None:
+            examples, share = examples - without.examples, share - without.share
+        if statistic.of == "curvature":
+            return 1 / share
+        per_gradient = (examples / share) ** statistic.degree
+        return per_gradient if statistic.kind == "example" else per_gradient / examples
+
+    def _sum_groups(self, statistic: Statistic) -> dict[str, Tensor]:
+        """The sums over all examples."""
+        first, *others = self.sums[statistic.name]
+        if not others:
+            return first
+        total: dict[str, Tensor] = {}
+        for sums in [first, *others]:
+            for name, value in sums.items():
+                _accumulate(total, name, value, 1)
+        return total
+
+    def compute_values(self) -> dict[str, dict[str, Tensor]]:
+        """Every wanted statistic of every parameter."""
+        found = {
+            each.name: self._scale_sums(each, self._sum_groups(each), self._compute_scale(each)) for each in self.wanted
+        }
+        for statistic, values in found.items():
+            for name, value in values.items():
+                if not is_finite(value):
+                    raise NonFiniteError(
+                        f"Got NaN or infinity in {statistic} of {name!r}. Want finite numbers: the squares overflowed. "
+                        "Do: measure with dtype=torch.float64."
+                    )
+        return found
+
+    def compute_errors(self) -> dict[str, dict[str, Tensor]]:
+        """Standard errors of what random columns had a part in."""
+        values = self.compute_values()
+        return {
+            name: {
+                key: compute_standard_error(found[key][0], found[key][1], self.draws) / self._check_share()
+                if key in found
+                else torch.zeros_like(value)
+                for key, value in values[name].items()
+            }
+            for name, found in self.variances.items()
+        }
+
+    def make_leave_one_out(self, statistic: Statistic) -> Callable[[int], dict[str, Tensor]] | None:
+        """The statistic with one group of examples left out, as a function of the group's number.
+
+        The groups are those that have examples. None where the groups' sums did not fit in memory.
+        """
+        kept = [(seen, number) for number, seen in enumerate(self.seen) if seen.examples]
+        # A group that holds all the share (every other example is ignored) leaves nothing to divide by.
+        if len(kept) < 2 or any(self._check_share() - seen.share <= 0 for seen, _ in kept):
+            return None
+        if statistic.kind == "example":
+            assert self.groups is not None
+            values = self._scale_sums(statistic, {}, 1.0)
+            group = self.groups.find_groups(torch.arange(self.examples))
+
+            def select_rows(left_out: int) -> dict[str, Tensor]:
+                seen, number = kept[left_out]
+                scale = self._compute_scale(statistic, seen)
+                return {name: each[(group != number).to(each.device)] * scale for name, each in values.items()}
+
+            return select_rows
+        sums = self.sums[statistic.name]
+        if len(sums) == 1:
+            return None
+        total = self._sum_groups(statistic)
+
+        def subtract_group(left_out: int) -> dict[str, Tensor]:
+            seen, number = kept[left_out]
+            rest = {
+                name: value - sums[number][name] if name in sums[number] else value for name, value in total.items()
+            }
+            return self._scale_sums(statistic, rest, self._compute_scale(statistic, seen))
+
+        return subtract_group
+
+    def compute_replicates(self, statistic: Statistic) -> tuple[dict[str, Tensor], ...] | None:
+        """The values with one draw left out at a time; None if nothing was drawn."""
+        parts = self.parts[statistic.name]
+        if not parts:
+            return None
+        scale, draws = self._compute_scale(statistic), len(parts)
+        values = self._scale_sums(statistic, self._sum_groups(statistic), scale)
+
+        def leave_out_draw(left_out: Mapping[str, Tensor], name: str, value: Tensor) -> Tensor:
+            # v = fixed + sum_e c_e and the others alone estimate fixed + D / (D - 1) sum_{e != d} c_e.
+            if name not in left_out:
+                return value
+            every = sum(part[name] for part in parts if name in part)
+            return value + (every - draws * left_out[name]) * (scale / (draws - 1))
+
+        return tuple({name: leave_out_draw(part, name, value) for name, value in values.items()} for part in parts)
+
+    def _scale_sums(self, statistic: Statistic, sums: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+        """In the order of the model's parameters; one that no output depends on has zeros."""
+        kept = [name for name, site in self.sites.items() if statistic.kind != "matrix" or site.geometry is not None]
+        if statistic.kind == "example":
+            device = next(iter(self.sites.values())).value.device
+            table = {name: torch.zeros(self.examples, dtype=torch.float64, device=device) for name in kept}
+            for name, numbers, values in self.rows[statistic.name]:
+                table[name][numbers.to(device)] = values * scale
+            return table
+
+        def make_zeros(site: ParameterSite) -> Tensor:
+            if statistic.kind == "matrix":
+                # Its shape is what the contraction makes of it.
+                nothing = site.value.new_zeros((1, 1, *site.value.shape), dtype=torch.float64)
+                return statistic.total(DenseGradient(nothing), site).double()
+            shape = () if statistic.kind == "scalar" else site.value.shape
+            return torch.zeros(shape, dtype=torch.float64, device=site.value.device)
+
+        return {name: sums[name].double() * scale if name in sums else make_zeros(self.sites[name]) for name in kept}
+
+
+def count_sum_bytes(statistic: Statistic, sites: Iterable[ParameterSite]) -> int:
+    """Bytes of a sum of this statistic over examples."""
+    shapes = [site.value.shape for site in sites]
+    if statistic.kind == "matrix":
+        return 8 * sum(shape[0] ** 2 for shape in shapes if len(shape) > 1)
+    return 8 * sum(shape.numel() for shape in shapes) if statistic.kind == "entries" else 0
+
+
+def _accumulate(sums: dict[str, Tensor], name: str, value: Tensor, sign: int) -> None:
+    if name not in sums:
+        sums[name] = value * sign  # in its own precision: most groups of examples are one chunk
+        return
+    if sums[name].dtype != torch.float64:
+        sums[name] = sums[name].double()
+    sums[name].add_(value, alpha=sign)

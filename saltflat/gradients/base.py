@@ -1,0 +1,224 @@
+"""Per-example gradients of one parameter: what every factored form can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+from saltflat.results.jackknife import compute_variance_of_mean
+
+# Intermediate products are taken in pieces of about this many elements: on a CPU they then stay in the second-level
+# cache (the difference is a factor of two for convolutions), on a GPU it only bounds memory.
+CPU_PIECE = 1 << 18
+GPU_PIECE = 1 << 26
+
+
+class MatrixGeometry(Protocol):
+    """How an array of the parameter's shape is ``(groups, out, in, positions)``; see :mod:`saltflat.engine.geometry`."""
+
+    @property
+    def inputs_first(self) -> bool: ...
+
+    def view_as_matrices(self, values: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """How the columns are arranged: ``fixed`` ones first, then ``draws`` equal groups of random ones."""
+
+    fixed: int
+    draws: int = 0
+    size: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.draws * self.size
+
+    def make_group_slices(self) -> list[slice]:
+        start = self.fixed
+        return [slice(start + d * self.size, start + (d + 1) * self.size) for d in range(self.draws)]
+
+
+class FactoredGradient(ABC):
+    """Gradients of one parameter for ``columns`` columns and ``examples`` examples."""
+
+    shape: torch.Size
+    columns: int
+    examples: int
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """``(columns, examples, *shape)``: the definition."""
+
+    @abstractmethod
+    def select_examples(self, examples: slice) -> FactoredGradient:
+        """The same for some of the examples."""
+
+    @abstractmethod
+    def select_columns(self, columns: slice) -> FactoredGradient:
+        """The same for some of the columns."""
+
+    def add(self, other: FactoredGradient) -> FactoredGradient:
+        """The sum of two uses of one parameter, before anything is squared."""
+        return DenseGradient(self.to_dense() + other.to_dense())
+
+    def sum_squares(self) -> Tensor:
+        """``shape``: sum over columns and examples of the squared gradient."""
+        return reduce(torch.add, (sum_column_squares(part.to_dense()).sum(0) for part in self.split_examples()))
+
+    def compute_spread(self, layout: ColumnLayout) -> Tensor:
+        """``(2, *shape)``: how random columns scatter :meth:`sum_squares`.
+
+        Sums over examples of the variances, and of their squares.
+        """
+
+        def compute_part(part: FactoredGradient) -> Tensor:
+            square = part.to_dense().square()
+            variance = compute_variance_of_mean(
+                torch.stack([square[group].sum(0) for group in layout.make_group_slices()])
+            )
+            return torch.stack([variance.sum(0), variance.square().sum(0)])
+
+        return reduce(torch.add, (compute_part(part) for part in self.split_examples()))
+
+    def compute_squared_norms(self, groups: Sequence[slice]) -> Tensor:
+        """``(groups, examples)``: squared length of the gradient, summed over each group of columns."""
+        parts = [compute_squared_lengths(_flatten_gradients(part.to_dense()), 2) for part in self.split_examples()]
+        return sum_groups(torch.cat(parts, 1), groups)
+
+    def project(self, direction: Tensor) -> Tensor:
+        """``(columns, examples)``: inner products of the gradients with one direction."""
+        flat = direction.reshape(-1)
+        return torch.cat([_flatten_gradients(part.to_dense()) @ flat for part in self.split_examples()], 1)
+
+    def sum_weighted(self, coefficients: Tensor) -> Tensor:
+        """``shape``: the sum over columns and examples of coefficient times gradient."""
+        parts, start = [], 0
+        for part in self.split_examples():
+            weights = coefficients[:, start : start + part.examples]
+            parts.append(torch.tensordot(weights, part.to_dense(), 2))
+            start += part.examples
+        total: Tensor = reduce(torch.add, parts)
+        return total
+
+    def sum_unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
+        """``(units,)``: inner products with a direction, unit by unit, squared and summed over columns and examples.
+
+        ``unit`` has the parameter's shape and says which unit each entry belongs to.
+        """
+        weight, unit, total = direction.reshape(-1), unit.reshape(-1), direction.new_zeros(units)
+        for part in self.split_examples():
+            products = (_flatten_gradients(part.to_dense()) * weight).flatten(0, 1)
+            inner = products.new_zeros(len(products), units).index_add_(1, unit, products)
+            total += inner.square().sum(0)
+        return total
+
+    def compute_row_products(self, geometry: MatrixGeometry, scale: Tensor | None) -> Tensor:
+        """``(groups, out, out)``: inner products between the gradients of output units, over columns and examples.
+
+        ``scale`` has the parameter's shape and multiplies the gradients first.
+        """
+        total = None
+        for part in self.split_examples():
+            dense = part.to_dense().flatten(0, 1)
+            dense = dense if scale is None else dense * scale
+            rows = torch.stack([geometry.view_as_matrices(each).flatten(2) for each in dense])  # (b, groups, out, in)
+            wide = rows.permute(1, 2, 0, 3).flatten(2)
+            total = wide @ wide.mT if total is None else total.add_(wide @ wide.mT)
+        assert total is not None
+        return total
+
+    def compute_gram(self, other: FactoredGradient) -> Tensor:
+        """``(examples, examples of other)``: inner products between gradients of two sets of examples, one column."""
+        return _flatten_gradients(self.to_dense())[0] @ _flatten_gradients(other.to_dense())[0].mT
+
+    def split_examples(self) -> Iterator[FactoredGradient]:
+        """The form in slices of examples whose dense gradients have a bounded size."""
+        step = compute_piece_size(self.columns * max(1, self.shape.numel()), self.device)
+        for start in range(0, self.examples, step):
+            yield self.select_examples(slice(start, start + step))
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def count_bytes(self) -> tuple[int, int]:
+        """Bytes held for one example: those that do not depend on the column, those of one column."""
+
+    def _count_column_bytes(self, factor: Tensor) -> int:
+        return factor.numel() * factor.element_size() // (self.examples * factor.shape[0])
+
+
+def compute_piece_size(elements: int, device: torch.device) -> int:
+    """How many examples of so many elements each are worked on at once."""
+    return max(1, (CPU_PIECE if device.type == "cpu" else GPU_PIECE) // max(1, elements))
+
+
+def _flatten_gradients(gradients: Tensor) -> Tensor:
+    return gradients.reshape(*gradients.shape[:2], -1)
+
+
+def sum_column_squares(factor: Tensor) -> Tensor:
+    """Sum of squares over the columns, without the array of squares."""
+    total = factor[0].square()
+    for column in factor[1:]:
+        total.addcmul_(column, column)
+    return total
+
+
+def compute_squared_lengths(vectors: Tensor, axes: int | tuple[int, ...]) -> Tensor:
+    """Squared lengths along some axes, without the array of squares."""
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=axes)
+    return lengths.square_()
+
+
+def sum_groups(per_column: Tensor, groups: Sequence[slice]) -> Tensor:
+    return torch.stack([per_column[group].sum(0) for group in groups])
+
+
+class DenseGradient(FactoredGradient):
+    """Gradients written out: ``(columns, examples, *shape)``."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.columns, self.examples = values.shape[:2]
+        self.shape = values.shape[2:]
+
+    def to_dense(self) -> Tensor:
+        return self.values
+
+    def select_examples(self, examples: slice) -> DenseGradient:
+        return DenseGradient(self.values[:, examples])
+
+    def select_columns(self, columns: slice) -> DenseGradient:
+        return DenseGradient(self.values[columns])
+
+    def count_bytes(self) -> tuple[int, int]:
+        return 0, self._count_column_bytes(self.values)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+
+def unwrap_columns(g: Tensor) -> Tensor:
+    """``(columns, *g)``, one column if ``g`` is not vectorised."""
+    if not _functorch.is_batchedtensor(g):
+        return g.unsqueeze(0)
+    return _functorch.get_unwrapped(g).movedim(_functorch.maybe_get_bdim(g), 0)
+
+
+def apply_to_columns(change: Callable[[Tensor], Tensor], g: Tensor) -> Tensor:
+    """Apply ``change`` to the array of all columns."""
+    changed = change(unwrap_columns(g))
+    if not _functorch.is_batchedtensor(g):
+        return changed.squeeze(0)
+    return _functorch._add_batch_dim(changed, 0, _functorch.maybe_get_level(g))

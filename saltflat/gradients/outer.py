@@ -1,0 +1,249 @@
+"""Sums of outer products: what a matrix multiplication or a convolution leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from saltflat.gradients.base import (
+    ColumnLayout,
+    FactoredGradient,
+    MatrixGeometry,
+    compute_piece_size,
+    compute_squared_lengths,
+    sum_column_squares,
+    sum_groups,
+)
+from saltflat.gradients.scratch import get_scratch_array
+from saltflat.results.jackknife import compute_variance_of_mean
+
+
+class OuterProductGradient(FactoredGradient):
+    """A sum over positions of outer products: what a matrix multiplication or a convolution leaves.
+
+    For group ``c`` the gradient is ``sum_t left[k, n, c, t, :] right[k, n, c, t, :]'``, reshaped to the parameter. One
+    of the two factors does not depend on the column and has size 1 there.
+
+    Args:
+        left: ``(columns or 1, examples, groups, positions, rows)``.
+        right: ``(columns or 1, examples, groups, positions, entries)``.
+        shape: of the parameter; ``groups * rows * entries`` elements.
+        order: how the groups, rows and the entries (in ``inner`` shape) are permuted into the parameter.
+    """
+
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        shape: torch.Size,
+        inner: tuple[int, ...] | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> None:
+        self.left, self.right, self.shape, self.inner, self.order = left, right, shape, inner, order
+        self.columns = max(left.shape[0], right.shape[0])
+        self.examples = left.shape[1]
+        self.groups, self.positions, self.rows, self.entries = *left.shape[2:], right.shape[4]
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    def reshape_to_parameter(self, core: Tensor, leading: int) -> Tensor:
+        """``(..., groups, rows, entries)`` to ``(..., *shape)``."""
+        head = core.shape[:leading]
+        if self.inner is not None and self.order is not None:
+            core = core.reshape(*head, self.groups, self.rows, *self.inner)
+            core = core.permute(*range(leading), *(leading + axis for axis in self.order))
+        return core.reshape(*head, *self.shape)
+
+    def to_dense(self) -> Tensor:
+        return self.reshape_to_parameter(self.left.mT @ self.right, 2)
+
+    def select_examples(self, examples: slice) -> OuterProductGradient:
+        return self._replace_factors(self.left[:, examples], self.right[:, examples])
+
+    def select_columns(self, columns: slice) -> OuterProductGradient:
+        left, right = (factor[columns] if factor.shape[0] > 1 else factor for factor in (self.left, self.right))
+        return self._replace_factors(left, right)
+
+    def count_bytes(self) -> tuple[int, int]:
+        left, right = self._count_column_bytes(self.left), self._count_column_bytes(self.right)
+        # Which of the two changes with the column cannot be told from a single one.
+        return max(left, right), min(left, right) if self.columns == 1 else max(left, right)
+
+    def _replace_factors(self, left: Tensor, right: Tensor) -> OuterProductGradient:
+        return OuterProductGradient(left, right, self.shape, self.inner, self.order)
+
+    def add(self, other: FactoredGradient) -> FactoredGradient:
+        # Two calls of one layer are one call with the positions of both.
+        if (
+            isinstance(other, OuterProductGradient)
+            and (other.shape, other.inner, other.order) == (self.shape, self.inner, self.order)
+            and other.left.shape[0] == self.left.shape[0]
+            and other.right.shape[0] == self.right.shape[0]
+        ):
+            return self._replace_factors(torch.cat([self.left, other.left], 3), torch.cat([self.right, other.right], 3))
+        return super().add(other)
+
+    def sum_squares(self) -> Tensor:
+        if self.positions == 1:
+            # (g a')^2 = g^2 (a^2)': one product for all columns and examples.
+            left, right = sum_column_squares(self.left), sum_column_squares(self.right)
+            return self.reshape_to_parameter(torch.einsum("ncto,ncti->coi", left, right), 0)
+        return self.reshape_to_parameter(self._sum_squared_products(), 0)
+
+    def compute_spread(self, layout: ColumnLayout) -> Tensor:
+        if self.positions == 1:
+            varying, still = (self.left, self.right) if self.right.shape[0] == 1 else (self.right, self.left)
+            per_draw = torch.stack([varying[group].square().sum(0) for group in layout.make_group_slices()])
+            # An example's variance is itself an outer product.
+            factors = compute_variance_of_mean(per_draw), still[0].square().square()
+            left, right = factors if self.right.shape[0] == 1 else factors[::-1]
+            moments = [
+                torch.einsum("ncto,ncti->coi", *pair) for pair in ((left, right), (left.square(), right.square()))
+            ]
+            return self.reshape_to_parameter(torch.stack(moments), 1)
+        return super().compute_spread(layout)
+
+    def _sum_squared_products(self) -> Tensor:
+        """``(groups, rows, entries)``: squared gradients, a few examples at a time through one buffer."""
+        left, right = self._stack_columns()
+        left, right = left.flatten(0, 1), right.flatten(0, 1)  # examples and groups
+        step = self.groups * compute_piece_size(self.columns * self.groups * self.rows * self.entries, self.device)
+        step = min(step, len(left))
+        buffer = get_scratch_array("product", (step, left.shape[2], right.shape[2]), left)
+        total = get_scratch_array("squares", buffer.shape, left).zero_()
+        for start in range(0, len(left), step):
+            count = min(step, len(left) - start)
+            product = torch.bmm(left[start : start + count].mT, right[start : start + count], out=buffer[:count])
+            total[:count].addcmul_(product, product)
+        return self._sum_columns(total.unflatten(0, (-1, self.groups)).sum(0))
+
+    def _stack_columns(self) -> tuple[Tensor, Tensor]:
+        """Columns laid beside the rows (or entries) they belong to: one large product per example and group."""
+
+        def stack_factor(factor: Tensor, use: str) -> Tensor:
+            if factor.shape[0] == 1:
+                return factor[0]
+            # Copied in the order it lies in memory, and turned afterwards: the products take either.
+            turned = factor.stride(3) < factor.stride(4)
+            order = (1, 2, 0, 4, 3) if turned else (1, 2, 3, 0, 4)
+            moved = factor.permute(order)
+            copy = get_scratch_array(use, moved.shape, factor).copy_(moved)
+            return copy.flatten(2, 3).mT if turned else copy.flatten(3, 4)
+
+        return stack_factor(self.left, "left"), stack_factor(self.right, "right")
+
+    def _sum_columns(self, product: Tensor) -> Tensor:
+        """Columns beside rows (or entries), summed."""
+        axis, size = (1, self.rows) if self.right.shape[0] == 1 else (2, self.entries)
+        parted: Tensor = product.unflatten(axis, (-1, size))
+        return parted.sum(axis)
+
+    def compute_squared_norms(self, groups: Sequence[slice]) -> Tensor:
+        if self.positions == 1:
+            return sum_groups(
+                (compute_squared_lengths(self.left, (3, 4)) * compute_squared_lengths(self.right, (3, 4))).sum(2),
+                groups,
+            )
+        width = self.columns * self.rows if self.right.shape[0] == 1 else self.columns * self.entries
+        still = self.entries if self.right.shape[0] == 1 else self.rows
+        # |sum_t g_t a_t'|^2 = sum_tt' (g_t . g_t') (a_t . a_t'): cheaper when there are few positions.
+        if len(groups) == 1 and self.positions * (width + still) < width * still:
+            return self._compute_norms_by_position(groups[0])
+        left, right = self._stack_columns()
+        step = min(
+            self.examples, compute_piece_size(self.columns * self.groups * self.rows * self.entries, self.device)
+        )
+        shape = (step * self.groups, left.shape[3], right.shape[3])
+        parts = []
+        for start in range(0, self.examples, step):
+            here = slice(start, start + step)
+            one, two = left[here].flatten(0, 1), right[here].flatten(0, 1)
+            product = torch.bmm(one.mT, two, out=get_scratch_array("product", (len(one), *shape[1:]), left))
+            if self.right.shape[0] == 1:
+                found = compute_squared_lengths(product.unflatten(1, (-1, self.rows)), (2, 3))
+            else:
+                found = compute_squared_lengths(product.unflatten(2, (-1, self.entries)), (1, 3))
+            parts.append(found.unflatten(0, (-1, self.groups)).sum(1))
+        return sum_groups(torch.cat(parts).T, groups)
+
+    def _compute_norms_by_position(self, group: slice) -> Tensor:
+        whole = self._replace_factors(
+            self.left[group] if self.left.shape[0] > 1 else self.left,
+            self.right[group] if self.right.shape[0] > 1 else self.right,
+        )
+        left, right = whole._stack_columns()
+        step = compute_piece_size(self.groups * self.positions * self.positions, self.device)
+        parts = []
+        for start in range(0, self.examples, step):
+            here = slice(start, start + step)
+            inner = (left[here] @ left[here].mT).mul_(right[here] @ right[here].mT)
+            parts.append(inner.sum((1, 2, 3)))
+        return torch.cat(parts).unsqueeze(0)
+
+    def reshape_to_core(self, direction: Tensor) -> Tensor:
+        """An array of the parameter's shape as ``(groups, rows, entries)``; :meth:`reshape_to_parameter` is the "
+        "inverse."""
+        core = direction
+        if self.inner is not None and self.order is not None:
+            core = core.reshape([(self.groups, self.rows, *self.inner)[axis] for axis in self.order])
+            core = core.permute([self.order.index(axis) for axis in range(len(self.order))])
+        return core.reshape(self.groups, self.rows, self.entries)
+
+    def project(self, direction: Tensor) -> Tensor:
+        core = self.reshape_to_core(direction)
+        # The factor without columns is multiplied: one product for all of them.
+        if self.right.shape[0] == 1:
+            return torch.einsum("knctr,nctr->kn", self.left, self.right[0] @ core.mT)
+        return torch.einsum("kncte,ncte->kn", self.right, self.left[0] @ core)
+
+    def sum_weighted(self, coefficients: Tensor) -> Tensor:
+        # So is the sum over columns: it is taken before the product.
+        if self.right.shape[0] == 1:
+            left, right = torch.einsum("kn,knctr->nctr", coefficients.to(self.left), self.left), self.right[0]
+        else:
+            left, right = self.left[0], torch.einsum("kn,kncte->ncte", coefficients.to(self.right), self.right)
+        rows, entries = left.permute(1, 3, 0, 2).flatten(2), right.permute(1, 0, 2, 3).flatten(1, 2)
+        return self.reshape_to_parameter(rows @ entries, 0)
+
+    def sum_unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
+        core, number = self.reshape_to_core(direction), self.reshape_to_core(unit)
+        by_entry = bool((number == number[:, :1]).all())
+        if not by_entry and not bool((number == number[:, :, :1]).all()):
+            return super().sum_unit_squares(direction, unit, units)
+        number = (number[:, 0] if by_entry else number[:, :, 0]).reshape(-1)
+        total = core.new_zeros(units)
+        width = self.groups * self.positions * (self.entries if by_entry else self.rows)
+        step = compute_piece_size(self.columns * width, self.device)
+        for start in range(0, self.examples, step):
+            part = self.select_examples(slice(start, start + step))
+            # What the other side sends to each entry (or row), times what was there.
+            each = (part.left @ core) * part.right if by_entry else (part.right @ core.mT) * part.left
+            flat = each.sum(3).flatten(0, 1).flatten(1)
+            total += flat.new_zeros(len(flat), units).index_add_(1, number, flat).square().sum(0)
+        return total
+
+    def compute_row_products(self, geometry: MatrixGeometry, scale: Tensor | None) -> Tensor:
+        plain = self.positions == 1 and self.right.shape[0] == 1 and self.order is None and not geometry.inputs_first
+        factors = None if scale is None else self.reshape_to_core(scale)
+        if not plain or (factors is not None and not bool((factors == factors[:, :1]).all())):
+            return super().compute_row_products(geometry, scale)
+        right = self.right[0] if factors is None else self.right[0] * factors[:, :1]
+        # (g a')(g a')' = |a|^2 g g'
+        left = (
+            (self.left * compute_squared_lengths(right, (2, 3))[None, :, :, None, None].sqrt())
+            .permute(2, 4, 0, 1, 3)
+            .flatten(2)
+        )
+        return left @ left.mT
+
+    def compute_gram(self, other: FactoredGradient) -> Tensor:
+        if not isinstance(other, OuterProductGradient) or self.positions * other.positions > 1:
+            return super().compute_gram(other)
+        # <g a', h b'> = (g.h)(a.b)
+        left = torch.einsum("ncr,mcr->cnm", self.left[0, :, :, 0], other.left[0, :, :, 0])
+        right = torch.einsum("nce,mce->cnm", self.right[0, :, :, 0], other.right[0, :, :, 0])
+        return (left * right).sum(0)

@@ -1,0 +1,248 @@
+"""A slice through the loss around a network's weights."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from saltflat.engine.context import NotDefinedError, Setting
+from saltflat.engine.full_loss import check_finite_loss
+from saltflat.engine.output_curvature import parse_column_plan
+from saltflat.engine.problem import Problem
+from saltflat.engine.progress import show_steps
+from saltflat.engine.session import open_session, take_turns
+from saltflat.errors import ModelError, OptionError, ParameterError, make_unknown_name_error
+from saltflat.landscape.directions import Direction, DirectionOptions, compute_directions, parse_direction_options
+from saltflat.landscape.evaluate import (
+    SlicePoints,
+    compute_batch_norm_statistics,
+    compute_point_losses,
+    find_batch_norms,
+)
+from saltflat.landscape.result import Landscape
+from saltflat.measures.measure import get_package_version
+from saltflat.statistics.compute import describe_setting
+from saltflat.validation import MOST, check_positive, check_seed, parse_bytes
+
+MOST_POINTS = 250_000  # a slip of the keyboard beyond
+
+
+@dataclass(frozen=True)
+class SliceGrid:
+    """Where the loss is taken.
+
+    Attributes:
+        dimensions: 1 or 2.
+        points: along each direction, an odd number.
+        radius: how far the outermost points are from the middle, in lengths of the direction.
+    """
+
+    dimensions: int
+    points: int
+    radius: float
+
+    @property
+    def axis(self) -> Tensor:
+        """The coordinates along one direction, float64; the middle one is 0 exactly.
+
+        >>> SliceGrid(1, 5, 2.0).axis.tolist()
+        [-2.0, -1.0, 0.0, 1.0, 2.0]
+        """
+        steps = torch.arange(self.points, dtype=torch.float64) * 2 - (self.points - 1)
+        return steps * (self.radius / (self.points - 1))
+
+    @property
+    def places(self) -> Tensor:
+        """``(points ** dimensions, dimensions)``: the coordinates of every point, the last one changes fastest."""
+        axes = torch.meshgrid(*[self.axis] * self.dimensions, indexing="ij")
+        return torch.stack([each.flatten() for each in axes], 1)
+
+    @property
+    def middle(self) -> int:
+        """The number of the point in the middle, where the weights are as given."""
+        return int((self.points**self.dimensions) // 2)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The numbers of the point in the middle and of its next neighbour along each direction."""
+        return [self.middle, *(self.middle + self.points**axis for axis in range(self.dimensions))]
+
+
+def make_grid(dimensions: int, points: int, radius: float) -> SliceGrid:
+    """The grid, if it can be one."""
+    if isinstance(dimensions, bool) or not isinstance(dimensions, int) or dimensions not in (1, 2):
+        raise OptionError(
+            f"Got dimensions={dimensions!r}. Want 1 for a curve or 2 for a map. Do: take several slices for more."
+        )
+    if isinstance(points, bool) or not isinstance(points, int) or points < 3 or points % 2 == 0 or points > MOST:
+        raise OptionError(
+            f"Got points={points!r}. Want an odd number of at least 3, so that the weights themselves are the point in "
+            "the middle. Do: for instance points=21."
+        )
+    if points**dimensions > MOST_POINTS:
+        raise OptionError(
+            f"Got points={points!r} in {dimensions} dimensions, {points**dimensions:,} passes over the data. Want at "
+            f"most {MOST_POINTS:,}. Do: for instance points=51."
+        )
+    check_positive(radius=radius)
+    return SliceGrid(dimensions, points, float(radius))
+
+
+BATCH_NORM = ("running", "recompute")
+
+
+@take_turns
+def compute_landscape(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    directions: str | Sequence[Mapping[str, Tensor]] = "filter",
+    dimensions: int = 1,
+    points: int = 21,
+    radius: float = 1.0,
+    normalize: str | None = None,
+    biases: str = "ignore",
+    batch_norm: str = "running",
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | Callable[[str, int, int | None], None] | None = None,
+) -> Landscape:
+    r"""How the loss rises around a network's weights, along one or two directions.
+
+    .. math::
+        L(w + x d_1) \quad\text{or}\quad L(w + x d_1 + y d_2)
+
+    Args:
+        model: any module. It is run in eval mode and given back bit for bit as it was.
+        data: as for :func:`saltflat.measure`.
+        loss: as for :func:`saltflat.measure`.
+        directions: ``"filter"``: random ones, each filter as long as that of the weights (Li et al., 2018);
+            ``"random"``: random ones that are normalised otherwise; ``"eigenvectors"``: of the Hessian's largest
+            eigenvalues; or a mapping for each dimension from names of parameters to tensors, such as the difference of
+            two ``state_dict``. Two random directions are independent and not made orthogonal.
+        dimensions: 1 for a curve, 2 for a map.
+        points: along each direction: an odd number, so that the weights themselves are in the middle.
+        radius: how far the outermost points are, in lengths of the direction.
+        normalize: ``"filter"``, ``"layer"`` or ``"entry"``: each filter, parameter or entry is as long as that of the
+            weights (times a normal number, for entries); ``"length"``: the whole direction has length one; ``"none"``.
+            If None, ``"filter"`` for that, ``"length"`` for random directions and eigenvectors, ``"none"`` for given
+            ones.
+        biases: ``"ignore"``: biases and the parameters of norms do not move in random directions; ``"include"``: they
+            do, each number as a filter of its own.
+        batch_norm: ``"running"``: BatchNorm uses the statistics that the model keeps, at every point; ``"recompute"``:
+            they are taken anew at every point, as averages over the batches of the data.
+        layers: names of modules or parameters that move; all that require a gradient if None.
+        memory: working memory beyond the model and the results, such as ``"512MiB"``.
+        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
+        seed: of the random directions.
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of
+            ``(step, done, total)``.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> _ = net.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
+        >>> data = torch.eye(2), torch.zeros(2, 1)
+        >>> along = {"weight": torch.tensor([[1.0, 0.0]])}
+        >>> found = compute_landscape(net, data, "mse", directions=[along], points=3)  # ((3 + x)^2 + 4^2) / 2
+        >>> found.losses.tolist(), found.curvature
+        ([10.0, 12.5, 16.0], (1.0,))
+    """
+    started = time.perf_counter()
+    grid = make_grid(dimensions, points, radius)
+    wanted = parse_direction_options(directions, dimensions, normalize, biases)
+    if not isinstance(batch_norm, str) or batch_norm not in BATCH_NORM:
+        raise make_unknown_name_error("treatment of BatchNorm", batch_norm, BATCH_NORM)
+    limit, seed = parse_bytes(memory), check_seed(seed)
+    with open_session(model, "eval", data) as notes, show_steps(progress) as tick:
+        problem = Problem.build(model, data, loss, layers, dtype, "eval")
+        setting = Setting(problem, parse_column_plan("exact"), seed, limit, tick=tick)
+        along, told = _prepare_directions(setting, wanted, dimensions)
+        points_ = SlicePoints(problem.network, grid.places, along, grid.neighbours)
+        again = batch_norm == "recompute" and find_batch_norms(model)
+        statistics = compute_batch_norm_statistics(setting, points_) if again else None
+        found = compute_point_losses(setting, points_, statistics)
+        check_finite_loss(float(found.losses[grid.middle]))
+        shape = (grid.points,) * grid.dimensions
+        return Landscape(
+            coordinates=(grid.axis.numpy(),) * grid.dimensions,
+            losses=found.losses.reshape(shape).numpy(),
+            errors=None if found.errors is None else found.errors.reshape(shape).numpy(),
+            directions=tuple({**each.describe(), "normalize": wanted.normalize} for each in along),
+            model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+            examples=found.examples,
+            settings=_collect_settings(setting, wanted, grid, batch_norm, points_),
+            versions={
+                "saltflat": get_package_version(),
+                "torch": torch.__version__,
+                "numpy": numpy.__version__,
+                "python": platform.python_version(),
+            },
+            seconds=time.perf_counter() - started,
+            notes=(*notes, *told, *_explain_batch_norm(model, batch_norm, wanted)),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _prepare_directions(setting: Setting, wanted: DirectionOptions, count: int) -> tuple[list[Direction], list[str]]:
+    # The first examples are tried before anything long: what is wrong with model or data is said here.
+    setting.get_probe(next(iter(setting.problem.read_batches())))
+    try:
+        found, notes = compute_directions(setting, wanted, count)
+    except NotDefinedError as error:
+        raise ModelError(
+            f"Got a model without eigenvectors: the Hessian {str(error).rstrip('.')}. "
+            "Want a loss with second derivatives. Do: directions='filter'."
+        ) from error
+    if len(found) < count:
+        raise ParameterError(
+            f"Got {count} dimensions for a single number that can move. Want more numbers. Do: dimensions=1."
+        )
+    return found, notes
+
+
+def _collect_settings(
+    setting: Setting, wanted: DirectionOptions, grid: SliceGrid, batch_norm: str, points: SlicePoints
+) -> dict[str, Any]:
+    general = describe_setting(setting)
+    # There are no columns here, and the way of the sweeps is not that of the points.
+    del general["columns"]
+    return {
+        **general,
+        "way": " + ".join(sorted(points.used)),
+        "directions": wanted.kind,
+        "normalize": wanted.normalize,
+        "biases": wanted.biases,
+        "batch_norm": batch_norm,
+        "points": grid.points,
+        "radius": grid.radius,
+    }
+
+
+def _explain_batch_norm(model: nn.Module, batch_norm: str, wanted: DirectionOptions) -> list[str]:
+    count = len(find_batch_norms(model))
+    if not count:
+        return ["There is no BatchNorm with statistics to recompute."] if batch_norm == "recompute" else []
+    if batch_norm == "running":
+        return [
+            "BatchNorm used the statistics that the model keeps, at every point: eval mode. Away from the middle they "
+            "are not those of the data; batch_norm='recompute' takes them anew at every point."
+        ]
+    said = [
+        "BatchNorm's statistics were taken anew at every point, in the middle too, as averages over the batches of the "
+        "data: the loss in the middle is not quite that of the model as it is."
+    ]
+    if wanted.kind == "eigenvectors":
+        said.append("The eigenvectors are those of the Hessian in eval mode, with the statistics that the model keeps.")
+    return said

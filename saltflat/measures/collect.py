@@ -1,0 +1,323 @@
+"""Collect the statistics that measures ask for, each once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.engine.context import NotDefinedError, Setting, StatisticResult
+from saltflat.engine.data import Batch
+from saltflat.engine.full_loss import find_hits
+from saltflat.engine.losses import CrossEntropy
+from saltflat.engine.progress import Forecast, StepProgress
+from saltflat.engine.sampling import Fingerprint
+from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic
+from saltflat.engine.sweep import SweepTotals, count_sum_bytes
+from saltflat.errors import ModelError, SaltflatError, format_error_line
+from saltflat.measures.apply import Evaluation, add_sampling_errors, evaluate_measure
+from saltflat.measures.registry import MeasureRequest, StatisticRequest
+from saltflat.results.jackknife import TOO_SMALL
+from saltflat.results.report import Reading
+
+# Where measures take the curvature diagonal from: the sweep, or an estimate.
+DIAGONALS = {
+    "exact": None,
+    "finite_difference": StatisticRequest("finite_difference"),
+    "finite_difference_printed": StatisticRequest("finite_difference", (("kind", "printed"), ("epsilon", 1e-3))),
+    "hutchinson": StatisticRequest("finite_difference", (("kind", "hutchinson"),)),
+}
+
+
+TIMED = 32  # examples: few, since they are run before it is known how much memory one takes
+EFFECTIVE = 50  # examples that a mean rests on, below which its standard error is too small
+
+
+class ReportTotals(SweepTotals):
+    """A sweep that also notes what every report says of the network and its data."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fingerprint = Fingerprint()
+        self.right: int | None = 0
+        self.counted = 0
+        self.labels: set[int] = set()
+        self.classes = 0
+
+    def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
+        self.fingerprint.add(batch)
+        try:
+            met, kept = find_hits(self.setting, outputs, targets)
+        except NotDefinedError:
+            self.right = None
+        else:
+            self.right = (self.right or 0) + int((met & kept).sum())
+            self.counted += int(kept.sum())
+            loss = self.problem.loss
+            if isinstance(loss, CrossEntropy) and not targets.is_floating_point():
+                self.classes = outputs.shape[loss.find_class_axis(outputs, targets)]
+                self.labels.update(targets[kept].unique().tolist())
+
+    def compute_report_fields(self, values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """Accuracy, gradient and sample, as a report has them."""
+        squared = sum(float(each.square().sum()) for each in values["mean_gradient"].values())
+        single = sum(float(each.mean()) for each in values["gradient_norms"].values())
+        return {
+            "accuracy": self.right / self.counted if self.right is not None and self.counted else None,
+            "gradient_norm": squared**0.5,
+            "gradient_agreement": squared / single if single else None,
+            "sample": self._describe_sample(),
+        }
+
+    def find_sample_notes(self) -> list[str]:
+        """What makes the examples no sample of what the network was trained on."""
+        if self.examples < 2 * self.classes or 2 * len(self.labels) >= self.classes:
+            return []
+        return [
+            f"Only {len(self.labels)} of the {self.classes} classes are among these {self.examples} examples: they are "
+            "no random sample, and standard errors over examples do not cover that. Shuffle the data once before "
+            "taking its first examples."
+        ]
+
+    def _describe_sample(self) -> dict[str, Any]:
+        found = {"fingerprint": str(self.fingerprint), "groups": list(self.setting.sizes)}
+        # Groups are drawn for so many examples; data that does not say how many it has is split in another way.
+        return {**found, "split": self.groups.examples} if self.groups else found
+
+
+class StatisticCollector:
+    """The statistics found so far, and why others could not be.
+
+    Args:
+        setting: what is measured.
+        diagonal: where the curvature diagonal comes from, if not from the sweep.
+        certificate: whether there will be one, which takes copies of the model.
+    """
+
+    def __init__(self, setting: Setting, diagonal: StatisticRequest | None, certificate: bool = False) -> None:
+        self.setting, self.diagonal, self.certificate = setting, diagonal, certificate
+        self.found: dict[str, StatisticResult] = {}
+        self.reasons: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+        self.overview: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.forecast = Forecast({})
+
+    def gather(self, asked: Sequence[MeasureRequest]) -> None:
+        """Everything that the measures ask for: one shared sweep, then what has passes of its own."""
+        needs = {need.key: need for request in asked for need in request.needs.values()}
+        strict = {need.key for request in asked if request.named for need in request.needs.values()}
+        if self.diagonal is not None and "curvature_diagonal" in needs:
+            del needs["curvature_diagonal"]
+            needs[self.diagonal.key] = self.diagonal
+            if "curvature_diagonal" in strict:
+                strict.add(self.diagonal.key)
+        self._add_given_weights()
+        swept = [
+            STATISTICS[need.name].bind(key, dict(need.options))
+            for key, need in needs.items()
+            if need.name in STATISTICS
+        ]
+        # Every report says whether the network sits at a minimum of the data.
+        swept += [STATISTICS[name] for name in ("mean_gradient", "gradient_norms") if name not in needs]
+        computed = [need for need in needs.values() if need.name in COMPUTED]
+        self.setting.warn_of_results(self._estimate_result_bytes(swept, computed, asked))
+        self._make_forecast(computed)
+        # The shared sweep may use what is known of the features.
+        for need in computed:
+            if need.name == "feature_deviation":
+                self._compute_statistic(need, need.key in strict)
+        deviations = self.found["feature_deviation"].value if "feature_deviation" in self.found else {}
+        with self.time_step("sweep"):
+            totals = ReportTotals(self.setting, swept, deviations, replicate=True, groups=self.setting.groups)
+            total = self.setting.problem.num_examples
+            totals.sweep(lambda done: self.setting.tick("Sweeping examples", done, total))
+            values = totals.compute_values()
+            self.setting.store_counts(totals.examples, totals.share, totals.loss)
+            self.forecast.examples = totals.examples
+        exact = not self.setting.plan.is_random
+        for each in swept:
+            drawn, notes = (
+                totals.compute_replicates(each),
+                (*_find_silence_notes(each, values), *_find_concentration_notes(each, values)),
+            )
+            is_exact, without = exact or each.of == "gradient", totals.make_leave_one_out(each)
+            self.found[each.name] = StatisticResult(values[each.name], drawn, is_exact, notes, without=without)
+        self.overview = totals.compute_report_fields(values)
+        self.notes = totals.find_sample_notes()
+        for need in computed:
+            if need.key not in self.found and need.key not in self.reasons:
+                self._compute_statistic(need, need.key in strict)
+        if self.diagonal is not None and self.diagonal.key in self.found:
+            self.found["curvature_diagonal"] = _clamp_diagonal(self.found[self.diagonal.key])
+        elif self.diagonal is not None and self.diagonal.key in self.reasons:
+            self.reasons["curvature_diagonal"] = self.reasons[self.diagonal.key]
+
+    def _estimate_result_bytes(
+        self, swept: Sequence[Statistic], computed: Sequence[StatisticRequest], asked: Sequence[MeasureRequest]
+    ) -> int:
+        """About how many bytes are held that no smaller chunk of examples would save.
+
+        Counted in vectors of all measured parameters in float64: copies of the model in both precisions, the sums,
+        means and changes of each statistic, what searches and the balancing of matrices work with.
+        """
+        network = self.setting.problem.network
+        entries = 8 * sum(value.numel() for value in network.measured.values())
+        constants = sum(value.numel() * value.element_size() for value in network.constants.values())
+        sites = [ParameterSite(name, value) for name, value in network.measured.items()]
+        searching = any(COMPUTED[need.name].estimate_passes({}) > NEARLY_FREE for need in computed)
+        balancing = any(request.measure.by_matrix for request in asked)
+        return (
+            (2 + 2 * self.certificate) * constants
+            + (4 + 8 * searching + 8 * balancing) * entries
+            + 3 * sum(count_sum_bytes(each, sites) for each in swept)
+        )
+
+    def _make_forecast(self, computed: Sequence[StatisticRequest]) -> None:
+        """Time a forward pass, where somebody waits for the result, to say how long everything will take."""
+        tick = self.setting.tick
+        if not isinstance(tick, StepProgress) or not tick.is_visible:
+            return
+        first = [need for need in computed if need.name == "feature_deviation"]
+        steps: dict[str, float | None] = {need.key: _estimate_passes(need) for need in first}
+        steps |= {"sweep": None}
+        steps |= {need.key: _estimate_passes(need) for need in computed}
+        self.forecast = tick.forecast = Forecast(steps)
+        self.forecast.examples = self.setting.problem.num_examples
+        self.forecast.per_example = _time_example(self.setting)
+
+    def _add_given_weights(self) -> None:
+        measured = self.setting.problem.network.measured
+        self.found["weight"] = StatisticResult(measured, without=lambda group: measured)
+        if self.setting.initial is None:
+            self.reasons["initial_weight"] = "needs the parameters before training: pass initial="
+        else:
+            initial = self.setting.initial
+            self.found["initial_weight"] = StatisticResult(initial, without=lambda group: initial)
+
+    def _compute_statistic(self, need: StatisticRequest, strict: bool) -> None:
+        with self.time_step(need.key):
+            try:
+                self.found[need.key] = COMPUTED[need.name].function(self.setting, **dict(need.options))
+            except NotDefinedError as reason:
+                self.reasons[need.key] = str(reason)
+            except SaltflatError:
+                raise
+            except (RuntimeError, NotImplementedError) as error:
+                if error is getattr(self.setting.tick, "error", None):
+                    raise
+                # Models may hold operations that cannot be differentiated twice, or run out of memory in one of many
+                # searches: that is no reason to lose the others.
+                if strict:
+                    raise ModelError(
+                        f"Got {format_error_line(error)} while looking for {need.key}. Want a model that allows it. "
+                        "Do: leave out the measures that need it (saltflat.list_measures() says which), or lower "
+                        "memory=."
+                    ) from error
+                self.reasons[need.key] = f"failed: {format_error_line(error)}"
+
+    @contextmanager
+    def time_step(self, step: str) -> Iterator[None]:
+        started = time.perf_counter()
+        self.forecast.begin(step)
+        try:
+            yield
+        finally:
+            self.forecast.end()
+            self.setting.heap.trim()
+            self.seconds[step] = time.perf_counter() - started
+
+    def compute_readings(self, asked: Sequence[MeasureRequest]) -> tuple[dict[str, Reading], dict[str, str]]:
+        """What the measures say; what has no value is left out, or nan if it was asked for by name."""
+        evaluations: list[Evaluation] = []
+        undefined: dict[str, Reading] = {}
+        left_out: dict[str, str] = {}
+        # A pass may have written to the weights; measures are of the user's.
+        self.setting.problem.network.undo_writes()
+        with self.time_step("measures"):
+            for request in asked:
+                missing = [self.reasons[need.key] for need in request.needs.values() if need.key in self.reasons]
+                if not missing:
+                    try:
+                        evaluations.append(evaluate_measure(request, self.found, self.setting))
+                        continue
+                    except NotDefinedError as reason:
+                        missing = [str(reason)]
+                if request.named:
+                    undefined[request.key] = Reading(request.key, torch.nan, exact=False, notes=(missing[0],))
+                else:
+                    left_out[request.key] = missing[0]
+        with self.time_step("errors over examples"):
+            readings = add_sampling_errors(evaluations, self.setting) | undefined
+        return {request.key: readings[request.key] for request in asked if request.key in readings}, left_out
+
+
+def _estimate_passes(need: StatisticRequest) -> float | None:
+    try:
+        return COMPUTED[need.name].estimate_passes(dict(need.options))
+    except TypeError:  # an option that means nothing, as the statistic itself will say
+        return None
+
+
+def _time_example(setting: Setting) -> float | None:
+    """How long a forward pass takes, by the quickest of three on the first examples."""
+    seconds = []
+    try:
+        batch = next(iter(setting.problem.read_batches())).cut(0, TIMED)
+        with torch.no_grad():
+            for _ in range(3):
+                started = time.perf_counter()
+                float(setting.problem.network(batch).sum())  # waits for the device
+                seconds.append(time.perf_counter() - started)
+    except Exception:  # whatever is wrong is said, in better words, where the numbers are made
+        return None
+    return min(seconds) / batch.examples
+
+
+def _find_silence_notes(statistic: Statistic, values: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
+    """What to say of parameters that the loss does not see."""
+    of = values[statistic.name]
+    silent = [name for name, value in of.items() if not bool(value.any())]
+    if not silent:
+        return ()
+    which = "all parameters" if len(silent) == len(of) else ", ".join(silent[:4])
+    which += f" and {len(silent) - 4} more" if 4 < len(silent) < len(of) else ""
+    what = "curvature" if statistic.of == "curvature" else "gradients"
+    return (
+        f"no {what} at all in {which}: nothing there reaches the loss, or every example is fitted to rounding "
+        "(then dtype=torch.float64 may tell more)",
+    )
+
+
+def _find_concentration_notes(statistic: Statistic, values: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
+    """What to say where a few examples have nearly all of a mean: its standard error cannot be told from so few."""
+    if statistic.kind != "example":
+        return ()
+    each = torch.stack(list(values[statistic.name].values())).sum(0)
+    each = each.square() if statistic.degree == 1 else each
+    total = float(each.sum())
+    if not total or total**2 / float(each.square().sum()) >= min(EFFECTIVE, 0.5 * len(each)):
+        return ()
+    count = -(-len(each) // 100)
+    share = float(each.topk(count).values.sum()) / total
+    return (f"{count} of {len(each)} examples account for {share:.0%} of this value: {TOO_SMALL}",)
+
+
+def _clamp_diagonal(found: StatisticResult) -> StatisticResult:
+    """Estimates of a curvature diagonal with negative ones taken as zero, as the measures' authors do."""
+
+    def clamp(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.clamp_min(0.0) for name, value in values.items()}
+
+    negative = sum(int((value < 0).sum()) for value in found.value.values())
+    count = sum(value.numel() for value in found.value.values())
+    notes = (
+        *found.notes,
+        f"the curvature diagonal is an estimate; {negative} of {count} entries were negative and taken as 0",
+    )
+    replicates = None if found.replicates is None else tuple(map(clamp, found.replicates))
+    return StatisticResult(clamp(found.value), replicates, exact=False, notes=notes)

@@ -1,0 +1,232 @@
+"""From a model and data to a report."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy
+import scipy
+import torch
+from torch import Tensor, nn
+
+from saltflat.engine.certificate import certify
+from saltflat.engine.context import Setting
+from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.output_curvature import parse_column_plan
+from saltflat.engine.problem import Problem, find_input_notes, is_finite
+from saltflat.engine.progress import show_steps
+from saltflat.engine.read_data import select_examples
+from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.statistic import STATISTICS
+from saltflat.errors import NonFiniteError, OptionError, format_error_line, make_unknown_name_error
+from saltflat.measures.apply import list_invariances
+from saltflat.measures.collect import DIAGONALS, StatisticCollector
+from saltflat.measures.registry import REFERENCES, MeasureRequest, parse_measures
+from saltflat.results.report import Reading, Report
+from saltflat.statistics.compute import describe_setting
+from saltflat.validation import check_flag, check_seed, is_choice, parse_bytes
+
+__all__ = ["measure"]
+
+
+@take_turns
+def measure(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    measures: str | Sequence[str] | None = None,
+    *,
+    columns: str = "exact",
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | Callable[..., None] | None = None,
+    mode: str = "eval",
+    logits: str = "none",
+    diagonal: str = "exact",
+    initial: nn.Module | Mapping[str, Tensor] | None = None,
+    certificate: bool = True,
+    sampling: bool = True,
+    limit: int | None = None,
+) -> Report:
+    """How flat the minimum is that a trained network sits in, by every measure asked for.
+
+    Args:
+        model: any module. It is measured in eval mode and given back bit for bit as it was.
+        data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.custom_losses`, the matching loss
+            module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
+        measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; ``"quick"`` (as None),
+            all that one sweep over the data gives; ``"invariant"``, all that rescaling layers leaves unchanged;
+            ``"all"``; or some of these, such as ``["quick", "kappa"]``. What only a preset asks for and this model does
+            not allow is left out, and the report says why. :func:`saltflat.list_measures` lists the measures and their
+            cost.
+        columns: ``"exact"``, ``"top"`` or ``"sampled"``: how the loss's curvature is taken; see
+            :mod:`saltflat.engine.output_curvature`.
+        layers: names of modules or parameters to measure; all parameters that require a gradient if None.
+        memory: working memory beyond the model and the results, such as ``"512MiB"``.
+        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
+        seed: of everything random.
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of
+            ``(step, done, total)``. If that has a parameter ``seconds_left``, it is also given about how many seconds
+            are left of all the steps together, or None as long as that is not known.
+        mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
+        logits: ``"none"``, or ``"std"`` or ``"l2"`` to bring each example's outputs to unit deviation or length before
+            the loss, so that their scale plays no part.
+        diagonal: where measures take the curvature diagonal from: ``"exact"``, or the estimates
+            ``"finite_difference"``, ``"finite_difference_printed"`` and ``"hutchinson"`` of the true Hessian's.
+        initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
+        certificate: whether to measure how far the Gauss-Newton blocks are from the Hessian's.
+        sampling: whether to estimate how far each number depends on the choice of the examples
+            (``sampling_stderr``), by leaving out groups of them.
+        limit: take at most so many examples, the first ones; all if None.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> data = torch.randn(20, 2), torch.randint(3, (20,))
+        >>> report = measure(net, data, measures=["normalized_sharpness", "hessian_trace"])
+        >>> sorted(report), report.certificate["holds"]
+        (['hessian_trace', 'normalized_sharpness'], True)
+    """
+    started = time.perf_counter()
+    asked = parse_measures(measures)
+    plan, room, seed = parse_column_plan(columns), parse_bytes(memory), check_seed(seed)
+    data = select_examples(data, limit=limit)
+    check_flag(certificate=certificate, sampling=sampling)
+    if not is_choice(diagonal, DIAGONALS):
+        raise make_unknown_name_error("diagonal", diagonal, DIAGONALS)
+    chosen = normalize_logits(parse_loss(loss), logits)
+    with open_session(model, mode, data) as notes, show_steps(progress) as tick:
+        problem = Problem.build(model, data, chosen, layers, dtype, mode)
+        setting = Setting(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
+        search = StatisticCollector(setting, DIAGONALS[diagonal], certificate)
+        search.gather(asked)
+        readings, left_out = search.compute_readings(asked)
+        examples, mean_loss = setting.examples, setting.mean_loss
+        if setting.first is not None:
+            notes += find_input_notes(problem, setting.first, mean_loss)
+        notes += search.notes
+    agreement = None
+    if certificate:
+        with search.time_step("certificate"):
+            agreement = _compute_certificate(model, data, chosen, layers, seed, mode, room)
+        if not agreement["holds"]:
+            readings = {
+                each.key: _add_certificate_note(each, readings[each.key]) for each in asked if each.key in readings
+            }
+    return Report(
+        readings=readings,
+        left_out=left_out,
+        legend={each.key: _make_legend(each, readings[each.key]) for each in asked if each.key in readings},
+        model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        examples=examples,
+        loss=mean_loss,
+        settings={**describe_setting(setting), "logits": logits, "diagonal": diagonal},
+        versions={
+            "saltflat": get_package_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "scipy": scipy.__version__,
+            "python": platform.python_version(),
+        },
+        device=_format_device(setting),
+        seconds=time.perf_counter() - started,
+        seconds_by_step=search.seconds,
+        certificate=agreement,
+        notes=tuple(notes),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        **search.overview,
+    )
+
+
+def get_package_version() -> str:
+    import saltflat  # at call time: this module is part of it
+
+    return saltflat.__version__
+
+
+def _parse_initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -> dict[str, Tensor] | None:
+    if given is None:
+        return None
+    values = given.state_dict() if isinstance(given, nn.Module) else given
+    if not isinstance(values, Mapping):
+        raise OptionError(
+            f"Got initial of type {type(given).__name__}. Want a model or its state_dict. "
+            "Do: keep a copy.deepcopy(model) from before training."
+        )
+    found = {}
+    for name, value in problem.network.measured.items():
+        if name not in values or not isinstance(values[name], Tensor) or values[name].is_meta:
+            raise OptionError(
+                f"Got initial weights without a tensor for {name!r}. Want one for every measured parameter. "
+                "Do: pass the state_dict of the same architecture."
+            )
+        if not is_finite(values[name]):
+            raise NonFiniteError(
+                f"Got NaN or infinity in the initial {name!r}. Want finite weights. Do: pass those before training."
+            )
+        if values[name].shape != value.shape:
+            raise OptionError(
+                f"Got initial weights of shape {tuple(values[name].shape)} for {name!r}. "
+                f"Want {tuple(value.shape)}. Do: pass the weights of the same architecture."
+            )
+        found[name] = values[name].detach()
+    return found
+
+
+def _compute_certificate(
+    model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, mode: str, memory: int
+) -> dict[str, Any]:
+    try:
+        found = certify(model, data, loss, layers, seed=seed, mode=mode, memory=memory)
+    except RuntimeError as error:  # the same models that have no second derivatives
+        return {
+            "holds": None,
+            "gap": torch.nan,
+            "examples": 0,
+            "gaps": {},
+            "failed": format_error_line(error),
+        }
+    gaps = {name: each.gap for name, each in found.items()}
+    return {"holds": found.holds, "gap": found.gap, "examples": found.examples, "gaps": gaps}
+
+
+def _add_certificate_note(request: MeasureRequest, reading: Reading) -> Reading:
+    """A reading made of Gauss-Newton blocks that are not known to be the Hessian's."""
+    if not is_gauss_newton(request):
+        return reading
+    note = "by the Gauss-Newton matrix, which the certificate does not find to be the Hessian here"
+    return replace(reading, exact=False, notes=(*reading.notes, note))
+
+
+def is_gauss_newton(request: MeasureRequest) -> bool:
+    """Whether a measure takes curvature from the Gauss-Newton matrix."""
+    made_of = [need.name for need in request.needs.values()]
+    return any(
+        name == "top_eigenvalue" or (name in STATISTICS and STATISTICS[name].of == "curvature") for name in made_of
+    )
+
+
+def _make_legend(request: MeasureRequest, reading: Reading) -> dict[str, Any]:
+    of = request.measure
+    return {
+        "meaning": of.meaning,
+        "formula": of.formula,
+        "invariant_to": list(list_invariances(of, reading)),
+        "reference": REFERENCES[of.reference],
+        "smaller": of.smaller,
+        "logarithmic": of.logarithmic,
+    }
+
+
+def _format_device(setting: Setting) -> str:
+    device = next(iter(setting.problem.network.measured.values())).device
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -1,0 +1,1 @@
+"""Text, tables, plots and HTML of all results."""

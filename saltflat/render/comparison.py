@@ -1,0 +1,184 @@
+"""A comparison as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from saltflat.render.report import format_report_facts, render_paragraph, wrap_html
+from saltflat.render.report import render_html_table as html_table
+from saltflat.results.text import (
+    add_number_column,
+    build_ruled_table,
+    can_fit,
+    format_number,
+    format_quantity,
+    make_printable,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from saltflat.results.comparison import Comparison, Contrast
+
+
+EMPTY = "Nothing to compare: the reports have no readings."
+
+
+class ComparisonTable:
+    """The comparison as rich renders it."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        comparison = self.comparison
+        for line in [make_printable(comparison.answer), "", *_format_report_headers(comparison), ""]:
+            yield Text(line)
+        compact = False
+        if not comparison:
+            yield Text(EMPTY)
+        else:
+            tables = (
+                [_render_wide_table(comparison), _render_compact_table(comparison)]
+                if len(comparison.reports) == 2
+                else []
+            )
+            fitting = [table for table in [*tables, _render_tall_table(comparison)] if can_fit(table, console, options)]
+            compact = bool(tables) and bool(fitting) and fitting[0] is tables[1]
+            yield fitting[0] if fitting else Text("\n".join(_format_comparison_lines(comparison)))
+        for line in ["", *_format_comparison_footer(comparison, compact)]:
+            yield Text(line)
+
+
+def render_comparison_html(comparison: Comparison) -> str:
+    """The same as a piece of HTML."""
+    header = ["measure", "unchanged by", "report", "value", "difference", "ratio", "verdict", "flatter"]
+    rows = [row for contrast in comparison.values() for row in _format_contrast_rows(contrast)]
+    parts = [
+        render_paragraph(make_printable(comparison.answer)),
+        *map(render_paragraph, _format_report_headers(comparison)),
+        html_table(header, rows, [""] * len(rows)) if rows else render_paragraph(EMPTY),
+        *map(render_paragraph, _format_comparison_footer(comparison)),
+    ]
+    return wrap_html(parts)
+
+
+def _format_report_headers(comparison: Comparison) -> list[str]:
+    return [
+        make_printable(f"{label}: {report.model} | {' | '.join(format_report_facts(report))}")
+        for label, report in comparison.reports.items()
+    ]
+
+
+def _format_comparison_footer(comparison: Comparison, compact: bool = False) -> list[str]:
+    lines = [f"Careful: {doubt}" for doubt in comparison.doubts] or ["Nothing is known against comparing these."]
+    how = "paired: all reports saw the same examples" if comparison.paired else "of independent samples of examples"
+    if any(error is not None for contrast in comparison.values() for error in contrast.errors.values()):
+        shown = "+- after a difference is its standard error"
+        lines.append(f"{'Verdicts use standard errors of differences' if compact else shown} ({how}).")
+    if not compact and any(contrast.flattest and not contrast.sure for contrast in comparison.values()):
+        lines.append("? by the values alone: some of their errors are not known")
+    return [make_printable(line) for line in lines]
+
+
+def format_invariances(contrast: Contrast) -> str:
+    """What may be rescaled without changing the measure, in a word."""
+    return {2: "layers, units", 1: "layers"}.get(len(contrast.invariant_to), "")
+
+
+def format_difference(contrast: Contrast, label: str) -> str:
+    return format_quantity(contrast.differences[label], contrast.errors[label] or None)
+
+
+def _format_flattest(contrast: Contrast) -> str:
+    return "" if contrast.flattest is None else contrast.flattest + "?" * (not contrast.sure)
+
+
+def _format_contrast_rows(contrast: Contrast) -> Iterator[list[str]]:
+    """A line per report; the first has no difference from itself."""
+    for label, reading in contrast.readings.items():
+        against = ["", "", ""]
+        if label in contrast.verdicts:
+            against = [
+                format_difference(contrast, label),
+                format_number(contrast.ratios[label]),
+                contrast.verdicts[label],
+            ]
+        first = label not in contrast.verdicts
+        head = [contrast.name, format_invariances(contrast)] if first else ["", ""]
+        value = format_quantity(reading.value, reading.stderr)
+        yield [*head, label, value, *against, _format_flattest(contrast) if first else ""]
+
+
+def _render_tall_table(comparison: Comparison) -> Table:
+    table = build_ruled_table("measure")
+    table.add_column("unchanged by", overflow="fold")
+    table.add_column("report", overflow="fold")
+    for header in ("value", "difference", "ratio"):
+        add_number_column(table, header)
+    table.add_column("verdict", overflow="fold")
+    table.add_column("flatter", overflow="fold")
+    for contrast in comparison.values():
+        for row in _format_contrast_rows(contrast):
+            table.add_row(*(Text(make_printable(cell)) for cell in row))
+    return table
+
+
+def _format_comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """For terminals that no table fits into."""
+    for contrast in comparison.values():
+        flatter = _format_flattest(contrast)
+        yield make_printable(contrast.name + (f" (flatter: {flatter})" if flatter else ""))
+        for _, _, label, value, _, ratio, verdict, _ in _format_contrast_rows(contrast):
+            yield make_printable(f"  {label}: {value}" + (f", ratio {ratio}, {verdict}" if verdict else ""))
+
+
+def _render_wide_table(comparison: Comparison) -> Table:
+    first, second = comparison.reports
+    table = build_ruled_table("measure")
+    table.add_column("unchanged by", overflow="fold")
+    for header in (first, second, "difference", "ratio"):
+        add_number_column(table, make_printable(header))
+    table.add_column("verdict", overflow="fold")
+    table.add_column("flatter", overflow="fold")
+    for contrast in comparison.values():
+        against = [f"only in {label}" for label in contrast.readings] if len(contrast.readings) == 1 else []
+        for label, verdict in contrast.verdicts.items():
+            against = [format_difference(contrast, label), format_number(contrast.ratios[label]), verdict]
+        against = against if len(against) == 3 else ["", "", *against]
+        cells = [
+            contrast.name,
+            format_invariances(contrast),
+            *_format_values(comparison, contrast),
+            *against,
+            _format_flattest(contrast),
+        ]
+        table.add_row(*(Text(make_printable(cell)) for cell in cells))
+    return table
+
+
+def _render_compact_table(comparison: Comparison) -> Table:
+    """The same without differences, and with the flatter one as the verdict."""
+    table = build_ruled_table("measure")
+    table.add_column("unchanged by", overflow="fold")
+    for header in (*comparison.reports, "ratio"):
+        add_number_column(table, make_printable(header))
+    table.add_column("verdict", overflow="fold")
+    for contrast in comparison.values():
+        ratio, verdict = "", "".join(f"only in {label}" for label in contrast.readings)
+        for label, said in contrast.verdicts.items():
+            ratio, verdict = format_number(contrast.ratios[label]), said
+        flatter = _format_flattest(contrast)
+        last = f"{flatter} flatter" if flatter and contrast.sure else verdict
+        cells = [contrast.name, format_invariances(contrast), *_format_values(comparison, contrast), ratio, last]
+        table.add_row(*(Text(make_printable(cell)) for cell in cells))
+    return table
+
+
+def _format_values(comparison: Comparison, contrast: Contrast) -> list[str]:
+    known = [contrast.readings.get(label) for label in comparison.reports]
+    return ["" if each is None else format_quantity(each.value, each.stderr) for each in known]

@@ -1,0 +1,207 @@
+"""Everything that the page of a study shows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from saltflat.audit.change import BROKEN, MOVES, STAYS, UNCLAIMED
+from saltflat.render.audit import (
+    KINDS,
+    format_audit_facts,
+    format_audit_footer,
+    format_audit_marks,
+    format_change,
+    sort_measures,
+)
+from saltflat.render.html.page import build_small_scatter, encode_picture, format_setting
+from saltflat.render.html.runs import (
+    build_scatter_data,
+    collect_failures,
+    collect_unsuccessful_runs,
+    collect_values,
+    find_constant_settings,
+    find_varied_settings,
+    format_run_name,
+)
+from saltflat.render.html.summary import (
+    GAPS,
+    build_axis_lines,
+    build_score_lines,
+    build_set_lines,
+    collect_warnings,
+    format_left_out,
+    format_runs,
+    format_score_summary,
+    group_notes,
+)
+from saltflat.results.text import format_count, format_number, format_power
+
+if TYPE_CHECKING:
+    from saltflat.audit.result import Audit, AuditLine
+    from saltflat.landscape.result import Landscape
+    from saltflat.studies.row import Row
+    from saltflat.studies.scores.results import Scores
+
+
+TONES = {STAYS: "good", UNCLAIMED: "good", MOVES: "plain", BROKEN: "bad"}
+WIDTH = 100
+LEAST_DECADES = 0.5
+
+
+@dataclass(frozen=True)
+class ChangeView:
+    """What one kind of rescaling did to one measure; ``path`` has a dot per draw, on a strip 100 wide."""
+
+    told: str
+    verdict: str
+    tone: str
+    path: str
+
+
+@dataclass(frozen=True)
+class AuditView:
+    """An audit, ready to be shown; ``reach`` says which factor is at the right end of the strips."""
+
+    model: str
+    facts: list[str]
+    kinds: list[str]
+    lines: list[tuple[str, str, str, str, list[ChangeView]]]
+    reach: str
+    holds: bool
+    below: list[str]
+
+
+def build_audit_view(audit: Audit) -> AuditView:
+    """Measures that break their claim first, those that move farthest last."""
+    kinds = list(dict.fromkeys(kind for line in audit.values() for kind in line.changes))
+    # Logarithms count powers of huge numbers, and would press all others into the middle.
+    counted = [line for line in audit.values() if not line.logarithmic]
+    found = [abs(each) for line in counted for kind in line.changes for each in line.compute_draw_decades(kind)]
+    reach = max([LEAST_DECADES, *filter(math.isfinite, found)])
+    lines = [
+        (
+            name,
+            format_audit_marks(audit[name]),
+            format_number(audit[name].reading.value),
+            str(audit.report.legend.get(name, {}).get("meaning", "")),
+            [_build_change_view(audit[name], kind, reach) for kind in kinds],
+        )
+        for name in sort_measures(audit)
+    ]
+    said = [KINDS.get(kind, kind) for kind in kinds]
+    return AuditView(
+        audit.report.model,
+        format_audit_facts(audit),
+        said,
+        lines,
+        format_power(reach),
+        audit.holds,
+        format_audit_footer(audit),
+    )
+
+
+def _build_change_view(line: AuditLine, kind: str, reach: float) -> ChangeView:
+    change = line.changes[kind]
+    places = [each for each in line.compute_draw_decades(kind) if not math.isnan(each)]
+    # From or to zero is infinitely far: at the end of the strip.
+    ends = [max(-1.0, min(1.0, each / reach)) for each in places]
+    path = "".join(f"M{WIDTH / 2 + each * (WIDTH / 2 - 4):.1f} 8h0" for each in ends)
+    return ChangeView(format_change(change, line.logarithmic), change.verdict, TONES.get(change.verdict, "plain"), path)
+
+
+# Letters of pictures in the page, so that it stays small enough to send.
+MOST_PICTURES = 900_000
+
+
+def build_study_content(
+    rows: Sequence[Row],
+    axes: Sequence[str],
+    scores: Mapping[str, Scores],
+    audits: Mapping[str, Audit],
+    landscapes: Mapping[str, Landscape],
+    warnings: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the script draws, and what the template fills in."""
+    controls = _collect_controls(rows, scores)
+    values = collect_values(rows, controls)
+    gaps = {gap: [row.gap.get(gap) for row in rows] for gap in (scores or GAPS)}
+    names = find_varied_settings(rows, axes)
+    pictures, unseen = _encode_pictures(landscapes)
+    by_key = {row.key: row for row in rows}
+    content: dict[str, Any] = {
+        "runs": format_runs(rows, axes),
+        "warnings": collect_warnings(warnings, scores),
+        "gaps": {gap: GAPS.get(gap, gap) for gap in gaps},
+        "told": {gap: [*format_score_summary(each), format_left_out(each)] for gap, each in scores.items()},
+        "remarks": {gap: group_notes(each) for gap, each in scores.items()},
+        "notes": {gap: each.notes for gap, each in scores.items()},
+        "smalls": {
+            gap: [build_small_scatter(name, each, numbers) for name, each in values.items()]
+            for gap, numbers in gaps.items()
+        },
+        "tables": {gap: build_score_lines(each) for gap, each in scores.items()},
+        "by_axis": {gap: build_axis_lines(each, axes) for gap, each in scores.items()},
+        "by_set": {gap: build_set_lines(each) for gap, each in scores.items()},
+        "audits": [
+            (format_run_name(by_key[key], names) if key in by_key else key, build_audit_view(each))
+            for key, each in audits.items()
+        ],
+        "failures": collect_failures(rows, axes),
+        "missed": collect_unsuccessful_runs(rows, axes, "missed"),
+        "diverged": collect_unsuccessful_runs(rows, axes, "diverged"),
+        "pictures": pictures,
+        "unseen": unseen,
+        "constant": find_constant_settings(rows, axes),
+        "measured": _format_by_count(row.measured for row in rows if row.measured),
+        "made_with": _format_by_count(row.made_with for row in rows if row.made_with),
+        "seconds": {
+            step: sum(row.seconds.get(step, 0.0) for row in rows)
+            for step in dict.fromkeys(step for row in rows for step in row.seconds)
+        },
+    }
+    lines = [line for _, found in content["tables"].values() for line in found if not line.control]
+    first = next((line.name for line in lines if line.name in values), "")
+    measures = {name for row in rows for name in row.readings}
+    return build_scatter_data(rows, axes, values, [name for name in values if name not in measures], first), content
+
+
+def _collect_controls(rows: Sequence[Row], scores: Mapping[str, Scores]) -> dict[str, list[float | None]]:
+    """The controls that were scored, by name, a number per run."""
+    from saltflat.studies.row import compute_controls  # which itself needs readings
+
+    found = [compute_controls(row) if row.outcome is not None else {} for row in rows]
+    scored = [name for each in scores.values() for name, one in each.scores.items() if one.kind != "measure"]
+    known = dict.fromkeys([*scored, *(name for each in found for name in each)])
+    return {name: [each.get(name) for each in found] for name in known if any(name in each for each in found)}
+
+
+def _encode_pictures(landscapes: Mapping[str, Landscape]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Pictures by name as data, and the names of those that there is no room for."""
+    shown: list[tuple[str, str]] = []
+    unseen, room = [], MOST_PICTURES
+    for name, each in landscapes.items():
+        drawn = encode_picture(each.plot())
+        if len(drawn) > room:
+            unseen.append(name)
+        else:
+            room -= len(drawn)
+            shown.append((name, drawn))
+    return shown, unseen
+
+
+def _format_by_count(given: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """By name, what all have; where they differ, how many have which."""
+    counted: dict[str, Counter[str]] = {}
+    for each in given:
+        for name, value in each.items():
+            counted.setdefault(name, Counter())[format_setting(value)] += 1
+    return {
+        name: next(iter(found))
+        if len(found) == 1
+        else "; ".join(f"{value} ({format_count(count, 'run')})" for value, count in found.items())
+        for name, found in counted.items()
+    }

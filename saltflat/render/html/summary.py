@@ -1,0 +1,317 @@
+"""A study in words and its scores as rows: what was trained, and what correlates with the gap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from saltflat.render.html.page import format_setting
+from saltflat.render.html.runs import find_levels, find_varied_settings
+from saltflat.results.text import format_count, join_words, make_printable
+
+if TYPE_CHECKING:
+    from saltflat.studies.row import Row
+    from saltflat.studies.scores.results import Score, Scores
+
+
+# The score that sentences are about: of all pairs of networks, the share ordered as the gap orders them, minus the
+# share ordered the other way round.
+HEADLINE = "kendall_b"
+GRANULATED = "granulated"
+WITH, AGAINST, NEITHER, UNKNOWN = "with", "against", "neither", "unknown"
+GAPS = {"error": "test error minus training error", "loss": "test loss minus training loss"}
+ENDINGS = {
+    "done": "finished",
+    "missed": "missed the stopping rule",
+    "diverged": "diverged",
+    "failed": "failed with an error",
+}
+MOST_LEVELS = 6
+
+
+def judge_score(score: Score, name: str = HEADLINE) -> str:
+    """Whether a score tells the gap: its interval is above zero, below zero, or contains it."""
+    low, high = score.intervals.get(name, (math.nan, math.nan))
+    if math.isnan(low) or math.isnan(high) or math.isnan(compute_strength(score)):
+        return UNKNOWN
+    return WITH if low > 0 else AGAINST if high < 0 else NEITHER
+
+
+def compute_strength(score: Score) -> float:
+    """How closely it goes with the gap, in either direction."""
+    found = getattr(score, HEADLINE)
+    return math.nan if found is None else abs(found)
+
+
+def format_runs(rows: Sequence[Row], axes: Sequence[str]) -> list[str]:
+    """How many networks there are, how they ended, and what differs between them."""
+    ends = {status: sum(row.status == status for row in rows) for status in ENDINGS}
+    ended = join_words([f"{count} {ENDINGS[status]}" for status, count in ends.items() if count])
+    said = [f"{format_count(len(rows), 'network')}: {ended}." if rows else "There are no networks yet."]
+    names = find_varied_settings(rows, axes)
+    if names:
+        said.append(f"They differ in {join_words([_format_levels(rows, name) for name in names])}.")
+    elif len(rows) > 1:
+        said.append("They do not differ in any setting.")
+    return said
+
+
+def format_score_summary(scores: Scores) -> list[str]:
+    """Which measures go with the gap and which do not; and whether any does better than the controls."""
+    measures = [each for each in scores.scores.values() if each.kind == "measure"]
+    controls = [each for each in scores.scores.values() if each.kind != "measure"]
+    if not measures:
+        return ["No measure was taken, so there is nothing to score."]
+    # What it comes to is said first.
+    return [
+        *_compare_with_controls(measures, controls, scores.chance),
+        *_format_relations(measures),
+        *_format_granulated(measures),
+    ]
+
+
+def format_left_out(scores: Scores) -> str:
+    """How many runs the scores are of, and why others are not among them."""
+    reasons = join_words([f"{count} {reason}" for reason, count in scores.left_out.items() if count])
+    return make_printable(
+        f"Scores are over {format_count(scores.runs, 'run')}{f', without {reasons}' if reasons else ''}."
+    )
+
+
+def _format_relations(measures: Sequence[Score]) -> list[str]:
+    by: dict[str, list[Score]] = {}
+    for each in sorted(measures, key=_rank_score):
+        by.setdefault(judge_score(each), []).append(each)
+    said = []
+    if not by.get(WITH) and not by.get(AGAINST):
+        said.append("No measure goes with the gap: none has an interval that leaves out zero.")
+    if by.get(WITH):
+        said.append(f"Larger where the gap is larger: {_format_scored_names(by[WITH])}.")
+    if by.get(AGAINST):
+        said.append(f"Smaller where the gap is larger: {_format_scored_names(by[AGAINST])}.")
+    if by.get(NEITHER):
+        said.append(f"No sign of a relation, the interval contains zero: {_format_scored_names(by[NEITHER])}.")
+    if by.get(UNKNOWN):
+        said.append(f"Cannot be judged: {join_words([make_printable(each.name) for each in by[UNKNOWN]])}.")
+    return said
+
+
+def _format_granulated(measures: Iterable[Score]) -> list[str]:
+    """Measures whose relation is not there, or is the opposite, when one setting changes and all others stay."""
+    sure = [each for each in measures if judge_score(each) in (WITH, AGAINST)]
+    lost = [each for each in sure if judge_score(each, GRANULATED) == NEITHER]
+    turned = [each for each in sure if judge_score(each, GRANULATED) in {WITH, AGAINST} - {judge_score(each)}]
+    said = []
+    for told, some in {"No longer sure": lost, "The other way round": turned}.items():
+        if some:
+            names = join_words([f"{make_printable(each.name)} ({_format_score(each, GRANULATED)})" for each in some])
+            said.append(f"{told} where a single setting changes and all others stay (granulated score): {names}.")
+    return said
+
+
+def _compare_with_controls(measures: Sequence[Score], controls: Sequence[Score], chance: float) -> list[str]:
+    """Measures are there to grow with the gap, and count where that is sure; a control may go either way."""
+    judged = [each for each in measures if judge_score(each) == WITH]
+    known = sorted((each for each in controls if not math.isnan(compute_strength(each))), key=_rank_score)
+    if not known:
+        return ["There is no control to compare with."]
+    if not judged:
+        return ["No measure's 95 % interval lies above zero, so none can be said to beat the controls."]
+    unbeaten = [each for each in known if not any(compute_strength(one) > compute_strength(each) for one in judged)]
+    if unbeaten:
+        return [f"No measure that grows with the gap does better than {_join_with_or(unbeaten)}."]
+    best = known[0]
+    ahead = [each for each in sorted(judged, key=_rank_score) if compute_strength(each) > compute_strength(best)]
+    clear = [each for each in ahead if _compute_least_strength(each) > compute_strength(best)]
+    told = clear or ahead
+    said = (
+        f"{_format_scored_names(told)} {'do' if len(told) > 1 else 'does'} better than every control; "
+        f"the best of those is {make_printable(best.name)} ({_format_score(best)})."
+    )
+    if not clear:
+        said += " That lead is within the uncertainty."
+    if compute_strength(told[0]) <= chance:
+        said += f" By chance alone the best of as many unrelated measures would as often as not reach {chance:.2f}."
+    return [said]
+
+
+def _compute_least_strength(score: Score) -> float:
+    """The end of the interval that is nearer to zero."""
+    return min(map(abs, score.intervals[HEADLINE]))
+
+
+def _rank_score(score: Score) -> float:
+    return -compute_strength(score) if not math.isnan(compute_strength(score)) else math.inf
+
+
+def _format_scored_names(scores: Iterable[Score]) -> str:
+    return join_words([f"{make_printable(each.name)} ({_format_score(each)})" for each in scores])
+
+
+def _join_with_or(scores: Sequence[Score]) -> str:
+    names = [f"{make_printable(each.name)} ({_format_score(each)})" for each in scores]
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _format_score(score: Score, name: str = HEADLINE) -> str:
+    value = format_two_digits(getattr(score, name))
+    low, high = score.intervals.get(name, (math.nan, math.nan))
+    return value if math.isnan(low) else f"{value}, {format_two_digits(low)} to {format_two_digits(high)}"
+
+
+def format_two_digits(value: float) -> str:
+    """A score as it is printed; what is rounded to zero has no sign.
+
+    Example:
+        >>> format_two_digits(-0.001), format_two_digits(-0.625)
+        ('0.00', '-0.62')
+    """
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
+def _format_levels(rows: Sequence[Row], name: str) -> str:
+    known = [format_setting(each) for each in find_levels(rows, name)]
+    if len(known) > MOST_LEVELS:
+        return f"{make_printable(name)} ({len(known)} values)"
+    return f"{make_printable(name)} ({'; '.join(known)})"
+
+
+def collect_warnings(given: Iterable[str], scores: Mapping[str, Scores]) -> list[str]:
+    """Every warning once; of those that only one of several gaps has, it is said which."""
+    found = dict.fromkeys(make_printable(each) for each in given)
+    common = [set(each.warnings) for each in scores.values()]
+    shared = set.intersection(*common) if common else set()
+    for gap, each in scores.items():
+        for warning in each.warnings:
+            label = "" if warning in shared else f"Gap in {gap}: "
+            found[make_printable(label + warning)] = None
+    return list(found)
+
+
+# By attribute: the heading, and what it means.
+COLUMNS = {
+    "kendall_b": ("Kendall τ-b", "Pairs of networks ordered as the gap orders them, minus those ordered otherwise."),
+    "granulated": ("granulated", "The same for networks that differ in one setting, averaged over the settings."),
+    "pearson": ("Pearson", "Correlation of the values themselves."),
+    "spearman": ("Spearman", "Correlation of the ranks."),
+    "kendall_a": ("Kendall τ-a", "As τ-b, with every tie counted as no order at all."),
+    "cmi": ("CMI", "What the order says of the gap's order beyond the settings; 0 nothing, 1 everything."),
+    "pgdl": ("PGDL", "The same in the form of the PGDL competition, times 100."),
+    "sign_error_mean": ("sign error", "Share of pairs ordered wrongly, averaged over environments. Smaller is better."),
+    "sign_error_p90": ("90 %", "The same, 90th percentile of the environments."),
+    "sign_error_max": ("worst", "The same, in the worst environment."),
+}
+TINTS = 5
+
+
+@dataclass(frozen=True)
+class ScoreCell:
+    """A number as it is shown, what it is sorted by, its interval, and how strongly it is tinted.
+
+    Attributes:
+        text: of the number; empty where there is none.
+        order: what sorting goes by; None where there is no number.
+        interval: as text, empty where there is none.
+        tint: from -5 to 5.
+    """
+
+    text: str
+    order: float | None
+    interval: str = ""
+    tint: int = 0
+
+
+@dataclass(frozen=True)
+class ScoreLine:
+    """One measure or control in a table; ``bar`` is value, low and high for a bar from -1 to 1, if known."""
+
+    name: str
+    control: bool
+    runs: int
+    verdict: str
+    cells: tuple[ScoreCell, ...]
+    bar: tuple[float, float | None, float | None] | None
+
+
+def build_score_lines(scores: Scores) -> tuple[list[tuple[str, str, str]], list[ScoreLine]]:
+    """Headings (attribute, heading, meaning) and lines, the strongest first; columns that nobody has are left out."""
+    found = list(scores.scores.values())
+    columns = [name for name in COLUMNS if any(_is_known(getattr(each, name)) for each in found)]
+    lines = [
+        ScoreLine(
+            each.name,
+            each.kind != "measure",
+            each.runs,
+            judge_score(each),
+            tuple(_build_score_cell(getattr(each, name), each.intervals.get(name)) for name in columns),
+            _build_score_bar(each),
+        )
+        for each in _sort_by_strength(found)
+    ]
+    return [(name, *COLUMNS[name]) for name in columns], lines
+
+
+def group_notes(scores: Scores) -> dict[str, list[str]]:
+    """Each note once, with the names it is about."""
+    found: dict[str, list[str]] = {}
+    for each in scores.scores.values():
+        for note in each.notes:
+            found.setdefault(note, []).append(each.name)
+    return found
+
+
+def build_axis_lines(scores: Scores, axes: Sequence[str]) -> tuple[list[str], list[ScoreLine]]:
+    """The granulated score of each axis; a column per axis that somebody has a score of."""
+    found = _sort_by_strength(list(scores.scores.values()))
+    known = dict.fromkeys([*axes, *(axis for each in found for axis in each.granulated_by_axis)])
+    columns = [axis for axis in known if any(_is_known(each.granulated_by_axis.get(axis)) for each in found)]
+    return columns, [_build_score_line(each, [each.granulated_by_axis.get(axis) for axis in columns]) for each in found]
+
+
+def build_set_lines(scores: Scores) -> tuple[list[str], list[ScoreLine]]:
+    """What the measure says beyond each set of settings."""
+    found = _sort_by_strength(list(scores.scores.values()))
+    sets = dict.fromkeys(name for each in found for name in each.cmi_by_set)
+    return [_format_setting_set(each) for each in sets], [
+        _build_score_line(one, [one.cmi_by_set.get(each) for each in sets]) for one in found
+    ]
+
+
+def _build_score_line(score: Score, values: Sequence[float | None]) -> ScoreLine:
+    cells = tuple(_build_score_cell(each, None) for each in values)
+    return ScoreLine(score.name, score.kind != "measure", score.runs, judge_score(score), cells, None)
+
+
+def _format_setting_set(name: object) -> str:
+    """Settings that are held fixed; of none, that there are none."""
+    told = name if isinstance(name, str) else " + ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+    return told or "nothing"
+
+
+def _sort_by_strength(scores: Sequence[Score]) -> list[Score]:
+    return sorted(scores, key=lambda each: -compute_strength(each) if _is_known(compute_strength(each)) else math.inf)
+
+
+def _is_known(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _build_score_cell(value: float | None, interval: tuple[float, float] | None) -> ScoreCell:
+    if value is None or math.isnan(value):
+        return ScoreCell("", None)
+    tint = max(-TINTS, min(TINTS, round(TINTS * value))) if abs(value) <= 1 else 0
+    # Of scores up to 100, such as PGDL's, the interval has as many digits as the number.
+    large = max(abs(value), *map(abs, interval or (0.0, 0.0))) > 1
+    digits = "{:.1f}".format if large else format_two_digits
+    told = "" if interval is None or any(map(math.isnan, interval)) else " to ".join(map(digits, interval))
+    return ScoreCell(digits(value), value, told, 0 if large else tint)
+
+
+def _build_score_bar(score: Score) -> tuple[float, float | None, float | None] | None:
+    value = getattr(score, HEADLINE)
+    if not _is_known(value):
+        return None
+    low, high = score.intervals.get(HEADLINE, (math.nan, math.nan))
+    return (value, None, None) if math.isnan(low) else (value, low, high)

@@ -1,0 +1,226 @@
+"""What one sweep averages over the examples: curvature and gradients, per parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.engine.context import Setting, StatisticResult
+from saltflat.engine.geometry import Convolution, Transposed
+from saltflat.engine.statistic import ParameterSite, Statistic, register_statistic, statistic
+from saltflat.errors import OptionError
+from saltflat.gradients.base import ColumnLayout, FactoredGradient
+from saltflat.results.jackknife import compute_variance_of_mean
+
+
+def compute_input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Standard deviation over examples and positions of each input channel, by weight; and notes about odd ones.
+
+    A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
+    not zero cannot be normalised and gets 1.
+    """
+    network = setting.problem.network
+    # A tied weight has the channels that the module sees which owns its name.
+    owned = {
+        module: layer.names["weight"]
+        for module, layer in network.layers.items()
+        if "weight" in layer.names and network.model.get_submodule(layer.names["weight"].rpartition(".")[0]) is module
+    }
+    found: dict[str, _RunningMoments] = {}
+
+    def record_input(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = _unwrap_vmap(x)
+        axis = find_channel_axis(module, x)
+        if axis is not None and module in owned:
+            rows = x.detach().movedim(axis, -1).reshape(-1, x.shape[axis])
+            found.setdefault(owned[module], _RunningMoments()).add(rows.double())
+        return y
+
+    with torch.no_grad():
+        for batch in setting.read_chunks(0):
+            network(batch, record_input)
+    deviations, notes = {}, []
+    for name, moments in found.items():
+        deviation = moments.compute_deviation()
+        empty, flat = moments.largest == 0, (deviation <= 1e-12 * moments.largest) & (moments.largest > 0)
+        deviations[name] = deviation.masked_fill(empty, torch.inf).masked_fill(flat, 1.0)
+        if bool(flat.any()):
+            notes.append(f"{int(flat.sum())} inputs of {name} are constant over the data and were left as they are")
+    return deviations, tuple(notes)
+
+
+def find_channel_axis(module: nn.Module, x: Tensor) -> int | None:
+    if isinstance(module, nn.Linear):
+        return x.dim() - 1
+    if isinstance(module, Convolution | Transposed):
+        return x.dim() - 1 - len(module.kernel_size)
+    return None
+
+
+def _unwrap_vmap(x: Tensor) -> Tensor:
+    """The values of all examples where the model maps itself over them: inside of ``vmap`` a tensor shows one."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(x):
+        x = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
+    return x
+
+
+class _RunningMoments:
+    """Count, mean and sum of squared deviations, put together from parts without cancellation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.squares = self.largest = torch.zeros(())
+
+    def add(self, rows: Tensor) -> None:
+        if not len(rows):  # an expert that no example of this chunk was sent to
+            if not self.count:
+                self.mean = self.squares = self.largest = rows.new_zeros(rows.shape[1])
+            return
+        count, mean = len(rows), rows.mean(0)
+        squares, largest = (rows - mean).square().sum(0), rows.abs().amax(0)
+        if not self.count:
+            self.count, self.mean, self.squares, self.largest = count, mean, squares, largest
+            return
+        total, step = self.count + count, mean - self.mean
+        self.squares = self.squares + squares + step.square() * (self.count * count / total)
+        self.mean, self.count = self.mean + step * (count / total), total
+        self.largest = torch.maximum(self.largest, largest)
+
+    def compute_deviation(self) -> Tensor:
+        return (self.squares / max(self.count, 1)).sqrt()
+
+
+curvature_diagonal = register_statistic(
+    Statistic(
+        "curvature_diagonal",
+        of="curvature",
+        total=lambda form, site: form.sum_squares(),
+        spread=lambda form, layout: form.compute_spread(layout),
+        meaning="How fast the mean loss bends along each single parameter.",
+    )
+)
+
+
+def _sum_traces(form: FactoredGradient, site: ParameterSite) -> Tensor:
+    return form.compute_squared_norms([slice(None)]).double().sum()
+
+
+def _compute_trace_spread(form: FactoredGradient, layout: ColumnLayout) -> Tensor:
+    variance = compute_variance_of_mean(form.compute_squared_norms(layout.make_group_slices()).double())
+    return torch.stack([variance.sum(), variance.square().sum()])
+
+
+curvature_trace = register_statistic(
+    Statistic(
+        "curvature_trace",
+        of="curvature",
+        total=_sum_traces,
+        spread=_compute_trace_spread,
+        meaning="How fast the mean loss bends along all directions of a parameter, added up.",
+        kind="scalar",
+    )
+)
+
+
+@statistic(per="layer", meaning="How far each input channel of a layer varies over the data.", passes=1)
+def feature_deviation(setting: Setting) -> StatisticResult:
+    """``(channels,)`` for each weight of a Linear layer or a convolution."""
+    deviations, notes = compute_input_deviations(setting)
+    return StatisticResult(deviations, notes=notes, without=lambda group: deviations)
+
+
+gradient_along_weights = register_statistic(
+    Statistic(
+        "gradient_along_weights",
+        of="gradient",
+        total=lambda form, site: form.project(site.value)[0],
+        spread=None,
+        meaning="How fast each single example's loss changes when a parameter grows in proportion.",
+        kind="example",
+        degree=1,
+    )
+)
+
+gradient_norms = register_statistic(
+    Statistic(
+        "gradient_norms",
+        of="gradient",
+        total=lambda form, site: form.compute_squared_norms([slice(None)])[0],
+        spread=None,
+        meaning="How large each single example's gradient is, squared.",
+        kind="example",
+    )
+)
+
+gradient_second_moment = register_statistic(
+    Statistic(
+        "gradient_second_moment",
+        of="gradient",
+        total=lambda form, site: form.sum_squares(),
+        spread=None,
+        meaning="How large the gradients of single examples are, in the mean square, for each parameter.",
+    )
+)
+
+
+def _sum_gradients(form: FactoredGradient, site: ParameterSite) -> Tensor:
+    return form.sum_weighted(site.value.new_ones(form.columns, form.examples))
+
+
+mean_gradient = register_statistic(
+    Statistic(
+        "mean_gradient",
+        of="gradient",
+        total=_sum_gradients,
+        spread=None,
+        meaning="How fast the mean loss changes with each single parameter: 0 at a minimum.",
+        degree=1,
+        by_group=False,
+    )
+)
+
+
+def _sum_unit_forms(form: FactoredGradient, site: ParameterSite, axis: str = "column") -> Tensor:
+    assert site.geometry is not None
+    unit, units = site.geometry.index_units(axis)
+    return form.sum_unit_squares(site.value, unit.to(site.value.device), units).double()
+
+
+unit_forms = register_statistic(
+    Statistic(
+        "unit_forms",
+        of="curvature",
+        total=_sum_unit_forms,
+        spread=None,
+        meaning="How fast the mean loss bends when all weights of one unit grow together.",
+        kind="matrix",
+        options={"axis": "column"},
+    )
+)
+
+
+def _sum_unit_traces(form: FactoredGradient, site: ParameterSite, normalize: bool = True) -> Tensor:
+    assert site.geometry is not None
+    if not isinstance(normalize, bool):
+        raise OptionError(f"Got normalize={normalize!r}. Want True or False. Do: leave it out for True.")
+    scale = None
+    if normalize and site.deviation is not None:
+        # A feature divided by its deviation has gradients divided by it, too.
+        unit, _ = site.geometry.index_units("column")
+        scale = (1 / site.deviation)[unit].to(site.value)
+    return form.compute_row_products(site.geometry, scale).double()
+
+
+unit_trace = register_statistic(
+    Statistic(
+        "unit_trace",
+        of="curvature",
+        total=_sum_unit_traces,
+        spread=None,
+        meaning="How the bends of the mean loss along two units' incoming weights go together.",
+        kind="matrix",
+        features=True,
+        options={"normalize": True},
+    )
+)

@@ -1,0 +1,139 @@
+"""Curvature and gradient statistics of every parameter, from one pass over the data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.engine.context import Setting
+from saltflat.engine.custom_losses import NormalizedLogitsLoss, format_loss
+from saltflat.engine.output_curvature import parse_column_plan
+from saltflat.engine.problem import Problem, find_input_notes
+from saltflat.engine.progress import Progress, show_progress
+from saltflat.engine.read_data import select_examples
+from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.statistic import find_statistics
+from saltflat.engine.sweep import SweepTotals
+from saltflat.statistics.averages import compute_input_deviations
+from saltflat.validation import check_seed, parse_bytes
+
+
+@dataclass(frozen=True)
+class Statistics(Mapping[str, Mapping[str, Tensor]]):
+    """Statistics by name, then by parameter.
+
+    Attributes:
+        table: what the mapping shows.
+        stderr: standard errors in the same arrangement, such that value +- 1.96 stderr is a 95 % interval; empty where
+            values are exact.
+        examples: how many examples were seen.
+        loss: the mean loss over them.
+        seconds: how long it took.
+        settings: how it was measured.
+        notes: what a reader should know besides.
+    """
+
+    table: Mapping[str, Mapping[str, Tensor]]
+    stderr: Mapping[str, Mapping[str, Tensor]]
+    examples: int
+    loss: float
+    seconds: float
+    settings: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Mapping[str, Tensor]:
+        return self.table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+@take_turns
+def compute_statistics(
+    model: nn.Module,
+    data: Any,
+    names: str | Sequence[str],
+    loss: Any = "cross_entropy",
+    columns: str = "exact",
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | Progress | None = None,
+    mode: str = "eval",
+    limit: int | None = None,
+) -> Statistics:
+    """Curvature and gradient statistics of every parameter, from one pass over the data.
+
+    Args:
+        model: any module. It is measured in eval mode and given back bit for bit as it was.
+        data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
+        names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``unit_forms``, ``unit_trace``,
+            ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.custom_losses`, the matching loss
+            module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
+        columns: ``"exact"``, ``"top"`` (or ``"top:5"``) or ``"sampled"`` (or ``"sampled:16"``); see
+            :mod:`saltflat.engine.output_curvature`.
+        layers: names of modules or parameters; all parameters that require a gradient if None.
+        memory: working memory beyond the model and the results, such as ``"512MiB"``; large batches are cut to fit.
+        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None. Sums are kept in float64
+            always.
+        seed: of the random columns.
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of ``(done, total)``
+            examples.
+        mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
+        limit: take at most so many examples, the first ones; all if None.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> data = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.zeros(2, 1)
+        >>> found = compute_statistics(net, data, ["curvature_diagonal", "curvature_trace"], loss="mse")
+        >>> found["curvature_diagonal"]["weight"].round(decimals=4).tolist()  # 2 mean(x^2)
+        [[10.0, 4.0]]
+        >>> round(float(found["curvature_trace"]["weight"]), 4)
+        14.0
+    """
+    started = time.perf_counter()
+    wanted, plan, room = find_statistics(names), parse_column_plan(columns), parse_bytes(memory)
+    seed, data = check_seed(seed), select_examples(data, limit=limit)
+    with open_session(model, mode, data) as notes:
+        problem = Problem.build(model, data, loss, layers, dtype, mode)
+        setting = Setting(problem, plan, seed, room)
+        deviations = compute_input_deviations(setting)[0] if any(each.features for each in wanted) else {}
+        totals = SweepTotals(setting, wanted, deviations)
+        with show_progress(progress, problem.data) as report:
+            totals.sweep(report)
+        if setting.first is not None:
+            notes += find_input_notes(problem, setting.first, totals.compute_mean_loss())
+    values, errors = totals.compute_values(), totals.compute_errors()
+    settings = describe_setting(totals.setting)
+    seconds = time.perf_counter() - started
+    return Statistics(values, errors, totals.examples, totals.compute_mean_loss(), seconds, settings, tuple(notes))
+
+
+def describe_setting(setting: Setting) -> dict[str, Any]:
+    """How it was measured, in words that can be written down."""
+    problem = setting.problem
+    first = next(iter(problem.network.measured.values()))
+    return {
+        "columns": str(setting.plan),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "device": str(first.device),
+        "layers": list(problem.network.measured),
+        "loss": format_loss(problem.loss.inner if isinstance(problem.loss, NormalizedLogitsLoss) else problem.loss),
+        "memory": setting.limit,
+        "results_bytes": setting.results_bytes,
+        "example_bytes": setting.example_bytes,
+        "mode": problem.mode,
+        "seed": setting.seed,
+        "way": " + ".join(dict.fromkeys(found.way for found in setting.probes.values())),
+    }

@@ -1,0 +1,100 @@
+"""Gradients of single examples: their inner products, the Fisher matrix, and gradients by the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from saltflat.engine.context import NotDefinedError, Setting, StatisticResult
+from saltflat.engine.data import Batch
+from saltflat.engine.gram import compute_gram_matrix, iterate_gradients
+from saltflat.engine.losses import CrossEntropy
+from saltflat.engine.sampling import GroupedMean
+from saltflat.engine.statistic import statistic
+from saltflat.errors import OptionError
+
+LARGEST = 2000
+
+
+@statistic(
+    per="network", meaning="Mean over examples of gradient times gradient', over all parameters at once.", passes=5
+)
+def fisher_matrix(setting: Setting) -> StatisticResult:
+    """``(W, W)`` in float64 for W parameters."""
+    size = sum(value.numel() for value in setting.problem.network.measured.values())
+    if size > LARGEST:
+        raise NotDefinedError(f"is for models of at most {LARGEST} parameters, and this one has {size}")
+    total = torch.zeros(size, size, dtype=torch.float64)
+    for rows in iterate_gradients(setting):
+        total += rows.mT @ rows
+    return StatisticResult(total / setting.examples)
+
+
+@statistic(per="network", meaning="Inner products between single examples' gradients, of a pool of examples.", passes=5)
+def gradient_gram(setting: Setting, *, pool: int = 1000) -> StatisticResult:
+    """``gram``, ``(P, P)`` in float64, with P the smaller of ``pool`` and the number of examples.
+
+    Beside it ``eps``, the rounding of the precision the gradients were taken in, and the ``seed`` to draw subsets with.
+    """
+    if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1:
+        raise OptionError(f"Got pool={pool!r}. Want at least 1. Do: leave it out for 1000.")
+    # Counted, not expected: a loader may drop the last examples or sample some of them.
+    examples = setting.examples
+    noise = torch.Generator().manual_seed(setting.seed)
+    chosen = torch.randperm(examples, generator=noise)[:pool].sort().values
+    eps = max(torch.finfo(value.dtype).eps for value in setting.problem.network.measured.values())
+    return StatisticResult({"gram": compute_gram_matrix(setting, chosen), "eps": eps, "seed": setting.seed})
+
+
+@statistic(
+    per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.", passes=25
+)
+def input_jacobian(setting: Setting) -> StatisticResult:
+    """The mean over the examples of the largest squared singular value of d softmax(f(x)) / dx, as a number."""
+    loss = setting.problem.loss
+    if not isinstance(loss, CrossEntropy):
+        raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
+    by_group, done, room = GroupedMean(setting.groups), 0, setting.limit // 2
+    with setting.reserve(room):
+        for batch in setting.read_chunks(0):
+            for part in _split_batch(setting, batch, room):
+                found = _compute_squared_norms(setting, loss, part)
+                by_group.add(part, found, torch.ones_like(found))
+                done += part.examples
+                setting.tick("Derivatives by the inputs", done, None)
+    return StatisticResult(by_group.compute_mean(), without=by_group.make_leave_one_out())
+
+
+def _split_batch(setting: Setting, batch: Batch, room: int) -> Iterator[Batch]:
+    """Parts of a chunk whose Jacobians fit in so many bytes."""
+    with torch.no_grad():
+        outputs = setting.problem.network(batch.cut(0, 1))
+    # The rows as they are found, stacked, and in float64.
+    size = 24 * outputs.numel() * _get_only_input(batch)[0].numel()
+    step = max(1, room // size)
+    for start in range(0, batch.examples, step):
+        yield batch.cut(start, start + step)
+
+
+def _get_only_input(batch: Batch) -> Tensor:
+    """The only input, which must be a tensor of real numbers."""
+    tensors = batch.list_tensors()
+    if len(tensors) != 1 or not tensors[0].is_floating_point():
+        got = ", ".join(str(each.dtype) for each in tensors)
+        raise NotDefinedError(f"needs one input of real numbers to differentiate by; the inputs are {got}")
+    return tensors[0]
+
+
+def _compute_squared_norms(setting: Setting, loss: CrossEntropy, batch: Batch) -> Tensor:
+    free = _get_only_input(batch).detach().requires_grad_()
+    args, kwargs = batch.map_tensors(lambda tensor: free)
+    outputs = setting.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
+    axis = loss.find_class_axis(outputs, batch.targets)
+    probabilities = outputs.softmax(axis).reshape(batch.examples, -1).sum(0)
+    rows = [torch.autograd.grad(each, free, retain_graph=True)[0].reshape(batch.examples, -1) for each in probabilities]
+    jacobian = torch.stack(rows, 1).double()
+    small = jacobian if jacobian.shape[1] <= jacobian.shape[2] else jacobian.mT
+    values: Tensor = torch.linalg.eigvalsh(small @ small.mT)
+    return values[:, -1]

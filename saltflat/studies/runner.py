@@ -1,0 +1,334 @@
+"""Run a study from beginning to end, and show its progress."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
+
+from saltflat.errors import OptionError, StudyError
+from saltflat.results.report import Reading
+from saltflat.results.text import make_printable
+from saltflat.studies import tasks
+from saltflat.studies.data import compute_fingerprint
+from saltflat.studies.executors import make_executor
+from saltflat.studies.executors.executor import Executor, ExecutorError, Failure, Session
+from saltflat.studies.executors.serial import make_no_timeout_error
+from saltflat.studies.grid import is_same_value
+from saltflat.studies.measurement import Measurement
+from saltflat.studies.plan import StudyPlan, check_fit, make_study_plan
+from saltflat.studies.results import Results
+from saltflat.studies.row import Outcome, Row, TrainedNetwork
+from saltflat.studies.store.folder import Store, open_store
+from saltflat.studies.tasks import (
+    CheckpointFailure,
+    MeasureTask,
+    TaskContext,
+    TrainedRun,
+    TrainTask,
+    resolve_device,
+    resolve_resources,
+)
+from saltflat.validation import check_non_negative, check_positive
+
+if TYPE_CHECKING:
+    from saltflat.studies.study import Study
+
+
+class ProgressDisplay(Protocol):
+    """What is called while a study runs."""
+
+    def begin(self, to_train: int, to_measure: int) -> None:
+        """So many runs are to be trained, and so many measured."""
+
+    def update_epochs(self, done: int, most: int) -> None:
+        """Of the networks that are being trained in this process."""
+
+    def add_trained(self, runs: int) -> None:
+        """So many more are trained."""
+
+    def add_finished(self, status: str) -> None:
+        """One more run is finished: done, missed, diverged or failed."""
+
+    def tell(self, text: str) -> None:
+        """Something a person should know."""
+
+
+class SilentDisplay:
+    """Tells nothing."""
+
+    def begin(self, to_train: int, to_measure: int) -> None: ...
+
+    def update_epochs(self, done: int, most: int) -> None: ...
+
+    def add_trained(self, runs: int) -> None: ...
+
+    def add_finished(self, status: str) -> None: ...
+
+    def tell(self, text: str) -> None: ...
+
+
+class BarDisplay:
+    """Three bars on a terminal: networks trained, epochs of those at hand, runs finished."""
+
+    def __init__(self, bar: Progress) -> None:
+        self.bar, self.failed = bar, 0
+        self.training = bar.add_task("Networks trained", visible=False)
+        self.stack = bar.add_task("  epochs at hand", visible=False)
+        self.rows = bar.add_task("Runs finished", visible=False)
+
+    def begin(self, to_train: int, to_measure: int) -> None:
+        self.bar.update(self.training, total=to_train, visible=to_train > 0)
+        self.bar.update(self.rows, total=to_measure, visible=to_measure > 0)
+
+    def update_epochs(self, done: int, most: int) -> None:
+        self.bar.update(self.stack, completed=done, total=most, visible=True)
+
+    def add_trained(self, runs: int) -> None:
+        self.bar.advance(self.training, runs)
+        self.bar.update(self.stack, visible=False)
+
+    def add_finished(self, status: str) -> None:
+        self.failed += status in ("failed", "diverged")
+        told = f" ({self.failed} failed or diverged)" if self.failed else ""
+        self.bar.update(self.rows, advance=1, description=f"Runs finished{told}")
+
+    def tell(self, text: str) -> None:
+        self.bar.console.print(Text(make_printable(text), style="yellow"), soft_wrap=True)
+
+
+class LineDisplay(SilentDisplay):
+    """Only what a person should know, as lines on the standard error."""
+
+    def tell(self, text: str) -> None:
+        Console(stderr=True).print(Text(make_printable(text), style="yellow"), soft_wrap=True)
+
+
+@contextmanager
+def show_progress(progress: bool | ProgressDisplay | None) -> Iterator[ProgressDisplay]:
+    """Bars where they are wanted, or on a terminal if nobody said; else only what a person should know."""
+    if progress is False:
+        yield SilentDisplay()
+    elif progress is True or (progress is None and sys.stderr.isatty()):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            yield BarDisplay(bar)
+    elif progress is None:
+        yield LineDisplay()
+    elif hasattr(progress, "begin"):
+        yield progress
+    else:
+        raise OptionError(f"Got progress={progress!r}. Want True, False or None. Do: leave it out.")
+
+
+Runs = Mapping[str, dict[str, Any]]
+KEPT = "Everything that was finished is kept: give the same command again to go on."
+
+
+def run_study(
+    study: Study,
+    folder: str | os.PathLike[str],
+    executor: str | Executor = "here",
+    device: str = "cpu",
+    retry_failed: bool = False,
+    progress: bool | ProgressDisplay | None = None,
+    *,
+    data_folder: str | os.PathLike[str] | None = None,
+    resources: Mapping[str, float] | None = None,
+    every: float = 30.0,
+    timeout: float | None = None,
+) -> Results:
+    """Do what of the study is not yet done, and give back all of its runs; see :meth:`Study.run`."""
+    check_non_negative(every=every, **(resources or {}))
+    chosen = make_executor(executor) if isinstance(executor, str) else executor
+    if timeout is not None:
+        check_positive(timeout=timeout)
+        if chosen.name == "here":
+            raise make_no_timeout_error(timeout)
+    runs = study.runs()
+    place = resolve_device(device, here=chosen.name == "here")
+    needs = resolve_resources(chosen.name, place, resources or {})
+    where = None if data_folder is None else os.fspath(data_folder)
+    examples = study.data.examples(where, allow_code=True)  # to run a study is to run what it names
+    check_fit(study, runs, examples)
+    with (
+        show_progress(progress) as display,
+        open_store(study, list(runs), compute_fingerprint(examples), folder, display.tell) as store,
+    ):
+        plan = make_study_plan(study, runs, examples, store, retry_failed)
+        context = TaskContext(
+            examples,
+            study.train,
+            study.network,
+            study.measures,
+            study.measure_options,
+            place,
+            every,
+            tuple(sys.path),
+            display.update_epochs if chosen.name == "here" else None,
+        )
+        _StudyRunner(study, runs, store, plan, display, context, needs, timeout).run(chosen)
+        results = Results.load(store.folder)
+        store.write_table(results.csv())
+    return results
+
+
+class _StudyRunner:
+    """One pass over what is to be done. Only this process writes rows and weights."""
+
+    def __init__(
+        self,
+        study: Study,
+        runs: Runs,
+        store: Store,
+        plan: StudyPlan,
+        display: ProgressDisplay,
+        context: TaskContext,
+        resources: Mapping[str, float],
+        timeout: float | None,
+    ) -> None:
+        self.study, self.runs, self.store, self.plan, self.display = study, runs, store, plan, display
+        self.context, self.resources, self.timeout = context, resources, timeout
+        # One object each: it travels once to every worker.
+        self.train = partial(_run_task, tasks.train_group, context=context)
+        self.measure = partial(_run_task, tasks.measure_run, context=context)
+
+    def run(self, executor: Executor) -> None:
+        self.display.begin(len(self.plan.wanted), len(self.plan.measure) + len(self.plan.wanted))
+        coming, waiting = self._make_tasks(), 0
+        if not self.plan.train and not self.plan.measure:
+            return
+        with executor.open_session() as session:
+            try:
+                waiting = self._submit_tasks(session, coming, waiting)
+                for task, result in session.iter_results():
+                    waiting += self._handle_result(session, task, result) - 1
+                    waiting = self._submit_tasks(session, coming, waiting)
+            except ExecutorError as problem:
+                raise StudyError(f"{problem} {KEPT}") from problem
+
+    def _make_tasks(self) -> Iterator[TrainTask | MeasureTask]:
+        """What is trained but not measured first; tasks are made as they are needed, since they hold weights."""
+        for key, measures in self.plan.measure.items():
+            yield self._make_measure_task(key, measures)
+        for name, group in self.plan.train.items():
+            configs = {key: self.runs[key] for key in group}
+            yield TrainTask(name, configs, self.store.checkpoint_path(name), self.resources)
+
+    def _submit_tasks(self, session: Session, coming: Iterator[TrainTask | MeasureTask], waiting: int) -> int:
+        while waiting < session.at_once and (task := next(coming, None)) is not None:
+            self._submit_task(session, task)
+            waiting += 1
+        return waiting
+
+    def _submit_task(self, session: Session, task: TrainTask | MeasureTask, soon: bool = False) -> None:
+        if isinstance(task, MeasureTask):
+            session.submit(task, self.measure, soon=soon, timeout=self.timeout)
+            return
+        # A run's share of a training is that of its row: the time of the group, divided by the networks in it.
+        timeout = None if self.timeout is None else self.timeout * len(task.configs)
+        session.submit(task, self.train, soon=soon, timeout=timeout)
+
+    def _handle_result(self, session: Session, task: TrainTask | MeasureTask, result: Any) -> int:
+        """Keep a result; how many further tasks it made."""
+        if isinstance(task, MeasureTask):
+            self._keep_measured(task, result)
+            return 0
+        if isinstance(result, CheckpointFailure):
+            raise StudyError(f"{result.problem} {KEPT}")
+        wanted = [key for key in task.configs if key in self.plan.wanted]
+        if isinstance(result, Failure):
+            for key in wanted:
+                self._write_row(Row(key, self.runs[key], "failed", failure=_failure_to_dict(result)))
+            return 0
+        to_measure = [key for key in wanted if self._keep_trained(key, result[key])]
+        self.store.remove(self.store.checkpoint_path(task.key))
+        self.display.add_trained(len(wanted))
+        for key in reversed(to_measure):  # the last one handed in is the first one done
+            self._submit_task(session, self._make_measure_task(key, self.study.measures), soon=True)
+        return len(to_measure)
+
+    def _keep_trained(self, key: str, run: TrainedRun) -> bool:
+        """Write weights; whether the run is still to be measured."""
+        outcome = run.trained.outcome
+        self.store.write_trained(key, self.runs[key], run.trained, run.initial)
+        if outcome.status == "diverged":
+            self._write_row(_make_diverged_row(key, self.runs[key], outcome, run.trained.seconds))
+            return False
+        if run.failure is not None or run.measured is not None:
+            found: Measurement | Failure = run.measured or Failure(**(run.failure or {}))
+            self._write_row(self._make_row(key, outcome, run.trained.seconds, found, None))
+            return False
+        return True
+
+    def _make_measure_task(self, key: str, measures: tuple[str, ...]) -> MeasureTask:
+        trained, initial = self._read_trained(key)
+        return MeasureTask(key, self.runs[key], trained.weights, initial, measures, self.resources)
+
+    def _read_trained(self, key: str) -> tuple[TrainedNetwork, dict[str, Tensor] | None]:
+        found = self.store.read_trained(key)
+        if found is None:
+            raise StudyError(
+                f"Got no weights of the run {key!r}, which were there a moment ago. Want the folder left alone while a "
+                "study runs. Do: give the same command again."
+            )
+        return found
+
+    def _keep_measured(self, task: MeasureTask, result: Measurement | Failure) -> None:
+        trained, _ = self._read_trained(task.key)
+        if trained.outcome.status == "diverged":
+            self._write_row(_make_diverged_row(task.key, self.runs[task.key], trained.outcome, trained.seconds))
+            return
+        before = self.plan.rows.get(task.key)
+        known = before if before is not None and is_same_value(before.measured, self.study.measure_options) else None
+        self._write_row(self._make_row(task.key, trained.outcome, trained.seconds, result, known))
+
+    def _make_row(
+        self, key: str, outcome: Outcome, seconds: float, result: Measurement | Failure, known: Row | None
+    ) -> Row:
+        """A finished row; readings that were there already are kept where only others were asked for."""
+        spent = {"training": seconds}
+        row = Row(key, self.runs[key], outcome.status, outcome, measured=self.study.measure_options, seconds=spent)
+        if isinstance(result, Failure) and known is not None and known.readings:
+            # What was asked for later cannot be measured; what was measured before stays.
+            lacking = [name for name in self.study.measures if name not in known.readings]
+            undefined = {name: Reading(name, math.nan, exact=False, notes=(result.error,)) for name in lacking}
+            return replace(known, readings={**known.readings, **undefined})
+        if isinstance(result, Failure):
+            return replace(row, status="failed", failure=_failure_to_dict(result), measured={})
+        readings = {**({} if known is None else known.readings), **result.readings}
+        return replace(
+            row, readings=readings, seconds={**spent, "measuring": result.seconds}, made_with=result.made_with
+        )
+
+    def _write_row(self, row: Row) -> None:
+        self.store.write_row(row)
+        self.display.add_finished(row.status)
+
+
+def _run_task(do: Callable[..., Any], task: Any, *, context: TaskContext) -> Any:
+    """Do a task in whatever process this is; the user's modules are found in the same places."""
+    for place in context.path:
+        if place not in sys.path:
+            sys.path.append(place)
+    return do(task, context)
+
+
+def _make_diverged_row(key: str, config: Mapping[str, Any], outcome: Outcome, seconds: float) -> Row:
+    note = "the loss or a weight was no longer finite: nothing was measured"
+    noted = outcome if note in outcome.notes else replace(outcome, notes=(*outcome.notes, note))
+    return Row(key, config, "diverged", noted, seconds={"training": seconds})
+
+
+def _failure_to_dict(failure: Failure) -> dict[str, str]:
+    return {"error": failure.error, "traceback": failure.traceback}

@@ -1,0 +1,1 @@
+"""Train networks: one at a time, or batched with vmap."""

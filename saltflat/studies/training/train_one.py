@@ -1,0 +1,193 @@
+"""Train one network in a plain loop: the reference for batched training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from saltflat.studies.data import Examples
+from saltflat.studies.optimizers import compute_learning_rate, find_optimizer, step_alone
+from saltflat.studies.recipe import Recipe
+from saltflat.studies.row import TrainedNetwork
+from saltflat.studies.store.checkpoint import (
+    Checkpoint,
+    add_prefix,
+    describe_training,
+    read_matching_checkpoint,
+    select_prefix,
+    trained_from_dict,
+    trained_to_dict,
+    write_checkpoint,
+)
+from saltflat.studies.training.build import DTYPES, build_network, use_matmul_precision
+from saltflat.studies.training.dropout import DropoutMasks, find_mask_shapes
+from saltflat.studies.training.examples import (
+    Augmentation,
+    TrainingSet,
+    augment_images,
+    count_steps,
+    derive_seed,
+    draw_order,
+    make_training_set,
+)
+from saltflat.studies.training.outcome import NOTHING, evaluate_model, has_met_targets, is_check_due, make_outcome
+
+
+def train_alone(
+    recipe: Recipe,
+    examples: Examples,
+    *,
+    device: torch.device | str = "cpu",
+    checkpoint: Path | None = None,
+    every: float = 30.0,
+    tell: Callable[[int, int], None] | None = None,
+) -> TrainedNetwork:
+    """Train one network.
+
+    Args:
+        recipe: how.
+        examples: on what; they are moved to the device.
+        device: where.
+        checkpoint: a file that holds where the training stands. If it is of this training, it goes on from there. It
+            is left when the training is over, with the result in it.
+        every: seconds between checkpoints.
+        tell: is called after every epoch with the epochs done and the epochs at most.
+    """
+    place = torch.device(device)
+    model = build_network(recipe, examples.shape, examples.classes)
+    initial = {name: each.detach().clone() for name, each in model.named_parameters()}
+    here = examples.to(place, DTYPES[recipe.dtype])
+    who = "" if checkpoint is None else describe_training([recipe], examples, alone=True)
+    with use_matmul_precision(recipe.dtype):
+        return _train_model(recipe, model.to(place), initial, here, checkpoint, who, every, tell)
+
+
+def _train_model(
+    recipe: Recipe,
+    model: nn.Module,
+    initial: dict[str, Tensor],
+    examples: Examples,
+    checkpoint: Path | None,
+    who: str,
+    every: float,
+    tell: Callable[[int, int], None] | None,
+) -> TrainedNetwork:
+    data = make_training_set(recipe, examples)
+    shapes = find_mask_shapes(model, data.inputs[0])
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = find_optimizer(recipe.optimizer).alone(trained, recipe)
+    measured = data.inputs[: data.measured], data.labels[: data.measured]
+    epoch, curve, seconds = 0, [], 0.0
+    train: tuple[float, float] | None = None
+    standing = None if checkpoint is None else read_matching_checkpoint(checkpoint, who)
+    if standing is not None:
+        if "trained" in standing.facts:
+            return trained_from_dict(standing.facts["trained"], dict(standing.tensors))
+        epoch, curve, seconds = (standing.facts[each] for each in ("epoch", "curve", "seconds"))
+        model.load_state_dict(select_prefix(standing.tensors, "model"))
+        _restore_optimizer_state(optimizer, select_prefix(standing.tensors, "optimizer"))
+    began = written = time.perf_counter()
+    stop = epoch >= recipe.epochs
+    while not stop:
+        curve.append(_train_epoch(recipe, model, optimizer, data, shapes, epoch))
+        epoch += 1
+        stop = epoch >= recipe.epochs
+        train = None
+        if not _is_finite(model, curve[-1]):
+            stop, train = True, NOTHING
+        elif is_check_due(recipe, epoch):
+            train = evaluate_model(model, *measured)
+            stop = stop or has_met_targets(recipe, *train) or not math.isfinite(train[0])
+        if tell is not None:
+            tell(epoch, recipe.epochs)
+        now = time.perf_counter()
+        if checkpoint is not None and not stop and now - written >= every:
+            facts = {"epoch": epoch, "curve": curve, "seconds": seconds + now - began}
+            kept = add_prefix("model", model.state_dict()) | add_prefix(
+                "optimizer", _flatten_optimizer_state(optimizer)
+            )
+            write_checkpoint(checkpoint, who, Checkpoint(facts, kept))
+            written = time.perf_counter()
+    train = evaluate_model(model, *measured) if train is None else train
+    test = evaluate_model(model, examples.test_inputs, examples.test_labels)
+    counts = (data.measured, len(examples.test_labels))
+    outcome = make_outcome(recipe, dict(model.named_parameters()), initial, train, test, counts, epoch, curve)
+    weights = {name: each.detach().cpu().clone() for name, each in model.state_dict().items()}
+    found = TrainedNetwork(weights, outcome, seconds + time.perf_counter() - began)
+    if checkpoint is not None:
+        write_checkpoint(checkpoint, who, Checkpoint({"trained": trained_to_dict(found)}, weights))
+    return found
+
+
+def _train_epoch(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: TrainingSet,
+    shapes: dict[str, tuple[int, ...]],
+    epoch: int,
+) -> float:
+    """Every example once; the mean of the losses of the steps."""
+    device, count = data.inputs.device, len(data.labels)
+    steps, places = count_steps(count, recipe.batch), draw_order(recipe.seed, epoch, count).to(device)
+    changes = Augmentation.draw(recipe, epoch, count)
+    changes = None if changes is None else Augmentation.stack([changes], device)
+    masks = DropoutMasks.from_recipes(shapes, [recipe], epoch, device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    model.train()
+    # A network of the user's may draw from torch's own generators: these draws are repeatable, too.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        _seed_generators(device, derive_seed(recipe.seed, "own draws", epoch))
+        for step in range(steps):
+            begin, end = step * recipe.batch, min((step + 1) * recipe.batch, count)
+            some = places[begin:end]
+            inputs = data.inputs[some]
+            if changes is not None:
+                inputs = augment_images(inputs, changes.select_range(begin, end))
+            if masks is not None:
+                for name, mask in masks.draw(end - begin).items():
+                    model.get_submodule(name.removesuffix(".mask")).mask = mask[0]
+            loss = F.cross_entropy(model(inputs), data.labels[some])
+            optimizer.zero_grad()
+            loss.backward()
+            step_alone(optimizer, recipe, compute_learning_rate(recipe, epoch, epoch * steps + step))
+            total += loss.detach()
+    model.eval()
+    return float(total) / steps
+
+
+def _seed_generators(device: torch.device, seed: int) -> None:
+    """Of the CPU and of this device; torch.manual_seed would move the generators of other GPUs, too."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def _is_finite(model: nn.Module, loss: float) -> bool:
+    return math.isfinite(loss) and all(bool(each.isfinite().all()) for each in model.parameters())
+
+
+def _flatten_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
+    return {
+        f"{place}/{name}": torch.as_tensor(value)
+        for place, held in state.items()
+        for name, value in held.items()
+        if value is not None
+    }
+
+
+def _restore_optimizer_state(optimizer: torch.optim.Optimizer, memory: dict[str, Tensor]) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in memory.items():
+        place, _, name = key.partition("/")
+        state.setdefault(int(place), {})[name] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -1,0 +1,137 @@
+"""Many networks of one architecture as one: their weights are the rows of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from saltflat.studies.training.batched_convolution import set_convolution_method
+from saltflat.studies.training.dropout import find_mask_shapes
+
+# Numbers that may be at hand at once when networks are evaluated.
+ROOM = {"cpu": 2**25, "cuda": 2**30}
+
+
+class StackedModel:
+    """What networks of one architecture have in common: the passes, and where each parameter is in a row.
+
+    Attributes:
+        masks: shapes of the masks of dropout for one example.
+    """
+
+    def __init__(self, model: nn.Module, example: Tensor, way: str = "auto") -> None:
+        self.model = deepcopy(model).to(example.device).eval()
+        self.passing = deepcopy(self.model)
+        set_convolution_method(self.passing, way)
+        self.masks = find_mask_shapes(self.model, example)
+        self.trained = {name: each.shape for name, each in self.model.named_parameters() if each.requires_grad}
+        self.sizes = [shape.numel() for shape in self.trained.values()]
+        self.rest = [
+            *(name for name, each in self.model.named_parameters() if not each.requires_grad),
+            *(name for name, _ in self.model.named_buffers() if name not in self.masks),
+        ]
+        self.numbers = _count_activations(self.model, example)
+
+    def pack_models(self, models: Sequence[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The trained numbers of each model as a row, and everything else that a model holds, stacked by name."""
+        device = next(self.model.parameters()).device
+        held = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in models]
+        rows = [torch.cat([each[name].detach().flatten() for name in self.trained]) for each in held]
+        rest = {name: torch.stack([each[name].detach() for each in held]).to(device) for name in self.rest}
+        return torch.stack(rows).to(device), rest
+
+    def unpack_parameters(self, row: Tensor, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of one network, by name."""
+        own = {
+            name: part.view(shape)
+            for (name, shape), part in zip(self.trained.items(), row.split(self.sizes), strict=True)
+        }
+        names = dict(self.model.named_parameters())
+        return {name: own[name] if name in own else rest[name] for name in names}
+
+    def make_state_dict(self, row: Tensor, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The ``state_dict`` of one network, on the CPU."""
+        with torch.no_grad():
+            held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+            for name, value in {**self.unpack_parameters(row, rest), **rest}.items():
+                held[name].copy_(value)
+        return {name: each.detach().cpu().clone() for name, each in self.model.state_dict().items()}
+
+    def compute_logits(
+        self,
+        rows: Tensor,
+        rest: Mapping[str, Tensor],
+        inputs: Tensor,
+        *,
+        training: bool,
+        shared: bool = False,
+        masks: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """What every network says: ``(networks, examples, classes)``.
+
+        In training the running statistics in ``rest`` are changed in place, each network's own.
+
+        Args:
+            rows: ``(networks, weights)``.
+            rest: stacked, by name.
+            inputs: networks first, or ``shared`` by all.
+            training: train mode, or eval mode.
+            shared: whether all networks see the same inputs.
+            masks: of dropout, networks first.
+        """
+        self.passing.train(training)
+        parts = rows.split(self.sizes, dim=1)
+        own = {name: part.reshape(-1, *shape) for (name, shape), part in zip(self.trained.items(), parts, strict=True)}
+
+        def call_model(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            found: Tensor = functional_call(self.passing, weights, (x,))
+            return found
+
+        return vmap(call_model, in_dims=(0, None if shared else 0))({**own, **rest, **(masks or {})}, inputs)
+
+    @torch.no_grad()
+    def evaluate(
+        self, rows: Tensor, rest: Mapping[str, Tensor], inputs: Tensor, labels: Tensor
+    ) -> list[tuple[float, float]]:
+        """Mean loss and share of wrong answers of every network, in eval mode.
+
+        Labels are ``(examples,)`` or one row for each network.
+        """
+        networks, count = len(rows), len(inputs)
+        chunk = max(1, min(count, ROOM.get(rows.device.type, ROOM["cpu"]) // (networks * self.numbers)))
+        labels = labels.expand(networks, count)
+        loss = torch.zeros(networks, dtype=torch.float64, device=rows.device)
+        wrong = torch.zeros(networks, dtype=torch.float64, device=rows.device)
+        for some, answers in zip(inputs.split(chunk), labels.split(chunk, dim=1), strict=True):
+            logits = self.compute_logits(rows, rest, some, training=False, shared=True)
+            loss += compute_losses(logits, answers).double().sum(1)
+            wrong += (logits.argmax(-1) != answers).sum(1)
+        return list(zip((loss / count).tolist(), (wrong / count).tolist(), strict=True))
+
+
+def compute_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropies, ``(networks, examples)``."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+
+
+@torch.no_grad()
+def _count_activations(model: nn.Module, example: Tensor) -> int:
+    """That one network makes of one example, of all its layers together."""
+    found = [example.numel()]
+
+    def count_output(_: nn.Module, __: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            found.append(output.numel())
+
+    hooks = [module.register_forward_hook(count_output) for module in model.modules()]
+    try:
+        model(example[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(found)

@@ -1,0 +1,164 @@
+"""Which units the entries of parameters lead from and to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.engine.geometry import IN, OUT
+from saltflat.symmetry.tracing.elimination import equate_factors, evaluate_forms, select_independent_entries
+from saltflat.symmetry.tracing.scales import ANY, GROUND, SHIFT, ScaleSystem
+
+
+@dataclass(frozen=True, eq=False)
+class EntryUse:
+    """An operation that multiplied or added entries of a parameter.
+
+    Attributes:
+        numbers: of the entries, in the order in which the operation saw them.
+        roles: what each axis of ``numbers`` counts: see :mod:`saltflat.engine.geometry`.
+        scales: of what entries were added to, in their places; then roles follow from these.
+    """
+
+    numbers: Tensor
+    roles: tuple[str, ...] = ()
+    scales: Tensor | None = None
+
+
+class ParameterEntries:
+    """Every entry of every parameter, numbered from 1 on, and the scales it was found between.
+
+    An entry is multiplied by the scale of its ``head`` and divided by that of its ``tail``. A large weight has many
+    entries and few units, so entries have no variables of their own.
+    """
+
+    def __init__(self, scales: ScaleSystem, members: Mapping[str, Tensor]) -> None:
+        self.scales = scales
+        self.first: dict[str, int] = {}
+        total = 1
+        for name, value in members.items():
+            self.first[name] = total
+            total += value.numel()
+        # ANY as long as nothing has used the entry.
+        self.head = torch.zeros(total, dtype=torch.int64)
+        self.tail = torch.zeros(total, dtype=torch.int64)
+        self.uses: dict[tuple[Any, ...], EntryUse] = {}
+        # Entries that no operation used, once the pass is over.
+        self.idle = torch.ones(total, dtype=torch.bool)
+
+    def record_use(self, numbers: Tensor, roles: Sequence[str]) -> None:
+        """Remember what the axes of these entries were to an operation."""
+        if numbers.numel():
+            # A weight that is used again and again, step by step, is remembered once.
+            key = numbers.data_ptr(), numbers.shape, numbers.stride(), tuple(roles)
+            self.uses[key] = EntryUse(numbers, tuple(roles))
+
+    def record_addition(self, numbers: Tensor, ids: Tensor) -> None:
+        """Remember that these entries were added to numbers of the scales ``ids``, or put beside them."""
+        if numbers.numel() and numbers.dim() > 1:
+            wide = ids.expand(torch.broadcast_shapes(ids.shape, numbers.shape))
+            key = numbers.data_ptr(), numbers.shape, numbers.stride()
+            self.uses[key] = EntryUse(numbers, scales=wide[(0,) * (wide.dim() - numbers.dim())])
+
+    def find_roles(self, use: EntryUse) -> tuple[str, ...]:
+        """What each axis of the entries in use counts, once the pass is over.
+
+        What is added is like a row of an embedding table: it leads to the units that have sizes of their own, and which
+        of the rows it is counts inputs.
+        """
+        if use.scales is None:
+            return use.roles
+        wide = [axis for axis, size in enumerate(use.numbers.shape) if size > 1]
+        sizes = torch.from_numpy(evaluate_forms(self.scales.system, self.scales.forms, use.scales.long().numpy()))
+        # Where nothing is free the units may still be known; where nothing tells them apart, features come last.
+        known = _find_varying_axes(use.scales, wide)
+        units = _find_varying_axes(sizes, wide) or (known if len(known) == 1 else wide[-1:])
+        return tuple(OUT if axis in units else IN for axis in range(use.numbers.dim()))
+
+    def get_numbers(self, name: str, value: Tensor) -> Tensor:
+        """The numbers of a parameter's entries, in its shape."""
+        first = self.first[name]
+        return torch.arange(first, first + value.numel(), dtype=torch.float64).reshape(value.shape)
+
+    def has_used_entries(self, numbers: Tensor) -> bool:
+        """Whether any of these entries was found somewhere before."""
+        return bool((self.head[numbers.long()] != ANY).any())
+
+    def assign_scales(self, numbers: Tensor, head: Tensor, tail: Tensor | int = GROUND) -> None:
+        """These entries lead from units of the scales ``tail`` to units of the scales ``head``."""
+        tails = tail if isinstance(tail, Tensor) else torch.full((), tail, dtype=torch.float64)
+        shape = torch.broadcast_shapes(numbers.shape, head.shape, tails.shape)
+        if shape == numbers.shape and self._assign_whole_parameter(
+            numbers, head.long(), tails.long().clamp_min(GROUND)
+        ):
+            return
+        N, H, T = (part.expand(shape).reshape(-1).long() for part in (numbers, head, tails))
+        real = (N > 0) & (H != ANY)
+        N, H, T = N[real], H[real], T[real].clamp_min(GROUND)
+        new = self.head[N] == ANY
+        self.head[N[new]], self.tail[N[new]] = H[new], T[new]
+        other = (self.head[N] != H) | (self.tail[N] != T)
+        if bool(other.any()):
+            N, H, T = N[other], H[other], T[other]
+            quads = torch.stack([self.head[N], self.tail[N], H, T], 1)
+            equate_factors(self.scales.system, self.scales.forms, quads.numpy())
+
+    def _assign_whole_parameter(self, numbers: Tensor, head: Tensor, tail: Tensor) -> bool:
+        """The same where these are all entries of a parameter, once each, and nothing or something has used them all.
+
+        A large weight is nearly always claimed like this, and then few arrays of its size are needed.
+        """
+        views = self._get_head_tail_views(numbers)
+        if views is None or bool((head == ANY).any()):
+            return False
+        old_head, old_tail = views
+        used = old_head != ANY
+        if bool(used.all()):
+            heads, tails = head.expand(numbers.shape), tail.expand(numbers.shape)
+            quads = select_independent_entries(*(each.numpy() for each in (old_head, old_tail, heads, tails)))
+            equate_factors(self.scales.system, self.scales.forms, quads)
+            return True
+        if bool(used.any()):
+            return False
+        old_head.copy_(head.expand(numbers.shape))
+        old_tail.copy_(tail.expand(numbers.shape))
+        return True
+
+    def _get_head_tail_views(self, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Heads and tails in the places of these numbers, if they are consecutive but for the order of axes."""
+        if not numbers.numel():
+            return None
+        axes = range(numbers.dim())
+        first = int(numbers[(0,) * numbers.dim()])
+        ends = [int(numbers.select(axis, -1)[(0,) * (numbers.dim() - 1)]) for axis in axes]
+        order = sorted(axes, key=lambda axis: -ends[axis])
+        back = sorted(axes, key=lambda axis: order[axis])
+        span = slice(first, first + numbers.numel())
+
+        def reshape_like_numbers(each: Tensor) -> Tensor:
+            return each.reshape([numbers.shape[axis] for axis in order]).permute(back)
+
+        if first < 1 or not torch.equal(
+            numbers, reshape_like_numbers(torch.arange(span.start, span.stop, dtype=numbers.dtype))
+        ):
+            return None
+        return reshape_like_numbers(self.head[span]), reshape_like_numbers(self.tail[span])
+
+    def look_up_scales(self, numbers: Tensor) -> Tensor:
+        """The scales of these entries as numbers like others; an entry that nothing has used gets a variable."""
+        N = numbers.long()
+        different = N[(N > 0) & (self.head[N] == ANY)].unique()
+        self.head[different] = self.scales.add_variables(len(different)).long()
+        self.tail[different] = GROUND
+        pairs = self.head[N] * SHIFT + self.tail[N]
+        keys, places = pairs.unique(return_inverse=True)
+        head, tail = (keys // SHIFT).double(), (keys % SHIFT).double()
+        return self.scales.add(head, tail, -1)[places]
+
+
+def _find_varying_axes(values: Tensor, axes: Sequence[int]) -> list[int]:
+    return [axis for axis in axes if bool(((values - values.narrow(axis, 0, 1)).abs() > 1e-9).any())]

@@ -1,0 +1,84 @@
+"""Several processes and loss scaling: averaged gradients, sharded weights, GradScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from saltflat.errors import ModelError, TrainingError
+
+
+@torch.no_grad()
+def average_gradients(
+    model: DistributedDataParallel, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The mean of every parameter's gradient over all processes.
+
+    A parameter that some processes do not use has a gradient of zero there; one that none uses has none.
+    """
+    group = model.process_group
+    results: dict[str, Tensor] = {}
+    for kind in dict.fromkeys((p.device, p.dtype) for p in parameters.values()):
+        names = [name for name, p in parameters.items() if (p.device, p.dtype) == kind]
+        values = [gradients[name] if name in gradients else torch.zeros_like(parameters[name]) for name in names]
+        used = torch.tensor([float(name in gradients) for name in names], device=kind[0], dtype=kind[1])
+        # In one message: many small ones would take longer than all the numbers.
+        message = torch.cat([used, *(each.reshape(-1) for each in values)])
+        dist.all_reduce(message, group=group)
+        message[len(names) :] /= dist.get_world_size(group)
+        pieces = message[len(names) :].split([each.numel() for each in values])
+        for name, value, piece, count in zip(names, values, pieces, message[: len(names)].tolist(), strict=True):
+            if count:
+                results[name] = value.copy_(piece.view(value.shape))
+    return results
+
+
+WRAPPERS = ("FullyShardedDataParallel", "FSDPModule")
+
+
+def check_not_sharded(model: nn.Module, how: str = "") -> None:
+    """Every process must have all of the weights.
+
+    Args:
+        model: the module to measure or to train.
+        how: what is known to spread them, if anything.
+    """
+    wrapped = any(kind.__name__ in WRAPPERS for each in model.modules() for kind in type(each).__mro__)
+    parts = (
+        f"{name!r}, of which each process has a part"
+        for name, p in model.named_parameters()
+        if isinstance(p, DTensor) or type(p).__name__ == "FlatParameter" or hasattr(p, "ds_id")
+    )
+    spread = how or ("a model whose weights are spread over processes" if wrapped else next(parts, ""))
+    if spread:
+        raise ModelError(
+            f"Got {spread}. Want a model whose weights are whole on every process. "
+            "Do: train with DistributedDataParallel, or measure a checkpoint afterwards with saltflat.measure."
+        )
+
+
+def check_not_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
+    """The first gradient must be left as it is."""
+    states = getattr(scaler, "_per_optimizer_states", {})
+    if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
+        raise TrainingError(
+            "Got a first gradient that the GradScaler has unscaled. Want it left as it is: the scaler unscales once "
+            "per step, and steps are taken with the second. Do: call scaler.unscale_() before second_step() only."
+        )
+
+
+def get_gradient_scale(scaler: GradScaler | None) -> float:
+    """What the first gradient was scaled with."""
+    if scaler is None:
+        raise TrainingError(
+            "Got a second gradient that a GradScaler has unscaled, and a first one that it has not. Want to know the "
+            "scale of the first. Do: call first_step(scaler)."
+        )
+    return scaler.get_scale()
