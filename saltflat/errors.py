@@ -109,7 +109,9 @@ def make_unknown_name_error(kind: str, name: object, known: Iterable[str]) -> Un
     near = get_close_matches(str(name), names, n=1, cutoff=0.5)
     advice = f"use {near[0]!r}" if near else "choose one of these"
     shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
-    return UnknownNameError(f"Got the {kind} {name!r}, which does not exist. Want one of: {shown}. Do: {advice}.")
+    return UnknownNameError(
+        f"Expected one of, but got the {kind} {name!r}, which does not exist. {shown}. Try {advice}."
+    )
 
 
 class MemoryLimitWarning(UserWarning):
@@ -140,6 +142,6 @@ def import_optional(name: str, purpose: str) -> ModuleType:
         top = name.partition(".")[0]
         wanted = INSTALLED_AS.get(name, INSTALLED_AS.get(top, top))
         raise MissingPackageError(
-            f"Got {purpose} without {wanted}, which cannot be imported ({problem}). Want {wanted}. "
-            f"Do: pip install {wanted}."
+            f"Expected {wanted}, but got {purpose} without {wanted}, which cannot be imported ({problem}). Try pip "
+            f"install {wanted}."
         ) from problem

@@ -33,14 +33,18 @@ def check_flag(**given: bool) -> None:
     """Switches are True or False."""
     for name, value in given.items():
         if not isinstance(value, bool):
-            raise OptionError(f"Got {name}={value!r}. Want True or False. Do: leave it out for the usual one.")
+            raise OptionError(
+                f"Expected True or False, but got {name}={value!r}. Try leaving it out for the usual one."
+            )
 
 
 def check_positive(**given: float) -> None:
     """Radii, steps and the like are positive and finite."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
-            raise OptionError(f"Got {name}={value!r}. Want a positive number. Do: leave it out for the usual one.")
+            raise OptionError(
+                f"Expected a positive number, but got {name}={value!r}. Try leaving it out for the usual one."
+            )
 
 
 def check_count(least: int, **given: int) -> None:
@@ -48,7 +52,8 @@ def check_count(least: int, **given: int) -> None:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
             raise OptionError(
-                f"Got {name}={value!r}. Want a whole number from {least} to {MOST}. Do: leave it out for the usual one."
+                f"Expected a whole number from {least} to {MOST}, but got {name}={value!r}. Try leaving it out for "
+                "the usual one."
             )
 
 
@@ -56,7 +61,9 @@ def check_non_negative(**given: float) -> None:
     """Strengths are finite and at least 0."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
-            raise OptionError(f"Got {name}={value!r}. Want a number of at least 0. Do: leave it out for the usual one.")
+            raise OptionError(
+                f"Expected a number of at least 0, but got {name}={value!r}. Try leaving it out for the usual one."
+            )
 
 
 def parse_bytes(memory: str | int) -> int:
@@ -68,12 +75,12 @@ def parse_bytes(memory: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(memory), re.IGNORECASE)
     size = float(match[1]) * units[match[2].lower()] if match and match[2].lower() in units else 0.0
     if not 1 <= size < 2**63:
-        raise OptionError(f"Got memory={memory!r}. Want a positive size. Do: for instance memory='2GiB' or '500MB'.")
+        raise OptionError(f"Expected a positive size, but got memory={memory!r}. Try memory='2GiB' or '500MB'.")
     return int(size)
 
 
 def check_seed(seed: SupportsIndex) -> int:
     number = parse_integer(seed)
     if number is None or not 0 <= number < 2**63:
-        raise OptionError(f"Got seed={seed!r}. Want a whole number from 0 to 2^63 - 1. Do: for instance seed=0.")
+        raise OptionError(f"Expected a whole number from 0 to 2^63 - 1, but got seed={seed!r}. Try seed=0.")
     return number

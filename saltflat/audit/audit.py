@@ -158,7 +158,7 @@ def _parse_kinds(given: str | Sequence[str] | None) -> list[str]:
         if not is_choice(kind, KINDS):
             raise make_unknown_name_error("kind of rescaling", kind, KINDS)
     if not kinds:
-        raise OptionError("Got no kinds. Want 'layer', 'unit' or both. Do: leave kinds out for both.")
+        raise OptionError("Expected 'layer', 'unit' or both, but got no kinds. Try leaving kinds out for both.")
     return list(dict.fromkeys(kinds))
 
 

@@ -192,8 +192,8 @@ class Audit(Displayable, Mapping[str, AuditLine]):
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
             why = problem.__cause__ if isinstance(problem, ReportError) and problem.__cause__ else problem
             raise ReportError(
-                f"Got {source}, an audit that cannot be understood ({type(why).__name__}: {why}). "
-                "Want what Audit.to_dict gives. Do: audit again, or take the file from a backup."
+                f"Expected what Audit.to_dict gives, but got {source}, an audit that cannot be understood "
+                f"({type(why).__name__}: {why}). Try auditing again, or taking the file from a backup."
             ) from problem
         return audit
 

@@ -303,7 +303,7 @@ def _check_terms(forms: csr_array, weights: Array | Tensor) -> tuple[csr_array, 
     )
     if A.ndim != 2 or b.shape != A.shape[:1] or not np.isfinite(A.data).all():
         raise OptionError(
-            f"Got forms of shape {A.shape} and weights of shape {b.shape}. Want (terms, scales) and (terms,), with "
-            "finite entries. Do: give every term a row of its factors' exponents and one weight."
+            f"Expected (terms, scales) and (terms,), with finite entries, but got forms of shape {A.shape} and "
+            f"weights of shape {b.shape}. Try giving every term a row of its factors' exponents and one weight."
         )
     return A, b

@@ -77,9 +77,9 @@ def _check_edges(tails: Tensor, heads: Tensor, weights: Tensor, nodes: int) -> N
     inside = ends.numel() == 0 or (whole and int(ends.min()) >= 0 and int(ends.max()) < nodes)
     if not (tails.dim() == 1 and tails.shape == heads.shape == weights.shape and whole and inside):
         raise OptionError(
-            f"Got tails, heads and weights of shapes {tuple(tails.shape)}, {tuple(heads.shape)} and "
-            f"{tuple(weights.shape)} for {nodes} nodes. Want one of each per edge, with tails and heads integers from "
-            f"0 to {nodes - 1}. Do: number the nodes from 0."
+            f"Expected one of each per edge, with tails and heads integers from 0 to {nodes - 1}, but got tails, "
+            f"heads and weights of shapes {tuple(tails.shape)}, {tuple(heads.shape)} and {tuple(weights.shape)} for "
+            f"{nodes} nodes. Try numbering the nodes from 0."
         )
 
 

@@ -90,8 +90,8 @@ def _balance_matrices(
     check_solver_options(tolerance, limit)
     if F.shape != U.shape or F.dim() not in (2, 3):
         raise OptionError(
-            f"Got matrices of shapes {tuple(F.shape)} and {tuple(U.shape)}. Want (rows, columns) or "
-            "(groups, rows, columns), the same for both. Do: sum a convolution over its kernel positions first."
+            "Expected (rows, columns) or (groups, rows, columns), the same for both, but got matrices of shapes "
+            f"{tuple(F.shape)} and {tuple(U.shape)}. Try summing a convolution over its kernel positions first."
         )
     single = F.dim() == 2
     F, U = (check_nonnegative(matrix, name) for matrix, name in ((F, "F"), (U, "U")))

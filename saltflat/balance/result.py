@@ -48,8 +48,8 @@ def check_nonnegative(values: Tensor, what: str) -> Tensor:
     """In float64, if all are finite and at least 0."""
     if values.is_complex() or not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
         raise OptionError(
-            f"Got {what} with entries that are negative, complex or not finite. Want finite numbers of at least 0. "
-            "Do: clamp what an estimate made negative, and look where the others come from."
+            f"Expected finite numbers of at least 0, but got {what} with entries that are negative, complex or not "
+            "finite. Try clamping what an estimate made negative, and look where the others come from."
         )
     return values.detach().to(torch.float64)
 
@@ -57,7 +57,8 @@ def check_nonnegative(values: Tensor, what: str) -> Tensor:
 def check_solver_options(tolerance: float, limit: int) -> None:
     if not tolerance > 0 or limit < 1:
         raise OptionError(
-            f"Got tolerance={tolerance} and limit={limit}. Want both above 0. Do: leave them out; 1e-10 is usual."
+            f"Expected both above 0, but got tolerance={tolerance} and limit={limit}. Try leaving them out; 1e-10 is "
+            "usual."
         )
 
 

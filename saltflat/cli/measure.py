@@ -160,7 +160,9 @@ def show(
     form = find_file_format(report, *kinds)
     found = kinds[form].load(report)
     if html is not None and isinstance(found, Landscape | Spectrum):
-        raise OptionError(f"Got {form.what} with --html. Want a report or an audit. Do: draw it, with its plot().")
+        raise OptionError(
+            f"Expected a report or an audit, but got {form.what} with --html. Try drawing it, with its plot()."
+        )
     print_result(found)
     if not isinstance(found, Landscape | Spectrum):
         write_result_page(found, html)

@@ -75,8 +75,8 @@ def catch_stdout_errors() -> Iterator[None]:
         with suppress(OSError):
             sys.stdout.close()  # else Python tries again at its end, and complains
         raise OptionError(
-            f"Got a standard output that cannot be written ({error.strerror}). Want a place for the results. "
-            "Do: free the disk, or send them elsewhere."
+            f"Expected a place for the results, but got a standard output that cannot be written ({error.strerror}). "
+            "Try freeing the disk, or send them elsewhere."
         ) from error
 
 
@@ -189,8 +189,8 @@ def parse_names(given: list[str] | None) -> list[str] | None:
     names = [name.strip() for name in names if name.strip()]
     if depth != 0 or not names:
         raise OptionError(
-            f"Got the names {', '.join(given)!r}. Want at least one, with as many closing as opening parentheses. "
-            "Do: quote names with options, \"rho(axis='row')\"."
+            "Expected at least one, with as many closing as opening parentheses, but got the names "
+            f"{', '.join(given)!r}. Try quoting names with options, \"rho(axis='row')\"."
         )
     return names
 
@@ -208,8 +208,8 @@ def parse_device(name: str) -> torch.device:
         torch.empty(1, device=device).tolist()  # the meta device has no numbers to give
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
-            f"Got the device {name!r}, which cannot be used here ({format_error_line(error)}). "
-            "Want one that torch can reach. Do: --device cpu."
+            f"Expected one that torch can reach, but got the device {name!r}, which cannot be used here "
+            f"({format_error_line(error)}). Try --device cpu."
         ) from error
     return device
 
@@ -229,13 +229,15 @@ class SavableResult(Protocol):
 def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path | None = None) -> None:
     """Find out before the long work whether its results can be kept."""
     if quiet and out is None and plot is None and html is None:
-        raise OptionError("Got --quiet without --out or --plot. Want a place for the results. Do: --out report.json.")
+        raise OptionError(
+            "Expected a place for the results, but got --quiet without --out or --plot. Try --out report.json."
+        )
     check_page_path(html)
     given = {"--out": out, "--plot": plot, "--html": html}
     places = [check_writable_path(path, option) for option, path in given.items() if path is not None]
     if plot is not None and get_picture_format(plot) not in PICTURES:
         raise OptionError(
-            f"Got --plot {str(plot)!r}. Want a name that ends in {' or '.join(PICTURES)}. Do: figure.png."
+            f"Expected a name that ends in {' or '.join(PICTURES)}, but got --plot {str(plot)!r}. Try figure.png."
         )
     if len(places) > len(set(places)):
         both = next(path for path in given.values() if path is not None and places.count(check_writable_path(path)) > 1)
@@ -244,7 +246,7 @@ def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path |
             for name, path in given.items()
             if path is not None and check_writable_path(path) == check_writable_path(both)
         )
-        raise OptionError(f"Got {str(both)!r} for both {names}. Want a file for each. Do: --out report.json.")
+        raise OptionError(f"Expected a file for each, but got {str(both)!r} for both {names}. Try --out report.json.")
 
 
 def write_result(result: SavableResult, out: Path | None, plot: Path | None, quiet: bool) -> None:
@@ -272,7 +274,9 @@ def check_page_path(html: Path | None, option: str = "--html") -> None:
     if html is None:
         return
     if html.suffix.lower() not in PAGES:
-        raise OptionError(f"Got {option} {str(html)!r}. Want a name that ends in {' or '.join(PAGES)}. Do: page.html.")
+        raise OptionError(
+            f"Expected a name that ends in {' or '.join(PAGES)}, but got {option} {str(html)!r}. Try page.html."
+        )
     check_writable_path(html, option)
 
 

@@ -75,8 +75,8 @@ def fold(
     norms = {name: new.get_submodule(name) for name, each in network.named_modules() if is_batch_norm(each)}
     if not norms:
         raise ModelError(
-            f"Got a {type(network).__name__} without a BatchNorm that can be folded. Want one that has some. "
-            "Do: go on with the weights as they are; nothing was written."
+            f"Expected one that has some, but got a {type(network).__name__} without a BatchNorm that can be folded. "
+            "Try going on with the weights as they are; nothing was written."
         )
     affine = sum(isinstance(each, Affine) for each in norms.values())
     kept = sum(is_batch_norm(each) for each in norms.values())
@@ -155,16 +155,18 @@ def _check_weights_path(out: Path, weights: Path | None, overwrite: bool) -> Non
     """Find out before the work whether its result can be kept, and that nothing is lost by it."""
     if out.suffix != ".safetensors":
         raise OptionError(
-            f"Got --out {str(out)!r}. Want a name that ends in .safetensors. Do: for instance new.safetensors."
+            f"Expected a name that ends in .safetensors, but got --out {str(out)!r}. Try new.safetensors."
         )
     place = check_writable_path(out, "--out")
     if weights is not None and place == weights.resolve():
         raise OptionError(
-            f"Got {str(out)!r} for both --out and --weights. Want the old weights to stay. Do: choose another name."
+            f"Expected the old weights to stay, but got {str(out)!r} for both --out and --weights. Try choosing "
+            "another name."
         )
     if place.exists() and not overwrite:
         raise OptionError(
-            f"Got --out {str(out)!r}, which exists. Want a new file. Do: choose another name, or add --overwrite."
+            f"Expected a new file, but got --out {str(out)!r}, which exists. Try choosing another name, or adding "
+            "--overwrite."
         )
 
 
@@ -173,8 +175,8 @@ def _compare_outputs(network: nn.Module, new: nn.Module, examples: Any) -> float
     off = compare_outputs(network, new, parse_example(take_example(examples, count=COMPARED)))
     if not off <= COARSE:
         raise ModelError(
-            f"Got outputs of the new network that differ by {off:.1e} of their largest. Want the same up to rounding. "
-            "Do: try a model in float64; nothing was written."
+            f"Expected the same up to rounding, but got outputs of the new network that differ by {off:.1e} of their "
+            "largest. Try a model in float64; nothing was written."
         )
     return off
 

@@ -108,8 +108,8 @@ def read_data(
         return select_examples(found, skip, limit)
     if is_existing_file(Path(source)):
         raise DataError(
-            f"Got the file {source!r}. Want one that ends in {' or '.join(FORMATS)}, or the name of a data set. "
-            "Do: save the arrays 'inputs' and 'targets' with numpy.savez."
+            f"Expected one that ends in {' or '.join(FORMATS)}, or the name of a data set, but got the file "
+            f"{source!r}. Try saving the arrays 'inputs' and 'targets' with numpy.savez."
         )
     named = find_reader(source)
     if split is not None and split not in SPLITS:
@@ -126,8 +126,8 @@ def _check_unnamed_options(source: str, split: str | None, normalize: str) -> No
     if split is not None or normalize != "none":
         option = f"split={split!r}" if split is not None else f"normalize={normalize!r}"
         raise OptionError(
-            f"Got {option} for {source!r}, whose splits and scales are not known. Want it for a named data set only. "
-            "Do: leave it out, and split and scale where the data is made."
+            f"Expected it for a named data set only, but got {option} for {source!r}, whose splits and scales are "
+            "not known. Try leaving it out, and split and scale where the data is made."
         )
 
 

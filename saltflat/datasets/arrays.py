@@ -21,8 +21,9 @@ def read_verified_bytes(path: Path, md5: str) -> bytes:
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
         raise DataError(
-            f"Got {str(path)!r} with the md5 {found} ({len(content):,} bytes). Want {md5}, that of the published file: "
-            "this one is damaged, incomplete or another. Do: delete it and download it again."
+            f"Expected {md5}, that of the published file, but got {str(path)!r} with the md5 {found} "
+            f"({len(content):,} bytes). This one is damaged, incomplete or another. Try deleting it and download it "
+            "again."
         )
     return content
 
@@ -45,16 +46,16 @@ def is_existing_file(path: Path) -> bool:
 
 def _make_unreadable_error(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"Got {str(path)!r}, which cannot be read ({error.strerror}). Want the file as published. "
-        "Do: check the folder and its permissions."
+        f"Expected the file as published, but got {str(path)!r}, which cannot be read ({error.strerror}). Check the "
+        "folder and its permissions."
     )
 
 
 def make_missing_file_error(path: Path, dataset: str) -> DataError:
     """The error for a file that is not there; ``dataset`` is torchvision's name of what it belongs to."""
     return DataError(
-        f"Got no file {str(path)!r}. Want {dataset} as torchvision lays it out. Do: name the folder it is in, or "
-        f"download it there with torchvision.datasets.{dataset}(folder, download=True)."
+        f"Expected {dataset} as torchvision lays it out, but got no file {str(path)!r}. Try naming the folder it is "
+        f"in, or download it there with torchvision.datasets.{dataset}(folder, download=True)."
     )
 
 
@@ -102,8 +103,8 @@ def _find_array_names(names: Collection[str], path: Path) -> list[str]:
     found = [[name for name in known if name in names] for known in NAMES.values()]
     if any(len(each) != 1 for each in found):
         raise DataError(
-            f"Got the arrays {', '.join(sorted(names)) or '(none)'} in {str(path)!r}. "
-            "Want 'inputs' or 'x', and 'targets' or 'y', one of each. Do: save them under these names."
+            "Expected 'inputs' or 'x', and 'targets' or 'y', one of each, but got the arrays "
+            f"{', '.join(sorted(names)) or '(none)'} in {str(path)!r}. Try saving them under these names."
         )
     return [each[0] for each in found]
 
@@ -135,6 +136,6 @@ def _make_array_file_error(path: Path, error: Exception) -> DataError:
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
     why = said.splitlines()[0][:300] if said else type(error).__name__
     return DataError(
-        f"Got {str(path)!r}, which cannot be read ({why}). Want a whole {path.suffix} file of plain arrays. "
-        "Do: check the path, or write the file again."
+        f"Expected a whole {path.suffix} file of plain arrays, but got {str(path)!r}, which cannot be read ({why}). "
+        "Check the path, or write the file again."
     )

@@ -82,8 +82,8 @@ def save_weights(model: nn.Module, path: str | Path, folded: bool = False) -> in
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise WeightsError(
-                f"Got {name!r} in the state of the model, a {type(value).__name__}. Want tensors alone in a file of "
-                "weights. Do: save the model's state_dict with torch.save."
+                f"Expected tensors alone in a file of weights, but got {name!r} in the state of the model, a "
+                f"{type(value).__name__}. Try saving the model's state_dict with torch.save."
             )
         if not any(value is other for other in held):
             held.append(value)
@@ -180,9 +180,10 @@ def _check_parts(given: list[str], known: list[str], aliases: list[list[str]]) -
             (name.removeprefix(prefix) for name in given if name not in others), known, aliases
         ):
             raise WeightsError(
-                f"Got weights of which those that begin with {prefix!r} fit the model, and {len(others)} more do not "
-                f"belong to it: {_format_names(list(map(repr, others)))}. Want the weights of the model alone. "
-                f"Do: save those that begin with {prefix!r} in a file of their own."
+                f"Expected the weights of the model alone, but got weights of which those that begin with {prefix!r} "
+                f"fit the model, and {len(others)} more do not belong to it: "
+                f"{_format_names(list(map(repr, others)))}. Try saving those that begin with {prefix!r} in a file of "
+                "their own."
             )
 
 
@@ -210,8 +211,9 @@ def _check_tied(stored: Mapping[str, list[Tensor]]) -> None:
     ]
     if torn:
         raise WeightsError(
-            f"Got different values for weights that are one in the model: {_format_names(list(map(repr, torn)))}. "
-            "Want the same under each of its names. Do: untie them in the model, or save the weights again."
+            "Expected the same under each of its names, but got different values for weights that are one in the "
+            f"model: {_format_names(list(map(repr, torn)))}. Try untying them in the model, or saving the weights "
+            "again."
         )
 
 
@@ -234,13 +236,14 @@ def _check_file(path: Path) -> None:
         found = path.stat()
     except FileNotFoundError as error:
         raise WeightsError(
-            f"Got {str(path)!r}, which does not exist. Want a file of weights. Do: check the path."
+            f"Expected a file of weights, but got {str(path)!r}, which does not exist. Check the path."
         ) from error
     except OSError as error:
         raise _make_file_error(path, f"it cannot be reached ({error.strerror})", "check the path") from error
     if stat.S_ISDIR(found.st_mode):
         raise WeightsError(
-            f"Got {str(path)!r}, a folder. Want a file of weights. Do: name the file in it, .safetensors or .pt."
+            f"Expected a file of weights, but got {str(path)!r}, a folder. Try naming the file in it, .safetensors "
+            "or .pt."
         )
     if not stat.S_ISREG(found.st_mode):
         raise _make_file_error(path, "it is no regular file", "save the weights into a file")
@@ -334,8 +337,9 @@ def _check_fit(
     if any(problems.values()):
         told = "; ".join(f"{len(names)} {kind}: {_format_names(names)}" for kind, names in problems.items() if names)
         raise WeightsError(
-            f"Got weights that do not fit the model. {told}. Want every weight of the model once, dense and real, "
-            "in its shape. Do: check that the file belongs to this model, and that it is made as it was for training."
+            "Expected every weight of the model once, dense and real, in its shape, but got weights that do not fit "
+            f"the model. {told}. Check that the file belongs to this model, and that it is made as it was for "
+            "training."
         )
 
 
@@ -366,6 +370,6 @@ def _format_names(names: list[str], most: int = 5) -> str:
 
 def _make_file_error(path: Path, why: str, advice: str) -> WeightsError:
     return WeightsError(
-        f"Got {str(path)!r}, which cannot be used: {why}. Want tensors by name (.safetensors, or a state_dict saved by "
-        f"torch). Do: {advice}."
+        f"Expected tensors by name (.safetensors, or a state_dict saved by torch), but got {str(path)!r}, which "
+        f"cannot be used: {why}. Try {advice}."
     )

@@ -49,8 +49,8 @@ def parse_cifar(content: bytes, path: Path, key: str) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{len(images)} images and {len(labels)} labels")
     except Exception as error:  # a pickle that is not what it should be can fail in any way
         raise DataError(
-            f"Got {str(path)!r}, which is not a file of CIFAR ({error}). Want pixels under 'data' and labels under "
-            f"{key!r}. Do: delete it and download it again."
+            f"Expected pixels under 'data' and labels under {key!r}, but got {str(path)!r}, which is not a file of "
+            f"CIFAR ({error}). Try deleting it and download it again."
         ) from error
     return images, labels
 

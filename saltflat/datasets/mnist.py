@@ -33,8 +33,8 @@ def read_idx(folder: Path, split: str, dataset: str, checksums: Mapping[str, str
     labels = _read_idx_array(raw, f"{stem}-labels-idx1-ubyte", dataset, checksums)
     if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
-            f"Got images of shape {tuple(images.shape)} and labels of shape {tuple(labels.shape)} in {str(raw)!r}. "
-            "Want as many labels as images. Do: delete the files and download them again."
+            f"Expected as many labels as images, but got images of shape {tuple(images.shape)} and labels of shape "
+            f"{tuple(labels.shape)} in {str(raw)!r}. Try deleting the files and download them again."
         )
     return images.unsqueeze(1), labels.to(torch.int64)
 
@@ -79,7 +79,9 @@ def parse_idx(content: bytes, path: Path) -> Tensor:
 
 
 def _make_idx_error(path: Path, got: str) -> DataError:
-    return DataError(f"Got {got} in {str(path)!r}. Want an IDX file of bytes. Do: delete it and download it again.")
+    return DataError(
+        f"Expected an IDX file of bytes, but got {got} in {str(path)!r}. Try deleting it and download it again."
+    )
 
 
 # Of the .gz as torchvision lists them; of the others as these unpack.

@@ -69,7 +69,7 @@ def _is_user_frame(frame: FrameType) -> bool:
 def _make_user_error(error: BaseException, spec: str, want: str, advice: str) -> UserCodeError:
     said = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().splitlines()
     got = type(error).__name__ + (f": {said[0][:300]}" if said else "")
-    return UserCodeError(f"Got {got} from {spec} ({_format_error_location(error)}). Want {want}. Do: {advice}.")
+    return UserCodeError(f"Expected {want}, but got {got} from {spec} ({_format_error_location(error)}). Try {advice}.")
 
 
 def _format_error_location(error: BaseException) -> str:
@@ -91,8 +91,8 @@ def import_object(spec: str, what: str) -> Any:
     module, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
         raise OptionError(
-            f"Got {spec!r} as the {what}. Want package.module:function. "
-            "Do: for instance my_module:make for the function make in my_module.py."
+            f"Expected package.module:function, but got {spec!r} as the {what}. Try my_module:make for the function "
+            "make in my_module.py."
         )
     with wrap_user_errors(spec, what):
         found, path = _import_user_module(module, spec, what), module
@@ -111,8 +111,8 @@ def _import_user_module(module: str, spec: str, what: str) -> Any:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise OptionError(
-            f"Got {spec!r} as the {what}, and no module {error.name!r} is found. Want one that Python can import. "
-            "Do: run from the folder that holds it, or install it."
+            f"Expected one that Python can import, but got {spec!r} as the {what}, and no module {error.name!r} is "
+            "found. Try running from the folder that holds it, or install it."
         ) from error
 
 
@@ -121,8 +121,8 @@ def _make_attribute_error(found: Any, path: str, part: str) -> SaltflatError:
     if known:
         return make_unknown_name_error(f"function in {path}", part, known)
     return OptionError(
-        f"Got {part!r} in {path}, a {type(found).__name__} with nothing in it. Want package.module:function. "
-        f"Do: leave .{part} out, or check the name."
+        f"Expected package.module:function, but got {part!r} in {path}, a {type(found).__name__} with nothing in it. "
+        f"Try leaving .{part} out, or check the name."
     )
 
 
@@ -137,8 +137,8 @@ def build_from_spec(spec: str, what: str, arguments: Mapping[str, Any] | None = 
     if isinstance(found, nn.Module) or not callable(found):
         if given:
             raise OptionError(
-                f"Got the arguments {given} for {spec!r}, a {type(found).__name__}. Want a function to give them to. "
-                "Do: leave them out."
+                f"Expected a function to give them to, but got the arguments {given} for {spec!r}, a "
+                f"{type(found).__name__}. Try leaving them out."
             )
         return found
     try:
@@ -156,6 +156,6 @@ def _check_factory_arguments(signature: inspect.Signature, given: Mapping[str, A
         signature.bind(**given)
     except TypeError as error:
         raise OptionError(
-            f"Got the arguments {given} for {spec!r}: {error}. Want {', '.join(signature.parameters) or 'none'}. "
-            "Do: give others, or defaults to the function."
+            f"Expected {', '.join(signature.parameters) or 'none'}, but got the arguments {given} for {spec!r}: "
+            f"{error}. Try giving others, or defaults to the function."
         ) from error

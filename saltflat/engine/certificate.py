@@ -94,7 +94,7 @@ def certify(
     """
     seed = check_seed(seed)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
-        raise OptionError(f"Got examples={examples!r}. Want at least 1. Do: leave it out for 8.")
+        raise OptionError(f"Expected at least 1, but got examples={examples!r}. Try leaving it out for 8.")
     room = parse_bytes(memory)
     heap = HeapTrimmer(room // 4)
     with open_session(model, mode, data):
@@ -117,8 +117,8 @@ def certify(
                 break
     if share <= 0:
         raise EmptyDataError(
-            f"Got {seen} first examples whose targets are all ignored or have no weight. Want some that count. "
-            "Do: raise examples=, or put other examples first."
+            f"Expected some that count, but got {seen} first examples whose targets are all ignored or have no "
+            "weight. Try raising examples=, or putting other examples first."
         )
     pairs = {name: (h / share, g / share) for name, (h, g) in sums.items()}
     # Where a parameter has no effect at all, both are rounding.

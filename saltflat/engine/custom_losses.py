@@ -106,8 +106,8 @@ class CustomLoss(Loss):
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise OptionError(
-                f"Got {got} from the loss function for one example. Want a single number. "
-                "Do: reduce over everything but the examples, e.g. with .mean()."
+                f"Expected a single number, but got {got} from the loss function for one example. Try reducing over "
+                "everything but the examples, e.g. with .mean()."
             )
         if value.layout != torch.strided or not value.is_floating_point():
             raise OptionError(
@@ -157,9 +157,9 @@ class CustomLoss(Loss):
         value = float(together.reshape(-1)[0])
         if together.numel() == 1 and bool((together - alone.sum()).abs() <= MEAN_TOLERANCE * alone.abs().sum()):
             raise OptionError(
-                f"Got the sum of the losses from {name}: {value:.6g} for {count} examples with a mean of "
-                f"{float(alone.mean()):.6g}. Want the mean over the examples: that is what is measured. "
-                "Do: divide by the number of examples, len(outputs), or use reduction='mean'."
+                f"Expected the mean over the examples, but got the sum of the losses from {name}: {value:.6g} for "
+                f"{count} examples with a mean of {float(alone.mean()):.6g}. That is what is measured. Try dividing "
+                "by the number of examples, len(outputs), or using reduction='mean'."
             )
         raise OptionError(
             f"Got {value:.6g} from {name} for {count} examples together, and {float(alone.mean()):.6g} as the mean of "
@@ -221,10 +221,10 @@ class CustomLoss(Loss):
                 raise
             except RuntimeError as error:
                 raise OptionError(
-                    f"Got {format_error_line(error)} for the second derivative of "
-                    f"{_format_function_name(self.function)}. Want a loss that torch can differentiate twice: "
-                    "curvature is made of it. Do: write it as a function of elementary "
-                    "operations, or ask for measures that need gradients only, such as fisher_trace."
+                    f"Expected a loss that torch can differentiate twice, but got {format_error_line(error)} for the "
+                    f"second derivative of {_format_function_name(self.function)}. Curvature is made of it. Try "
+                    "writing it as a function of elementary operations, or asking for measures that need gradients "
+                    "only, such as fisher_trace."
                 ) from error
 
 
@@ -292,7 +292,8 @@ def parse_loss(given: Any) -> Loss:
         raise make_unknown_name_error("loss", given, LOSSES)
     if isinstance(given, type):
         raise OptionError(
-            f"Got the class {given.__name__} as the loss. Want one of its instances. Do: pass {given.__name__}()."
+            f"Expected one of its instances, but got the class {given.__name__} as the loss. Try passing "
+            f"{given.__name__}()."
         )
     module = _find_torch_module(given)
     return (_convert_torch_loss(module) if module is not None else None) or CustomLoss(given)
@@ -320,9 +321,8 @@ def _convert_torch_loss(given: nn.Module) -> Loss | None:
     if kind.__module__ == nn.modules.loss.__name__ and getattr(given, "reduction", "mean") in ("sum", "none"):
         per = f"; a sum is larger by {DIVISORS[kind]}" if given.reduction == "sum" and kind in DIVISORS else ""
         raise OptionError(
-            f"Got a {kind.__name__} with reduction={given.reduction!r}. "
-            "Want 'mean': what is measured is the mean loss of the data. "
-            f"Do: pass it with reduction='mean'{per}."
+            f"Expected 'mean', but got a {kind.__name__} with reduction={given.reduction!r}. What is measured is the "
+            f"mean loss of the data. Try passing it with reduction='mean'{per}."
         )
     weight, smoothing = getattr(given, "weight", None), getattr(given, "label_smoothing", 0.0)
     if kind in (nn.CrossEntropyLoss, nn.NLLLoss):
@@ -358,8 +358,8 @@ def normalize_logits(loss: Loss, logits: str) -> Loss:
         return loss
     if not isinstance(loss, CrossEntropy) or loss.weight is not None:
         raise OptionError(
-            f"Got logits={logits!r} with {type(loss).__name__}. Want cross_entropy without class weights: only of its "
-            "outputs does the scale not matter to predictions. Do: leave logits out."
+            f"Expected cross_entropy without class weights, but got logits={logits!r} with {type(loss).__name__}. "
+            "Only of its outputs does the scale not matter to predictions. Try leaving logits out."
         )
     return NormalizedLogitsLoss(loss, logits)
 
@@ -386,7 +386,8 @@ class NormalizedLogitsLoss(CustomLoss):
         self.inner.check(outputs, targets)
         if outputs.dim() != 2:
             raise LabelError(
-                f"Got outputs of shape {format_shape(outputs)}. Want (N, classes) to normalise. Do: leave logits out."
+                f"Expected (N, classes) to normalise, but got outputs of shape {format_shape(outputs)}. Try leaving "
+                "logits out."
             )
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ def unpack_batch(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str,
         targets = inputs.pop("labels", None)
         if not isinstance(targets, Tensor):
             raise DataError(
-                f"Got a dict with the keys {sorted(map(str, item))} as batch {number}. "
-                "Want a tensor under 'labels' beside the inputs. Do: rename the targets to 'labels'."
+                "Expected a tensor under 'labels' beside the inputs, but got a dict with the keys "
+                f"{sorted(map(str, item))} as batch {number}. Try renaming the targets to 'labels'."
             )
         return (), _convert_mappings(inputs, number), _convert_labels(targets, number)
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[1], Tensor):
@@ -116,9 +116,9 @@ def unpack_batch(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str,
             return tuple(inputs), {}, targets
     got = f"a {type(item).__name__}" + (f" of {len(item)} parts" if isinstance(item, tuple | list) else "")
     raise DataError(
-        f"Got {got} as batch {number}. "
-        "Want (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict with 'labels'. "
-        "Do: give the DataLoader a collate_fn that returns one of these."
+        "Expected (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict with "
+        f"'labels', but got {got} as batch {number}. Try giving the DataLoader a collate_fn that returns one of "
+        "these."
     )
 
 
@@ -160,9 +160,9 @@ def _convert_mappings(inputs: Any, number: int) -> Any:
         held = vars(leaf).values() if is_dataclass(leaf) and hasattr(leaf, "__dict__") else ()
         if any(isinstance(value, Tensor) for value in held):
             raise DataError(
-                f"Got a {type(leaf).__name__} with tensors among the inputs of batch {number}. "
-                "Want tensors in tuples, lists and dicts, so that single examples can be taken out of them. "
-                "Do: give the DataLoader a collate_fn that returns these, and make the model accept them."
+                "Expected tensors in tuples, lists and dicts, so that single examples can be taken out of them, but "
+                f"got a {type(leaf).__name__} with tensors among the inputs of batch {number}. Try giving the "
+                "DataLoader a collate_fn that returns these, and making the model accept them."
             )
         return leaf
 

@@ -305,7 +305,9 @@ def compute_norm(vector: Weights) -> float:
 def check_finite_loss(loss: float) -> float:
     """The mean loss where the network stands must be a number."""
     if not isfinite(loss):
-        raise NonFiniteError(f"Got a mean loss of {loss}. Want a finite one. Do: check the targets and the weights.")
+        raise NonFiniteError(
+            f"Expected a finite one, but got a mean loss of {loss}. Check the targets and the weights."
+        )
     return loss
 
 
@@ -355,7 +357,7 @@ def _add_gradients(sums: dict[str, Tensor], found: tuple[Tensor | None, ...]) ->
 def _check_share(share: float) -> float:
     if share <= 0:
         raise EmptyDataError(
-            "Got targets that are all ignored or have no weight. Want at least one that counts. "
-            "Do: check ignore_index and the class weights."
+            "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
+            "ignore_index and the class weights."
         )
     return share

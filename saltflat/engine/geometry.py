@@ -114,7 +114,7 @@ class PermutedGeometry(Geometry):
 
 def _check_unit_axis(axis: str) -> None:
     if axis not in ("column", "row"):
-        raise OptionError(f"Got axis={axis!r}. Want 'column' or 'row'. Do: leave it out for columns.")
+        raise OptionError(f"Expected 'column' or 'row', but got axis={axis!r}. Try leaving it out for columns.")
 
 
 def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:

@@ -73,28 +73,28 @@ class CrossEntropy(Loss):
         classes = outputs.shape[axis]
         if self.weight is not None and self.weight.numel() != classes:
             raise LabelError(
-                f"Got {self.weight.numel()} class weights and outputs with {classes} classes. "
-                "Want one weight per class. Do: check the weight given to the loss."
+                f"Expected one weight per class, but got {self.weight.numel()} class weights and outputs with "
+                f"{classes} classes. Check the weight given to the loss."
             )
         if self.weight is not None and bool((self.weight < 0).any()):
-            raise LabelError("Got negative class weights. Want weights of at least 0. Do: check the loss's weight.")
+            raise LabelError("Expected weights of at least 0, but got negative class weights. Check the loss's weight.")
         if targets.is_floating_point():
             if bool((targets < 0).any()):
-                raise LabelError("Got negative target probabilities. Want at least 0. Do: check the targets.")
+                raise LabelError("Expected at least 0, but got negative target probabilities. Check the targets.")
             return
         kept = targets[targets != self.ignore_index]
         if kept.numel() and (kept.min() < 0 or kept.max() >= classes):
             raise LabelError(
-                f"Got labels from {int(kept.min())} to {int(kept.max())} for {classes} classes. "
-                f"Want 0 to {classes - 1}, or ignore_index={self.ignore_index}. "
-                "Do: count labels from 0, or give the network as many outputs as there are classes."
+                f"Expected 0 to {classes - 1}, or ignore_index={self.ignore_index}, but got labels from "
+                f"{int(kept.min())} to {int(kept.max())} for {classes} classes. Try counting labels from 0, or "
+                "giving the network as many outputs as there are classes."
             )
 
     def find_class_axis(self, outputs: Tensor, targets: Tensor) -> int:
         if outputs.dim() < 2:
             raise LabelError(
-                f"Got outputs of shape {format_shape(outputs)}. Want (N, classes) for cross_entropy. "
-                "Do: use 'mse' or 'bce_with_logits' for a single output."
+                f"Expected (N, classes) for cross_entropy, but got outputs of shape {format_shape(outputs)}. Try "
+                "using 'mse' or 'bce_with_logits' for a single output."
             )
         last = outputs.dim() - 1
         if targets.is_floating_point() and targets.shape == outputs.shape:
@@ -107,10 +107,9 @@ class CrossEntropy(Loss):
             if targets.shape == outputs.shape[:-1]:
                 return last
         raise LabelError(
-            f"Got targets of type {targets.dtype} and shape {format_shape(targets)} "
-            f"for outputs of shape {format_shape(outputs)}. "
-            "Want integer class numbers, one for each position of the outputs, or probabilities of the outputs' shape. "
-            "Do: pass class numbers as torch.long."
+            "Expected integer class numbers, one for each position of the outputs, or probabilities of the outputs' "
+            f"shape, but got targets of type {targets.dtype} and shape {format_shape(targets)} for outputs of shape "
+            f"{format_shape(outputs)}. Try passing class numbers as torch.long."
         )
 
     def _compute_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -168,16 +167,16 @@ class NegativeLogLikelihood(CrossEntropy):
         super().check(outputs, targets)
         if targets.is_floating_point():
             raise LabelError(
-                f"Got targets of type {targets.dtype} for NLLLoss. Want class numbers. "
-                "Do: pass class numbers as torch.long, or use CrossEntropyLoss for probabilities."
+                f"Expected class numbers, but got targets of type {targets.dtype} for NLLLoss. Try passing class "
+                "numbers as torch.long, or using CrossEntropyLoss for probabilities."
             )
         total = outputs.detach().logsumexp(self.find_class_axis(outputs, targets))
         if bool((total.abs() > LOG_ONE).any()):
             worst = total.flatten()[total.abs().argmax()].exp()
             raise OptionError(
-                f"Got NLLLoss and outputs whose exponentials sum to {float(worst):g}. Want log-probabilities, whose "
-                "exponentials sum to 1. Do: pass CrossEntropyLoss() if the outputs are logits, or end the model with "
-                "log_softmax over the classes."
+                "Expected log-probabilities, whose exponentials sum to 1, but got NLLLoss and outputs whose "
+                f"exponentials sum to {float(worst):g}. Try passing CrossEntropyLoss() if the outputs are logits, or "
+                "end the model with log_softmax over the classes."
             )
 
 
@@ -187,13 +186,14 @@ class _PerOutputLoss(Loss):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.dtype == torch.bool:
             raise LabelError(
-                "Got targets of type torch.bool. Want numbers. Do: convert them with targets.float() (or .double())."
+                "Expected numbers, but got targets of type torch.bool. Try converting them with targets.float() (or "
+                ".double())."
             )
         if targets.shape != outputs.shape:
             raise LabelError(
-                f"Got targets of shape {format_shape(targets)} for outputs of shape {format_shape(outputs)}. "
-                "Want the same shape: broadcasting one over the other is nearly always a mistake. "
-                "Do: reshape the targets, e.g. targets[:, None]."
+                f"Expected the same shape, but got targets of shape {format_shape(targets)} for outputs of shape "
+                f"{format_shape(outputs)}. Broadcasting one over the other is nearly always a mistake. Try reshaping "
+                "the targets, e.g. targets[:, None]."
             )
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -227,8 +227,8 @@ class BinaryCrossEntropy(_PerOutputLoss):
         super().check(outputs, targets)
         if targets.min() < 0 or targets.max() > 1:
             raise LabelError(
-                f"Got targets from {float(targets.min()):g} to {float(targets.max()):g}. "
-                "Want probabilities from 0 to 1. Do: check the labels given to bce_with_logits."
+                f"Expected probabilities from 0 to 1, but got targets from {float(targets.min()):g} to "
+                f"{float(targets.max()):g}. Check the labels given to bce_with_logits."
             )
 
     def _compute_softplus_weight(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -310,26 +310,24 @@ def _select_parameters(model: nn.Module, layers: Sequence[str] | str | None) -> 
         names = [name for name, p in parameters.items() if p.requires_grad]
         if not names:
             raise ParameterError(
-                f"Got a model with {len(parameters)} parameters, none of which requires a gradient. "
-                "Want at least one to measure. "
-                "Do: call requires_grad_() on what you train, or name parameters with layers=[...]."
+                f"Expected at least one to measure, but got a model with {len(parameters)} parameters, none of which "
+                "requires a gradient. Try calling requires_grad_() on what you train, or naming parameters with "
+                "layers=[...]."
             )
         suspects = parameters
     else:
         listed = [layers] if isinstance(layers, str) else layers
         if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
-            raise OptionError(
-                f"Got layers={layers!r}. Want a name or a list of names. Do: for instance layers=['conv1']."
-            )
+            raise OptionError(f"Expected a name or a list of names, but got layers={layers!r}. Try layers=['conv1'].")
         names = _find_named_parameters(model, listed, parameters)
         suspects = {name: parameters[name] for name in names}
     for name, parameter in suspects.items():
         if not parameter.is_floating_point():
             kind = "complex" if parameter.is_complex() else "integer"
             raise ParameterError(
-                f"Got the {kind} parameter {name!r} ({parameter.dtype}). "
-                "Want real floating-point parameters: others have no curvature here. "
-                "Do: leave it out by naming the others with layers=[...]."
+                f"Expected real floating-point parameters, but got the {kind} parameter {name!r} "
+                f"({parameter.dtype}). Others have no curvature here. Try leaving it out by naming the others with "
+                "layers=[...]."
             )
     return names
 
@@ -344,13 +342,13 @@ def _find_named_parameters(model: nn.Module, layers: Sequence[str], parameters: 
         if not inside:
             if layer in modules:
                 raise ParameterError(
-                    f"Got the layer {layer!r}, which has no parameters. Want one that has. Do: name another."
+                    f"Expected one that has, but got the layer {layer!r}, which has no parameters. Try naming another."
                 )
             raise make_unknown_name_error("layer", layer, {*every, *modules})
         found.update(dict.fromkeys(inside))
     if not found:
         raise ParameterError(
-            "Got layers=[], which leaves nothing to measure. Want at least one name. Do: pass None for all."
+            "Expected at least one name, but got layers=[], which leaves nothing to measure. Try passing None for all."
         )
     return [name for name in parameters if name in found]
 
@@ -360,15 +358,15 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
-                f"Got dtype={dtype}. Want torch.float32 or torch.float64. Do: leave dtype out or pass one of these."
+                f"Expected torch.float32 or torch.float64, but got dtype={dtype}. Try leaving dtype out or passing "
+                "one of these."
             )
         return
     for name, value in _iterate_members(model):
         if value.is_floating_point() and value.dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
-                f"Got {name!r} in {value.dtype}. "
-                "Want float32 or float64: squares of gradients underflow in half precision. "
-                "Do: pass dtype=torch.float32; the model itself stays as it is."
+                f"Expected float32 or float64, but got {name!r} in {value.dtype}. Squares of gradients underflow in "
+                "half precision. Try passing dtype=torch.float32; the model itself stays as it is."
             )
 
 
@@ -380,8 +378,8 @@ def extract_logits(outputs: Any) -> Tensor:
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
         got = outputs.dtype if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ModelError(
-            f"Got {got} from the model. Want a floating-point tensor, or an object with one as .logits or ['logits']. "
-            "Do: wrap the model in a module that returns the outputs the loss is taken of."
+            f"Expected a floating-point tensor, or an object with one as .logits or ['logits'], but got {got} from "
+            "the model. Try wrapping the model in a module that returns the outputs the loss is taken of."
         )
     check_dense_outputs(outputs)
     return outputs

@@ -102,8 +102,8 @@ def parse_column_plan(given: str | ColumnPlan) -> ColumnPlan:
     is_number = count.isascii() and count.isdigit() and len(count) <= len(str(MOST))
     if colon and (least is None or not is_number or not least <= int(count) <= MOST):
         raise OptionError(
-            f"Got columns={given!r}. Want 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws "
-            f"(two show their scatter); neither has more than {MOST:,}. Do: for instance columns='top:3'."
+            "Expected 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws (two show their "
+            f"scatter); neither has more than {MOST:,}, but got columns={given!r}. Try columns='top:3'."
         )
     return ColumnPlan(kind, int(count) if colon else defaults[kind])
 

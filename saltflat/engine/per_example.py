@@ -171,9 +171,9 @@ def run_batched(
         for (module, x), version in zip(calls, versions, strict=True):
             if x._version != version:
                 raise ModelError(
-                    f"Got a model that overwrites what it gave to a {type(module).__name__} in place. "
-                    "Want the layer's input to stay: its gradient is made of it (training refuses this too). "
-                    "Do: replace the in-place operation."
+                    "Expected the layer's input to stay: its gradient is made of it (training refuses this too), "
+                    f"but got a model that overwrites what it gave to a {type(module).__name__} in place. Try "
+                    "replacing the in-place operation."
                 )
         gradients = GradientCollector(network, emit)
         for module, _ in calls:
@@ -276,9 +276,9 @@ def check_hidden_parameters(network: Network, outputs: Tensor) -> None:
     found = find_reached_leaves(outputs, own)
     if found:
         raise ModelError(
-            f"Got a forward pass that uses {found[0]!r} by a reference that is not among the module's attributes, "
-            "lists and dicts (a closure, say). Want parameters to be read from modules. "
-            f"Do: register {found[0]!r} where it is used, and read it from there."
+            f"Expected parameters to be read from modules, but got a forward pass that uses {found[0]!r} by a "
+            "reference that is not among the module's attributes, lists and dicts (a closure, say). Try registering "
+            f"{found[0]!r} where it is used, and reading it from there."
         )
 
 

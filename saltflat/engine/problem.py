@@ -73,7 +73,7 @@ class Problem:
                 yield part.to(self.dtype)
         if not found:
             raise EmptyDataError(
-                "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
+                "Expected at least one, but got data without examples. Check the path, the split and drop_last."
             )
 
     def _split_batch(self, batch: Batch) -> Iterator[Batch]:
@@ -93,28 +93,27 @@ class Problem:
     def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
         if outputs.dim() == 0 or outputs.shape[0] != batch.examples:
             raise ModelError(
-                f"Got outputs of shape {tuple(outputs.shape)} for {batch.examples} examples. "
-                "Want one output (of any shape) per example, along the first axis. "
-                "Do: make the model return outputs, not a loss or a mean."
+                "Expected one output (of any shape) per example, along the first axis, but got outputs of shape "
+                f"{tuple(outputs.shape)} for {batch.examples} examples. Try making the model return outputs, not a "
+                "loss or a mean."
             )
         if outputs.dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
-                f"Got outputs in {outputs.dtype}. Want float32 or float64: half precision underflows in squares. "
-                "Do: take autocast out of the model's forward."
+                f"Expected float32 or float64, but got outputs in {outputs.dtype}. Half precision underflows in "
+                "squares. Try taking autocast out of the model's forward."
             )
         if not is_finite(outputs):
             masked = outputs == -torch.inf
             if bool((masked | outputs.isfinite()).all()):
                 classes = masked.reshape(-1, masked.shape[-1]).any(0).nonzero().flatten().tolist()
                 raise NonFiniteError(
-                    f"Got -inf in the model's outputs (at {', '.join(map(str, classes[:4]))} of their last axis): "
-                    "masked classes. Want finite outputs. "
-                    "Do: mask with a large negative number such as -1e9, which gives the same probabilities."
+                    "Expected finite outputs, but got -inf in the model's outputs (at "
+                    f"{', '.join(map(str, classes[:4]))} of their last axis): masked classes. Try masking with a "
+                    "large negative number such as -1e9, which gives the same probabilities."
                 )
             raise NonFiniteError(
-                "Got NaN or infinity in the model's outputs "
-                f"for examples {batch.first} to {batch.first + batch.examples - 1}. "
-                "Want finite outputs. Do: check these inputs, or measure with dtype=torch.float64."
+                f"Expected finite outputs, but got NaN or infinity in the model's outputs for examples {batch.first} "
+                f"to {batch.first + batch.examples - 1}. Check these inputs, or measure with dtype=torch.float64."
             )
 
     def _check_weights(self) -> None:
@@ -127,8 +126,8 @@ class Problem:
             (name, int((~_widen_float8(v).isfinite()).sum())) for name, v in values.items() if not is_finite(v)
         )
         raise NonFiniteError(
-            f"Got {bad} NaN or infinite numbers in {name!r}. Want finite weights: this training has diverged. "
-            "Do: load an earlier checkpoint."
+            f"Expected finite weights, but got {bad} NaN or infinite numbers in {name!r}. This training has "
+            "diverged. Try loading an earlier checkpoint."
         )
 
     def _check_modes(self) -> None:
@@ -145,9 +144,9 @@ class Problem:
                     "drops at random" if dropout else "takes its statistics from the batch, which couples the examples"
                 )
                 raise ModelError(
-                    f"Got {name!r} ({type(module).__name__}) in train mode with mode='keep': it {why}. "
-                    "Want a fixed function of each example. "
-                    "Do: leave mode out; the model is then measured in eval mode and given back as it was."
+                    f"Expected a fixed function of each example, but got {name!r} ({type(module).__name__}) in train "
+                    f"mode with mode='keep': it {why}. Try leaving mode out; the model is then measured in eval mode "
+                    "and given back as it was."
                 )
 
     def _check_batch(self, batch: Batch, number: int) -> None:
@@ -155,14 +154,14 @@ class Problem:
         for tensor in [*batch.list_tensors(), batch.targets]:
             if tensor.device != device:
                 raise DeviceError(
-                    f"Got batch {number} on {tensor.device} and the model on {device}. Want both on one device. "
-                    f"Do: move the batches with .to('{device}'), or the model with .to('{tensor.device}')."
+                    f"Expected both on one device, but got batch {number} on {tensor.device} and the model on "
+                    f"{device}. Try moving the batches with .to('{device}'), or the model with "
+                    f".to('{tensor.device}')."
                 )
             if tensor.is_floating_point() and not is_finite(tensor):
                 raise NonFiniteError(
-                    f"Got NaN or infinity in batch {number} "
-                    f"(examples {batch.first} to {batch.first + batch.examples - 1}). "
-                    "Want finite inputs and targets. Do: clean or drop these examples."
+                    f"Expected finite inputs and targets, but got NaN or infinity in batch {number} (examples "
+                    f"{batch.first} to {batch.first + batch.examples - 1}). Try cleaning or drop these examples."
                 )
 
 

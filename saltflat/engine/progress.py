@@ -218,7 +218,9 @@ def format_duration(seconds: float) -> str:
 
 def _check_progress(progress: object) -> None:
     if progress is not None and not isinstance(progress, bool):
-        raise OptionError(f"Got progress={progress!r}. Want True, False, None or a function. Do: leave it out.")
+        raise OptionError(
+            f"Expected True, False, None or a function, but got progress={progress!r}. Try leaving it out."
+        )
 
 
 def count_examples(data: Any) -> int | None:

@@ -48,9 +48,9 @@ def read_batches(data: Data) -> Iterator[Batch]:
             _check_dense_leaf(leaf, number)
         if targets.dim() == 0:
             raise DataError(
-                f"Got a target without an axis for the examples in batch {number}. "
-                "Want targets of shape (examples, ...). "
-                "Do: batch single examples, for instance with DataLoader(dataset, batch_size=128)."
+                "Expected targets of shape (examples, ...), but got a target without an axis for the examples in "
+                f"batch {number}. Try batching single examples, for instance with DataLoader(dataset, "
+                "batch_size=128)."
             )
         batch = Batch(args, kwargs, targets, first, targets.shape[0])
         batch = replace(
@@ -61,9 +61,9 @@ def read_batches(data: Data) -> Iterator[Batch]:
         if not any(batch.has_example_axis(leaf) for leaf in batch.list_tensors()):
             shapes = [tuple(leaf.shape) for leaf in batch.list_tensors()]
             raise DataError(
-                f"Got {batch.examples} targets and inputs of shape {shapes} in batch {number}. "
-                "Want the same number of examples along the first axis of both. "
-                "Do: check that inputs and targets belong together."
+                f"Expected the same number of examples along the first axis of both, but got {batch.examples} "
+                f"targets and inputs of shape {shapes} in batch {number}. Check that inputs and targets belong "
+                "together."
             )
         first += batch.examples
         yield batch
@@ -86,14 +86,13 @@ def prepare_data(data: Any) -> Data:
         data = DataLoader(data, batch_size=128)
     if not isinstance(data, Iterable):
         raise DataError(
-            f"Got data of type {type(data).__name__}. "
-            "Want a DataLoader, a pair of tensors (inputs, targets) or a list of batches. "
-            "Do: wrap your examples in one of these."
+            "Expected a DataLoader, a pair of tensors (inputs, targets) or a list of batches, but got data of type "
+            f"{type(data).__name__}. Try wrapping your examples in one of these."
         )
     if isinstance(data, Iterator):
         raise OneShotDataError(
-            f"Got a {type(data).__name__}, which can be read only once. Want data that can be read again. "
-            "Do: pass list(...) of it, or the DataLoader itself."
+            f"Expected data that can be read again, but got a {type(data).__name__}, which can be read only once. "
+            "Try passing list(...) of it, or the DataLoader itself."
         )
     if (
         _is_tensor_pair(data)
@@ -101,8 +100,8 @@ def prepare_data(data: Any) -> Data:
         and len(data[0]) != len(data[1])
     ):
         raise DataError(
-            f"Got {len(data[0])} inputs and {len(data[1])} targets. Want as many of one as of the other. "
-            "Do: check that they belong together."
+            f"Expected as many of one as of the other, but got {len(data[0])} inputs and {len(data[1])} targets. "
+            "Check that they belong together."
         )
     if isinstance(data, RepeatableData):
         return data
@@ -111,7 +110,7 @@ def prepare_data(data: Any) -> Data:
     one = next(read_batches(data), None)
     if one is None:
         raise EmptyDataError(
-            "Got data without examples. Want at least one. Do: check the path, the split and drop_last."
+            "Expected at least one, but got data without examples. Check the path, the split and drop_last."
         )
     held: Data = data
     if _is_one_batch(data) or type(data) in (list, tuple):
@@ -120,14 +119,14 @@ def prepare_data(data: Any) -> Data:
     first, two = _compute_batch_checksums(one), next(read_batches(data), None)
     if two is None:
         raise OneShotDataError(
-            f"Got a {type(data).__name__} that gave nothing on the second reading. Want data that can be read again. "
-            "Do: pass a list of its batches."
+            f"Expected data that can be read again, but got a {type(data).__name__} that gave nothing on the second "
+            "reading. Try passing a list of its batches."
         )
     if not _has_same_checksums(first, _compute_batch_checksums(two)):
         if _has_fixed_order(data):
             raise NondeterministicError(
-                "Got a DataLoader whose first batch differs between two readings (random augmentation). "
-                "Want the same examples every time. Do: measure on a dataset without random transforms, or pass "
+                "Expected the same examples every time, but got a DataLoader whose first batch differs between two "
+                "readings (random augmentation). Try measuring on a dataset without random transforms, or passing "
                 "list(loader) to measure what one pass yields."
             )
         return _load_into_memory(data)
@@ -166,9 +165,9 @@ class RepeatableData:
 
     def _make_change_error(self, what: str) -> NondeterministicError:
         return NondeterministicError(
-            f"Got a {type(self.data).__name__} whose readings differ in {what} (shuffling or random augmentation). "
-            "Want the same examples in the same order every time. "
-            "Do: measure on un-augmented data with shuffle=False, or pass list(loader) to measure what one pass yields."
+            f"Expected the same examples in the same order every time, but got a {type(self.data).__name__} whose "
+            f"readings differ in {what} (shuffling or random augmentation). Try measuring on un-augmented data with "
+            "shuffle=False, or passing list(loader) to measure what one pass yields."
         )
 
 
@@ -218,9 +217,9 @@ def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: An
         how = f"and drops the last {lost} examples of each pass"
         how = "with replacement" if sampler.replacement else f"{sampler.num_samples} of {count}" if part else how
         raise NondeterministicError(
-            f"Got a DataLoader that samples at random {how}: every pass holds other examples. "
-            "Want the same examples every time. "
-            "Do: measure with shuffle=False, or pass list(loader) to measure what one pass yields."
+            f"Expected the same examples every time, but got a DataLoader that samples at random {how}: every pass "
+            "holds other examples. Try measuring with shuffle=False, or passing list(loader) to measure what one "
+            "pass yields."
         )
 
 
@@ -235,17 +234,17 @@ def _load_into_memory(data: Any) -> list[Batch]:
         size += sum(leaf.numel() * leaf.element_size() for leaf in [*batch.list_tensors(), batch.targets])
         if size > HELD:
             raise NondeterministicError(
-                f"Got a {type(data).__name__} whose first batch differs between two readings (shuffling or random "
-                f"augmentation), and too much data to hold in memory ({HELD >> 30} GiB at most). "
-                "Want the same examples in the same order every time. "
-                "Do: measure on un-augmented data, with shuffle=False or a sampler of a fixed order."
+                f"Expected the same examples in the same order every time, but got a {type(data).__name__} whose "
+                "first batch differs between two readings (shuffling or random augmentation), and too much data to "
+                f"hold in memory ({HELD >> 30} GiB at most). Try measuring on un-augmented data, with shuffle=False "
+                "or a sampler of a fixed order."
             )
     if Counter(marks) != Counter(mark for batch in read_batches(data) for mark in _compute_digests(batch)):
         raise NondeterministicError(
-            f"Got a {type(data).__name__} whose first batch differs between two readings, and not by the order of its "
-            "examples alone (random augmentation, a random sample, or padding that depends on the batch). "
-            "Want the same examples every time. "
-            "Do: measure on un-augmented data, or pass list(loader) to measure what one pass yields."
+            f"Expected the same examples every time, but got a {type(data).__name__} whose first batch differs "
+            "between two readings, and not by the order of its examples alone (random augmentation, a random "
+            "sample, or padding that depends on the batch). Try measuring on un-augmented data, or passing "
+            "list(loader) to measure what one pass yields."
         )
     whole = _try_join_batches(held)
     if whole is None:
@@ -359,11 +358,14 @@ def _check_example_count(name: str, value: Any, least: int) -> int:
     number = parse_integer(value)
     if number is None or number < least:
         raise OptionError(
-            f"Got {name}={value!r}. Want a whole number of examples, {least} or more. Do: leave it out to take all."
+            f"Expected a whole number of examples, {least} or more, but got {name}={value!r}. Try leaving it out to "
+            "take all."
         )
     return number
 
 
 def _check_some_left(skip: int, count: int) -> None:
     if 0 < count <= skip:
-        raise EmptyDataError(f"Got skip={skip} for data of {count} examples. Want some to be left. Do: skip fewer.")
+        raise EmptyDataError(
+            f"Expected some to be left, but got skip={skip} for data of {count} examples. Try skipping fewer."
+        )

@@ -127,14 +127,14 @@ def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _Referenc
         written = _find_written_parameters(problem)
         if written:
             raise ModelError(
-                f"Got a forward pass that writes to its own parameter {written[0]!r}, which gradients do not know of. "
-                "Want a function of the parameters. "
-                "Do: compute the changed weight without writing to it, or write before measuring instead."
+                "Expected a function of the parameters, but got a forward pass that writes to its own parameter "
+                f"{written[0]!r}, which gradients do not know of. Try computing the changed weight without writing "
+                "to it, or writing before measuring instead."
             )
         raise ModelError(
-            f"Got gradients of {wrong} from torch's backward pass that are not those of the model's forward pass. "
-            "Want both to agree: the numbers would be wrong. "
-            "Do: take out hooks that change gradients; if there are none, report the operation to PyTorch."
+            f"Expected both to agree, but got gradients of {wrong} from torch's backward pass that are not those of "
+            "the model's forward pass. The numbers would be wrong. Try taking out hooks that change gradients; if "
+            "there are none, report the operation to PyTorch."
         )
     return truth
 
@@ -294,9 +294,9 @@ def _find_silent_parameters(truths: list[_ReferenceGradients]) -> list[str]:
 
 def _make_coupled_error() -> CoupledExamplesError:
     return CoupledExamplesError(
-        "Got other outputs for an example in a batch than for the same example alone. "
-        "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
-        "Do: replace layers that mix the batch (BatchNorm without running statistics, attention across the batch)."
+        "Expected a model that treats examples independently, but got other outputs for an example in a batch than "
+        "for the same example alone. Per-example gradients mean nothing otherwise. Try replacing layers that mix "
+        "the batch (BatchNorm without running statistics, attention across the batch)."
     )
 
 
@@ -367,13 +367,13 @@ def _differentiate_example(problem: Problem, single: Batch) -> tuple[Tensor, Ten
 def _make_not_differentiable_error(error: Exception, what: str) -> ModelError:
     if "modified by an inplace operation" in str(error):
         return ModelError(
-            f"Got a model that overwrites in place what its backward pass needs: {format_error_line(error)}. "
-            "Want it to stay (training refuses this too). Do: replace the in-place operation."
+            "Expected it to stay (training refuses this too), but got a model that overwrites in place what its "
+            f"backward pass needs: {format_error_line(error)}. Try replacing the in-place operation."
         )
     return ModelError(
-        f"Got an error for {what} from a model that runs on a batch: {type(error).__name__}: {error}. "
-        "Want a model that can be differentiated for a single example. "
-        "Do: check inputs whose first axis is not that of the examples, and functions without a backward pass."
+        f"Expected a model that can be differentiated for a single example, but got an error for {what} from a model "
+        f"that runs on a batch: {type(error).__name__}: {error}. Check inputs whose first axis is not that of the "
+        "examples, and functions without a backward pass."
     )
 
 

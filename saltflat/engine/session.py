@@ -168,7 +168,9 @@ def open_session(model: nn.Module, mode: str, data: Any = None) -> Iterator[list
     check_module(model)
     _check_no_transforms()
     if not is_choice(mode, ("eval", "keep")):
-        raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out to measure in eval mode.")
+        raise OptionError(
+            f"Expected 'eval' or 'keep', but got mode={mode!r}. Try leaving it out to measure in eval mode."
+        )
     notes: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(borrow_model(model))
@@ -303,9 +305,8 @@ def disable_checkpointing() -> Iterator[None]:
 def _check_no_transforms() -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise OptionError(
-            "Got a call inside of a torch.func transform (vmap, grad, vjp, jvp). "
-            "Want a call outside: measuring differentiates the model itself. "
-            "Do: call it before or after, once per model."
+            "Expected a call outside, but got a call inside of a torch.func transform (vmap, grad, vjp, jvp). "
+            "Measuring differentiates the model itself. Try calling it before or after, once per model."
         )
 
 
@@ -313,10 +314,13 @@ def check_module(model: Any) -> None:
     """Refuse what is no module, or only holds the one that is meant."""
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: wrap the function in one."
+            f"Expected a torch.nn.Module, but got a model of type {type(model).__name__}. Try wrapping the function "
+            "in one."
         )
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ModelError(f"Got a {type(model).__name__}. Want the model inside of it. Do: pass model.module.")
+        raise ModelError(
+            f"Expected the model inside of it, but got a {type(model).__name__}. Try passing model.module."
+        )
 
 
 def check_tensors(model: nn.Module, buffers: bool = True) -> None:
@@ -329,17 +333,18 @@ def check_tensors(model: nn.Module, buffers: bool = True) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             which = f"a TorchScript module as {name!r}" if name else "a TorchScript model"
-            raise ModelError(f"Got {which}. Want an ordinary module. Do: pass the model it was made from.")
+            raise ModelError(f"Expected an ordinary module, but got {which}. Try passing the model it was made from.")
     for name, value in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
         if isinstance(value, UninitializedParameter | UninitializedBuffer):
             raise ModelError(
-                f"Got {name!r} without a shape yet. Want initialised layers. Do: run a batch through the model."
+                f"Expected initialised layers, but got {name!r} without a shape yet. Try running a batch through the "
+                "model."
             )
         kind = find_unsupported_kind(value)
         if kind == "meta":
             raise DeviceError(
-                f"Got {name!r} on the meta device, without values. Want a model that can be run, on cpu or a GPU. "
-                "Do: load its weights first."
+                f"Expected a model that can be run, on cpu or a GPU, but got {name!r} on the meta device, without "
+                "values. Try loading its weights first."
             )
         if kind is not None:
             raise ModelError(

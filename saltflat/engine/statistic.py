@@ -144,10 +144,10 @@ def find_keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def find_statistics(names: str | Sequence[str]) -> list[Statistic]:
     """The statistics of these names, each once."""
     if not isinstance(names, str) and not (isinstance(names, Sequence) and all(isinstance(n, str) for n in names)):
-        raise OptionError(f"Got names={names!r}. Want a name or a list of names. Do: for instance 'curvature_trace'.")
+        raise OptionError(f"Expected a name or a list of names, but got names={names!r}. Try 'curvature_trace'.")
     wanted = [names] if isinstance(names, str) else list(names)
     if not wanted:
-        raise OptionError("Got no statistics. Want at least one name. Do: for instance 'curvature_trace'.")
+        raise OptionError("Expected at least one name, but got no statistics. Try 'curvature_trace'.")
     for name in wanted:
         if name not in STATISTICS:
             raise make_unknown_name_error("statistic", name, STATISTICS)

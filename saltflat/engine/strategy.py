@@ -186,9 +186,9 @@ def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Ope
         raise
     except USUAL as error:
         raise OptionError(
-            f"Got {format_error_line(error)} from the loss on the first examples. "
-            "Want a function of (outputs, targets) that fits them; outputs and real targets come in float64. "
-            "Do: check it on one batch of the model's outputs, and convert what it holds with .to(outputs)."
+            "Expected a function of (outputs, targets) that fits them; outputs and real targets come in float64, "
+            f"but got {format_error_line(error)} from the loss on the first examples. Check it on one batch of the "
+            "model's outputs, and convert what it holds with .to(outputs)."
         ) from error
     return outputs, noticed
 
@@ -212,8 +212,8 @@ def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Oper
     except USUAL as error:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pair.list_tensors())
         raise ModelError(
-            f"Got {format_error_line(error)} from the model on the first examples (inputs {shapes}). "
-            "Want a model that runs on this data. Do: check the inputs' shape and type against the model's."
+            f"Expected a model that runs on this data, but got {format_error_line(error)} from the model on the "
+            f"first examples (inputs {shapes}). Check the inputs' shape and type against the model's."
         ) from error
     network.find_writes()
     return outputs, noticed
@@ -259,8 +259,9 @@ def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Bat
     found = per_example.find_reached_leaves(value, dict(problem.model.named_parameters()))
     if found:
         raise OptionError(
-            f"Got a loss that uses the model's parameter {found[0]!r} itself (a penalty, say). Want a function of "
-            "outputs and targets: the curvature of anything else would be lost. Do: measure without that term."
+            "Expected a function of outputs and targets, but got a loss that uses the model's parameter "
+            f"{found[0]!r} itself (a penalty, say). The curvature of anything else would be lost. Try measuring "
+            "without that term."
         )
 
 
@@ -284,8 +285,8 @@ def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs:
         return
     if torch.finfo(truth.coarsest).bits < 32:
         raise PrecisionError(
-            f"Got operations in {truth.coarsest} inside of the model, whose outputs then depend on the batch. "
-            "Want float32 or float64 throughout. Do: take casts to half precision out of the model's forward."
+            f"Expected float32 or float64 throughout, but got operations in {truth.coarsest} inside of the model, "
+            "whose outputs then depend on the batch. Try taking casts to half precision out of the model's forward."
         )
     with torch.no_grad():
         again = problem.network(truth.batch, as_is=True)
@@ -293,9 +294,9 @@ def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs:
         raise _make_coupled_error()
     names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     raise NondeterministicError(
-        "Got different outputs from the same inputs: the model draws random numbers even in eval mode"
-        f"{' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else ''}. Want a fixed function. "
-        "Do: make its randomness depend on self.training, or turn it off."
+        "Expected a fixed function, but got different outputs from the same inputs: the model draws random numbers "
+        f"even in eval mode{(' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else '')}. Try making its "
+        "randomness depend on self.training, or turn it off."
     )
 
 
@@ -306,7 +307,7 @@ def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
         problem.loss.gradient(outputs.double(), targets)
     if not bool(problem.loss.total(outputs.double(), targets).isfinite().all()):
         raise NonFiniteError(
-            "Got a NaN or infinite loss on the first examples. Want a finite one. Do: check loss and targets."
+            "Expected a finite one, but got a NaN or infinite loss on the first examples. Check loss and targets."
         )
 
 

@@ -188,8 +188,8 @@ class SweepTotals:
         loss = self.problem.loss.total(outputs, targets).sum()
         if not bool(loss.isfinite()):
             raise NonFiniteError(
-                f"Got a NaN or infinite loss on examples {batch.first} to {batch.first + batch.examples - 1}. "
-                "Want a finite one. Do: check these targets."
+                f"Expected a finite one, but got a NaN or infinite loss on examples {batch.first} to "
+                f"{batch.first + batch.examples - 1}. Check these targets."
             )
         sets = self._make_column_sets(outputs, batch)
         for number, (kind, columns) in enumerate(sets):
@@ -253,8 +253,8 @@ class SweepTotals:
     def _check_share(self) -> float:
         if self.share <= 0:
             raise EmptyDataError(
-                "Got targets that are all ignored or have no weight. Want at least one that counts. "
-                "Do: check ignore_index and the class weights."
+                "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
+                "ignore_index and the class weights."
             )
         return self.share
 
@@ -289,8 +289,8 @@ class SweepTotals:
             for name, value in values.items():
                 if not is_finite(value):
                     raise NonFiniteError(
-                        f"Got NaN or infinity in {statistic} of {name!r}. Want finite numbers: the squares overflowed. "
-                        "Do: measure with dtype=torch.float64."
+                        f"Expected finite numbers, but got NaN or infinity in {statistic} of {name!r}. The squares "
+                        "overflowed. Try measuring with dtype=torch.float64."
                     )
         return found
 

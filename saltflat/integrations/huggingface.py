@@ -113,8 +113,8 @@ class FlatTraining:
         order = cls.__mro__
         if _Trainer in order and order.index(_Trainer) < order.index(FlatTraining):
             raise OptionError(
-                f"Got the class {cls.__name__} with FlatTraining after Trainer, where nothing would ask it. "
-                f"Want it before. Do: class {cls.__name__}(FlatTraining, Trainer)."
+                f"Expected it before, but got the class {cls.__name__} with FlatTraining after Trainer, where "
+                f"nothing would ask it. Try class {cls.__name__}(FlatTraining, Trainer)."
             )
 
     def __init__(
@@ -128,13 +128,13 @@ class FlatTraining:
     ) -> None:
         if not isinstance(self, _Trainer):
             raise OptionError(
-                f"Got a {type(self).__name__} that is no Trainer. Want FlatTraining as a mixin. "
-                "Do: class FlatTrainer(FlatTraining, Trainer): ..."
+                f"Expected FlatTraining as a mixin, but got a {type(self).__name__} that is no Trainer. Try class "
+                "FlatTrainer(FlatTraining, Trainer): ..."
             )
         if fisher and (sam or penalties):
             raise OptionError(
-                f"Got fisher= and {'sam=' if sam else 'penalties='} together. Want one of them: each says where "
-                "gradients are taken, and of what. Do: leave one out."
+                f"Expected one of them, but got fisher= and {('sam=' if sam else 'penalties=')} together. Each says "
+                "where gradients are taken, and of what. Try leaving one out."
             )
         self._make_sam = parse_sam_option(sam)
         self._make_fisher = parse_fisher_option(fisher)
@@ -210,9 +210,10 @@ class FlatTraining:
             found = compare_losses(model, inputs, batch.get("labels"), penalty.loss)
             if found is not None and not found.is_close:
                 raise TrainingError(
-                    f"Got {found.ours:.6g} as the loss of the first batch for the penalty {penalty.name}, and "
-                    f"{found.own:.6g} by the model itself. Want one loss: a penalty on another one pulls elsewhere. "
-                    "Do: give the penalty the model's own 'loss'; models that shift labels inside cannot have one."
+                    f"Expected one loss, but got {found.ours:.6g} as the loss of the first batch for the penalty "
+                    f"{penalty.name}, and {found.own:.6g} by the model itself. A penalty on another one pulls "
+                    "elsewhere. Try giving the penalty the model's own 'loss'; models that shift labels inside "
+                    "cannot have one."
                 )
 
     def _run_plain_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:

@@ -53,8 +53,8 @@ def parse_fisher_option(
         return None
     if "clip" in options:
         raise OptionError(
-            "Got clip= for the Fisher penalty of a Trainer. Want the Trainer to clip. "
-            "Do: TrainingArguments(max_grad_norm=...)."
+            "Expected the Trainer to clip, but got clip= for the Fisher penalty of a Trainer. Try "
+            "TrainingArguments(max_grad_norm=...)."
         )
     _check_option_names(
         "fisher", options, [name for name in _list_options(FisherPenalty) if name not in ("clip", "objective")]
@@ -69,13 +69,15 @@ def parse_penalties(given: Mapping[str, Any] | None) -> list[tuple[Penalty, floa
         return []
     if not isinstance(given, Mapping):
         raise OptionError(
-            f"Got penalties={given!r}. Want names of measures with strengths. Do: for instance {{'fisher_trace': 0.1}}."
+            f"Expected names of measures with strengths, but got penalties={given!r}. Try {{'fisher_trace': 0.1}}."
         )
     made = []
     for name, value in given.items():
         options = dict(value) if isinstance(value, Mapping) else {"strength": value}
         if "strength" not in options:
-            raise OptionError(f"Got the penalty {name!r} without a strength. Want one. Do: add 'strength': 0.1, say.")
+            raise OptionError(
+                f"Expected one, but got the penalty {name!r} without a strength. Try adding 'strength': 0.1, say."
+            )
         strength = options.pop("strength")
         check_non_negative(strength=strength)
         made.append((penalty(name, **options), float(strength)))
@@ -88,9 +90,9 @@ def parse_flatness_option(given: Mapping[str, Any] | FlatnessCallback | None) ->
         return given or None
     if not isinstance(given, Mapping) or "probe" not in given:
         raise OptionError(
-            f"Got flatness={given if isinstance(given, bool) else type(given).__name__} without a probe. "
-            "Want the options of FlatnessCallback, and among them the examples to measure on. "
-            "Do: for instance flatness={'probe': batch, 'every': '1 epoch'}."
+            "Expected the options of FlatnessCallback, and among them the examples to measure on, but got "
+            f"flatness={(given if isinstance(given, bool) else type(given).__name__)} without a probe. Try "
+            "flatness={'probe': batch, 'every': '1 epoch'}."
         )
     return FlatnessCallback(**given)
 
@@ -101,7 +103,9 @@ def _parse_option_dict(name: str, given: Mapping[str, Any] | bool | None) -> dic
     if given is True:
         return {}
     if not isinstance(given, Mapping):
-        raise OptionError(f"Got {name}={given!r}. Want a dict of options, or True for the usual ones. Do: pass one.")
+        raise OptionError(
+            f"Expected a dict of options, or True for the usual ones, but got {name}={given!r}. Try passing one."
+        )
     return dict(given)
 
 
@@ -123,8 +127,8 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as problem:
         raise MissingPackageError(
-            "Got a request for Hugging Face's Trainer without transformers. Want that package, and accelerate. "
-            "Do: pip install transformers accelerate."
+            "Expected that package, and accelerate, but got a request for Hugging Face's Trainer without "
+            "transformers. Try pip install transformers accelerate."
         ) from problem
     return transformers
 

@@ -58,8 +58,8 @@ def import_lightning() -> Any:
         except ImportError:
             continue
     raise MissingPackageError(
-        "Got a callback for Lightning without Lightning. Want the package lightning or pytorch_lightning. "
-        "Do: pip install lightning."
+        "Expected the package lightning or pytorch_lightning, but got a callback for Lightning without Lightning. "
+        "Try pip install lightning."
     )
 
 
@@ -122,8 +122,8 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         check_monitor_options(options)
         if model is not None and not isinstance(model, str) and not callable(model):
             raise OptionError(
-                f"Got model={model!r}. Want the name of an attribute of the LightningModule, or a function of it. "
-                "Do: leave it out to measure the LightningModule itself."
+                "Expected the name of an attribute of the LightningModule, or a function of it, but got "
+                f"model={model!r}. Try leaving it out to measure the LightningModule itself."
             )
         self.probe, self.measures, self.loss, self.every, self.model = probe, measures, loss, every, model
         self.options = options
@@ -208,9 +208,9 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             watched = getattr(each, "monitor", None)
             if isinstance(watched, str) and watched.startswith(f"{self.options.get('prefix', PREFIX)}/"):
                 raise OptionError(
-                    f"Got {type(each).__name__}(monitor={watched!r}) and cap={self.options.get('cap', 0.05)}, under "
-                    "which a measurement may wait and its values be old. Want those of the moment. "
-                    "Do: FlatnessCallback(..., cap=None), and as often as the other callback looks."
+                    f"Expected those of the moment, but got {type(each).__name__}(monitor={watched!r}) and "
+                    f"cap={self.options.get('cap', 0.05)}, under which a measurement may wait and its values be old. "
+                    "Try FlatnessCallback(..., cap=None), and as often as the other callback looks."
                 )
 
     @property
@@ -221,8 +221,9 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
         model = self.model
         if model is None and type(pl_module).forward is _host.LightningModule.forward:
             raise OptionError(
-                f"Got {type(pl_module).__name__} without a forward. Want a module that gives outputs for inputs. "
-                "Do: write one, or name the part to measure, for instance FlatnessCallback(..., model='net')."
+                f"Expected a module that gives outputs for inputs, but got {type(pl_module).__name__} without a "
+                "forward. Try writing one, or naming the part to measure, for instance FlatnessCallback(..., "
+                "model='net')."
             )
         try:
             found = pl_module if model is None else (attrgetter(model) if isinstance(model, str) else model)(pl_module)
@@ -233,8 +234,8 @@ class FlatnessCallback(_Callback):  # type: ignore[misc]
             raise make_unknown_name_error(f"part of {type(pl_module).__name__}", model, names) from None
         if not isinstance(found, nn.Module):
             raise OptionError(
-                f"Got a {type(found).__name__} as the model to measure. Want a module. "
-                "Do: name an attribute of the LightningModule that is one."
+                f"Expected a module, but got a {type(found).__name__} as the model to measure. Try naming an "
+                "attribute of the LightningModule that is one."
             )
         return found
 
@@ -303,14 +304,15 @@ def _check_two_pass(trainer: Any) -> None:
         return
     if trainer.accumulate_grad_batches > 1:
         raise TrainingError(
-            f"Got accumulate_grad_batches={trainer.accumulate_grad_batches} with {names[0]}. Want 1 in automatic "
-            "optimisation: the earlier batches cannot be taken again at shifted weights. "
-            "Do: take larger batches, or accumulate in manual optimisation."
+            "Expected 1 in automatic optimisation, but got "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} with {names[0]}. The earlier batches cannot "
+            "be taken again at shifted weights. Try taking larger batches, or accumulate in manual optimisation."
         )
     plugin = trainer.precision_plugin
     if getattr(plugin, "scaler", None) is not None and not isinstance(plugin, TwoPassPrecision):
         raise TrainingError(
-            f"Got precision='16-mixed' with {names[0]}. Want a second pass, which Lightning's own GradScaler leaves "
-            "no room for. Do: Trainer(plugins=[saltflat.integrations.lightning.TwoPassPrecision('16-mixed', 'cuda')]), "
-            "or precision='bf16-mixed'."
+            "Expected a second pass, which Lightning's own GradScaler leaves no room for, but got "
+            f"precision='16-mixed' with {names[0]}. Try "
+            "Trainer(plugins=[saltflat.integrations.lightning.TwoPassPrecision('16-mixed', 'cuda')]), or "
+            "precision='bf16-mixed'."
         )

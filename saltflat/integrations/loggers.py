@@ -42,7 +42,8 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise OptionError(
-                f"Got a path of type {type(path).__name__}. Want the name of a file. Do: JsonLines('flatness.jsonl')."
+                f"Expected the name of a file, but got a path of type {type(path).__name__}. Try "
+                "JsonLines('flatness.jsonl')."
             )
         self.path = parse_path(path, OptionError).absolute()  # whoever trains may change the working directory
         try:  # now, not after an hour
@@ -50,8 +51,8 @@ class JsonLines:
             self.path.open("ab").close()
         except OSError as error:
             raise OptionError(
-                f"Got the path {str(self.path)!r}, which cannot be written to ({error.strerror}). "
-                "Want a file that can. Do: choose another folder."
+                f"Expected a file that can, but got the path {str(self.path)!r}, which cannot be written to "
+                f"({error.strerror}). Try choosing another folder."
             ) from error
 
     def log(self, values: Mapping[str, float], step: int, epoch: int | None = None) -> None:
@@ -91,13 +92,13 @@ class TensorBoard:
                 where = writer(os.path.abspath(where))
             except OSError as error:
                 raise OptionError(
-                    f"Got the folder {os.fspath(where)!r}, which cannot be written to ({error.strerror}). "
-                    "Want one that can. Do: choose another folder."
+                    f"Expected one that can, but got the folder {os.fspath(where)!r}, which cannot be written to "
+                    f"({error.strerror}). Try choosing another folder."
                 ) from error
         elif not hasattr(where, "add_scalar"):
             raise OptionError(
-                f"Got a {type(where).__name__} for TensorBoard. Want a folder or a SummaryWriter. "
-                "Do: for instance TensorBoard('runs/first')."
+                f"Expected a folder or a SummaryWriter, but got a {type(where).__name__} for TensorBoard. Try "
+                "TensorBoard('runs/first')."
             )
         self.writer = where
 
@@ -125,9 +126,11 @@ class WandB:
         self.run = import_optional("wandb", "a WandB logger").run if run is None else run
         if not hasattr(self.run, "log"):
             raise OptionError(
-                "Got no active run of Weights & Biases. Want one to log to. Do: call wandb.init() before, or pass it."
+                "Expected one to log to, but got no active run of Weights & Biases. Try calling wandb.init() "
+                "before, or passing it."
                 if run is None
-                else f"Got a {type(run).__name__} as a run. Want what wandb.init returns. Do: pass that, or nothing."
+                else f"Expected what wandb.init returns, but got a {type(run).__name__} as a run. Try passing that, "
+                "or nothing."
             )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -185,17 +188,18 @@ class Loggers:
         for each in several:
             if isinstance(each, type):
                 raise OptionError(
-                    f"Got the class {each.__name__} as a logger. Want one that was made. Do: {each.__name__}(...)."
+                    f"Expected one that was made, but got the class {each.__name__} as a logger. Try "
+                    f"{each.__name__}(...)."
                 )
         self._all: list[Any] = [each if hasattr(each, "log") else _FunctionLogger(each) for each in several]
         for each, logger in zip(several, self._all, strict=True):
             if not callable(logger.log) or (isinstance(logger, _FunctionLogger) and not callable(each)):
                 raise OptionError(
-                    f"Got a logger of type {type(each).__name__}. Want one with log(values, step), or a function of "
-                    "these. Do: for instance saltflat.integrations.JsonLines('flatness.jsonl')."
+                    "Expected one with log(values, step), or a function of these, but got a logger of type "
+                    f"{type(each).__name__}. Try saltflat.integrations.JsonLines('flatness.jsonl')."
                 )
         if table is not None and not isinstance(table, bool | Table):
-            raise OptionError(f"Got table={table!r}. Want True, False or a Table. Do: leave it out for none.")
+            raise OptionError(f"Expected True, False or a Table, but got table={table!r}. Try leaving it out for none.")
         if table:
             self._all.append(table if isinstance(table, Table) else Table())
         self._takes_epoch = [_has_epoch_argument(each.log) for each in self._all]

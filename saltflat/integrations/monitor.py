@@ -139,12 +139,15 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(
-                f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module you train."
+                f"Expected a torch.nn.Module, but got a model of type {type(model).__name__}. Try passing the module "
+                "you train."
             )
         self.model = _unwrap_model(model)
         check_monitor_options(options)
         if not isinstance(prefix, str) or not prefix or "/" in prefix:
-            raise OptionError(f"Got prefix={prefix!r}. Want a word without a slash. Do: leave it out for {PREFIX!r}.")
+            raise OptionError(
+                f"Expected a word without a slash, but got prefix={prefix!r}. Try leaving it out for {PREFIX!r}."
+            )
         check_flag(by_layer=by_layer, spectrum=spectrum)
         if not callable(clock) or not isinstance(clock(), int | float):
             raise OptionError(
@@ -321,8 +324,8 @@ class Monitor:
             inner = getattr(inner, "optimizer", None)  # Lightning's and Accelerate's wrappers
         if inner is not None and inner.is_shifted:
             raise TrainingError(
-                "Got weights that are shifted, between first_step() and second_step(). Want to measure where they "
-                "belong. Do: call the monitor after second_step(), or after restore()."
+                "Expected to measure where they belong, but got weights that are shifted, between first_step() and "
+                "second_step(). Try calling the monitor after second_step(), or after restore()."
             )
         return used
 
@@ -368,7 +371,7 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
 def _check_optimizer(optimizer: Any) -> Any:
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise OptionError(
-            f"Got an optimizer of type {type(optimizer).__name__}. Want one with param_groups. "
-            "Do: pass the torch.optim.Optimizer that steps, or leave it out."
+            f"Expected one with param_groups, but got an optimizer of type {type(optimizer).__name__}. Try passing "
+            "the torch.optim.Optimizer that steps, or leaving it out."
         )
     return optimizer

@@ -39,14 +39,14 @@ class ProbeSet:
     def __init__(self, data: Any) -> None:
         if isinstance(data, Mapping) and not isinstance(data.get("labels"), Tensor):
             raise DataError(
-                f"Got a probe with the keys {sorted(map(str, data))}. Want a tensor under 'labels' beside the inputs. "
-                "Do: add the labels, or rename them."
+                "Expected a tensor under 'labels' beside the inputs, but got a probe with the keys "
+                f"{sorted(map(str, data))}. Try adding the labels, or renaming them."
             )
         # Copies: the training may write to its own.
         self._batches = [_map_batch(batch, Tensor.clone).to(None) for batch in read_batches(prepare_data(data))]
         if not self._batches:
             raise EmptyDataError(
-                "Got a probe without examples. Want at least one. Do: check the path, the split and drop_last."
+                "Expected at least one, but got a probe without examples. Check the path, the split and drop_last."
             )
 
     @property

@@ -82,8 +82,8 @@ class TopEigenvalueTracker:
             top = self._find_top_eigenvalue(setting, stability)
         if not isfinite(top.value):
             raise NonFiniteError(
-                f"Got {top.value} as the largest eigenvalue: second derivatives overflow. Want finite ones. "
-                "Do: measure with dtype=torch.float64."
+                f"Expected finite ones, but got {top.value} as the largest eigenvalue: second derivatives overflow. "
+                "Try measuring with dtype=torch.float64."
             )
         self.converged = top.converged
         self._vector = top.vector

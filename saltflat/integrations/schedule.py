@@ -33,8 +33,8 @@ class Interval:
         found = re.fullmatch(r"\s*(\d+)\s*(step|epoch)s?\s*", text) if isinstance(text, str) else None
         if found is None or int(found[1]) < 1:
             raise OptionError(
-                f"Got every={given!r}. Want a number of steps or epochs, at least 1. "
-                "Do: for instance every=100, every='100 steps' or every='1 epoch'."
+                f"Expected a number of steps or epochs, at least 1, but got every={given!r}. Try every=100, "
+                "every='100 steps' or every='1 epoch'."
             )
         return cls(int(found[1]), found[2])
 
@@ -74,8 +74,8 @@ class Schedule:
         self.every = Interval.parse(every)
         if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap <= 1):
             raise OptionError(
-                f"Got cap={cap!r}. Want a share of the training time, above 0 and at most 1. "
-                "Do: for instance cap=0.05 for 5 %, or None for no limit."
+                f"Expected a share of the training time, above 0 and at most 1, but got cap={cap!r}. Try cap=0.05 "
+                "for 5 %, or None for no limit."
             )
         self.cap = cap
         self.expected: float | None = None

@@ -38,8 +38,8 @@ def parse_given_vector(network: Network, given: Mapping[str, Any], notes: list[s
             found[names[name]] = direction.to(network.measured[names[name]].device)
         elif bool(direction.any()):
             raise OptionError(
-                f"Got a direction for {name!r}, which is frozen or not among layers=. Want it to stay where it is. "
-                "Do: leave it out of the direction, or name it in layers=[...]."
+                f"Expected it to stay where it is, but got a direction for {name!r}, which is frozen or not among "
+                "layers=. Try leaving it out of the direction, or naming it in layers=[...]."
             )
     return found
 
@@ -48,11 +48,13 @@ def _check_direction(name: str, value: Any, parameter: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.is_complex() or value.is_meta:
         got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise OptionError(
-            f"Got {got} as the direction of {name!r}. Want a real tensor of shape {tuple(parameter.shape)}. "
-            "Do: take the difference of two state_dicts of this architecture, for instance."
+            f"Expected a real tensor of shape {tuple(parameter.shape)}, but got {got} as the direction of {name!r}. "
+            "Try taking the difference of two state_dicts of this architecture, for instance."
         )
     if not is_finite(value):
-        raise NonFiniteError(f"Got NaN or infinity in the direction of {name!r}. Want finite numbers. Do: check it.")
+        raise NonFiniteError(
+            f"Expected finite numbers, but got NaN or infinity in the direction of {name!r}. Check it."
+        )
     return value.detach().double()
 
 
@@ -250,19 +252,20 @@ def parse_direction_options(directions: Any, dimensions: int, normalize: str | N
         chosen = check_normalization(USUAL[directions] if normalize is None else normalize)
         if directions == "filter" and chosen != "filter":
             raise OptionError(
-                f"Got directions='filter' with normalize={normalize!r}. Want one of the two. "
-                "Do: directions='random' for random directions that are normalised otherwise."
+                f"Expected one of the two, but got directions='filter' with normalize={normalize!r}. Try "
+                "directions='random' for random directions that are normalised otherwise."
             )
         return DirectionOptions(directions, chosen, biases)
     if not isinstance(directions, Sequence) or not all(isinstance(each, Mapping) for each in directions):
         raise OptionError(
-            f"Got directions of type {type(directions).__name__}. Want 'filter', 'random', 'eigenvectors', or a list "
-            "of mappings from names of parameters to tensors. Do: put a single mapping into a list."
+            "Expected 'filter', 'random', 'eigenvectors', or a list of mappings from names of parameters to "
+            f"tensors, but got directions of type {type(directions).__name__}. Try putting a single mapping into a "
+            "list."
         )
     if len(directions) != dimensions:
         raise OptionError(
-            f"Got {len(directions)} directions with dimensions={dimensions}. Want as many as dimensions. "
-            f"Do: dimensions={len(directions) or 1}, or leave some out."
+            f"Expected as many as dimensions, but got {len(directions)} directions with dimensions={dimensions}. Try "
+            f"dimensions={len(directions) or 1}, or leave some out."
         )
     return DirectionOptions("given", check_normalization(normalize or USUAL["given"]), biases, tuple(directions))
 
@@ -282,8 +285,8 @@ def compute_directions(setting: Setting, wanted: DirectionOptions, count: int) -
     for each in done:
         if not each.vector:
             raise ParameterError(
-                "Got a direction that is zero everywhere. Want one that moves some weight. Do: include biases with "
-                "biases='include' if there is nothing else, or choose another normalization."
+                "Expected one that moves some weight, but got a direction that is zero everywhere. Try including "
+                "biases with biases='include' if there is nothing else, or choosing another normalization."
             )
     if count == 2 and wanted.kind in ("filter", "random"):
         notes.append(

@@ -266,10 +266,9 @@ def compute_batch_norm_statistics(setting: Setting, points: SlicePoints) -> Batc
                         if isinstance(error, SaltflatError):
                             raise
                         raise ModelError(
-                            f"Got {format_error_line(error)} from the model with BatchNorm in train mode, on "
-                            f"{batch.examples} examples. Want batches that statistics can be taken of, of more than "
-                            "one example. "
-                            "Do: choose another batch size, or batch_norm='running'."
+                            "Expected batches that statistics can be taken of, of more than one example, but got "
+                            f"{format_error_line(error)} from the model with BatchNorm in train mode, on "
+                            f"{batch.examples} examples. Try choosing another batch size, or batch_norm='running'."
                         ) from error
                 tick(batch.examples * len(points.places[which]))
     return found
@@ -312,8 +311,8 @@ def compute_point_losses(setting: Setting, points: SlicePoints, statistics: Batc
                 tick(batch.examples * len(outputs))
     if share <= 0:
         raise EmptyDataError(
-            "Got targets that are all ignored or have no weight. Want at least one that counts. "
-            "Do: check ignore_index and the class weights."
+            "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
+            "ignore_index and the class weights."
         )
     losses = totals / share
     # Outputs that overflowed answer nothing.

@@ -80,17 +80,18 @@ def make_grid(dimensions: int, points: int, radius: float) -> SliceGrid:
     """The grid, if it can be one."""
     if isinstance(dimensions, bool) or not isinstance(dimensions, int) or dimensions not in (1, 2):
         raise OptionError(
-            f"Got dimensions={dimensions!r}. Want 1 for a curve or 2 for a map. Do: take several slices for more."
+            f"Expected 1 for a curve or 2 for a map, but got dimensions={dimensions!r}. Try taking several slices "
+            "for more."
         )
     if isinstance(points, bool) or not isinstance(points, int) or points < 3 or points % 2 == 0 or points > MOST:
         raise OptionError(
-            f"Got points={points!r}. Want an odd number of at least 3, so that the weights themselves are the point in "
-            "the middle. Do: for instance points=21."
+            "Expected an odd number of at least 3, so that the weights themselves are the point in the middle, but "
+            f"got points={points!r}. Try points=21."
         )
     if points**dimensions > MOST_POINTS:
         raise OptionError(
-            f"Got points={points!r} in {dimensions} dimensions, {points**dimensions:,} passes over the data. Want at "
-            f"most {MOST_POINTS:,}. Do: for instance points=51."
+            f"Expected at most {MOST_POINTS:,}, but got points={points!r} in {dimensions} dimensions, "
+            f"{points**dimensions:,} passes over the data. Try points=51."
         )
     check_positive(radius=radius)
     return SliceGrid(dimensions, points, float(radius))
@@ -202,12 +203,12 @@ def _prepare_directions(setting: Setting, wanted: DirectionOptions, count: int) 
         found, notes = compute_directions(setting, wanted, count)
     except NotDefinedError as error:
         raise ModelError(
-            f"Got a model without eigenvectors: the Hessian {str(error).rstrip('.')}. "
-            "Want a loss with second derivatives. Do: directions='filter'."
+            "Expected a loss with second derivatives, but got a model without eigenvectors: the Hessian "
+            f"{str(error).rstrip('.')}. Try directions='filter'."
         ) from error
     if len(found) < count:
         raise ParameterError(
-            f"Got {count} dimensions for a single number that can move. Want more numbers. Do: dimensions=1."
+            f"Expected more numbers, but got {count} dimensions for a single number that can move. Try dimensions=1."
         )
     return found, notes
 

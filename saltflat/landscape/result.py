@@ -154,8 +154,8 @@ class Landscape(Displayable):
             check_landscape(found)
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
             raise ReportError(
-                f"Got {source}, a landscape that cannot be understood ({type(problem).__name__}: {problem}). "
-                "Want what Landscape.to_dict gives. Do: take it again, or take the file from a backup."
+                f"Expected what Landscape.to_dict gives, but got {source}, a landscape that cannot be understood "
+                f"({type(problem).__name__}: {problem}). Try taking it again, or taking the file from a backup."
             ) from problem
         return found
 

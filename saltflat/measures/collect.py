@@ -214,9 +214,9 @@ class StatisticCollector:
                 # searches: that is no reason to lose the others.
                 if strict:
                     raise ModelError(
-                        f"Got {format_error_line(error)} while looking for {need.key}. Want a model that allows it. "
-                        "Do: leave out the measures that need it (saltflat.list_measures() says which), or lower "
-                        "memory=."
+                        f"Expected a model that allows it, but got {format_error_line(error)} while looking for "
+                        f"{need.key}. Try leaving out the measures that need it (saltflat.list_measures() says "
+                        "which), or lowering memory=."
                     ) from error
                 self.reasons[need.key] = f"failed: {format_error_line(error)}"
 

@@ -53,9 +53,13 @@ def fisher_logdet(
         4.158883
     """
     if convention not in ("logdet", "half"):
-        raise OptionError(f"Got convention={convention!r}. Want 'logdet' or 'half'. Do: leave it out for the first.")
+        raise OptionError(
+            f"Expected 'logdet' or 'half', but got convention={convention!r}. Try leaving it out for the first."
+        )
     if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor < 1):
-        raise OptionError(f"Got floor={floor!r}. Want a number between 0 and 1. Do: leave it out for rounding.")
+        raise OptionError(
+            f"Expected a number between 0 and 1, but got floor={floor!r}. Try leaving it out for rounding."
+        )
     values, notes = _compute_subset_spectra(gradient_gram, subset, draws)
     size = values.shape[1]
     least = values[:, -1:] * (gradient_gram["eps"] * size if floor is None else floor)
@@ -123,7 +127,7 @@ def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> Measure
         0.693147
     """
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter < float("inf"):
-        raise OptionError(f"Got jitter={jitter!r}. Want at least 0. Do: leave it out for none.")
+        raise OptionError(f"Expected at least 0, but got jitter={jitter!r}. Try leaving it out for none.")
     values = torch.linalg.eigvalsh(fisher_matrix.double()) + jitter
     rounding = torch.finfo(torch.float64).eps * len(values) * values[-1].abs()
     flat = int((values <= rounding).sum())

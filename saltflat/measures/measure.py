@@ -159,24 +159,25 @@ def _parse_initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Prob
     values = given.state_dict() if isinstance(given, nn.Module) else given
     if not isinstance(values, Mapping):
         raise OptionError(
-            f"Got initial of type {type(given).__name__}. Want a model or its state_dict. "
-            "Do: keep a copy.deepcopy(model) from before training."
+            f"Expected a model or its state_dict, but got initial of type {type(given).__name__}. Try keeping a "
+            "copy.deepcopy(model) from before training."
         )
     found = {}
     for name, value in problem.network.measured.items():
         if name not in values or not isinstance(values[name], Tensor) or values[name].is_meta:
             raise OptionError(
-                f"Got initial weights without a tensor for {name!r}. Want one for every measured parameter. "
-                "Do: pass the state_dict of the same architecture."
+                f"Expected one for every measured parameter, but got initial weights without a tensor for {name!r}. "
+                "Try passing the state_dict of the same architecture."
             )
         if not is_finite(values[name]):
             raise NonFiniteError(
-                f"Got NaN or infinity in the initial {name!r}. Want finite weights. Do: pass those before training."
+                f"Expected finite weights, but got NaN or infinity in the initial {name!r}. Try passing those before "
+                "training."
             )
         if values[name].shape != value.shape:
             raise OptionError(
-                f"Got initial weights of shape {tuple(values[name].shape)} for {name!r}. "
-                f"Want {tuple(value.shape)}. Do: pass the weights of the same architecture."
+                f"Expected {tuple(value.shape)}, but got initial weights of shape {tuple(values[name].shape)} for "
+                f"{name!r}. Try passing the weights of the same architecture."
             )
         found[name] = values[name].detach()
     return found

@@ -92,7 +92,7 @@ def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, 
         2.0
     """
     if side not in ("rows", "columns"):
-        raise OptionError(f"Got side={side!r}. Want 'rows' or 'columns'. Do: leave it out for rows.")
+        raise OptionError(f"Expected 'rows' or 'columns', but got side={side!r}. Try leaving it out for rows.")
     found = _prepare_matrices(weight, curvature_diagonal)
     if isinstance(found, MeasureResult):
         return found
@@ -159,9 +159,9 @@ def regularized_normalized_sharpness(
         8.0
     """
     if not isinstance(grid, tuple | list) or not grid or not all(isinstance(b, int | float) for b in grid):
-        raise OptionError(f"Got grid={grid!r}. Want numbers, at least one. Do: for instance grid=(-2, -1, 0, 1, 2).")
+        raise OptionError(f"Expected numbers, at least one, but got grid={grid!r}. Try grid=(-2, -1, 0, 1, 2).")
     if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 < strength < float("inf"):
-        raise OptionError(f"Got strength={strength!r}. Want a positive number. Do: leave it out for 1.")
+        raise OptionError(f"Expected a positive number, but got strength={strength!r}. Try leaving it out for 1.")
     bad = _refuse_negative(curvature_diagonal)
     if bad:
         return bad

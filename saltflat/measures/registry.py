@@ -156,8 +156,8 @@ def measure(
         name = getattr(function, "__name__", "")
         if name in PRESETS:
             raise OptionError(
-                f"Got a measure of the name {name!r}, which stands for {PRESETS[name]}. Want another name. "
-                "Do: rename the function."
+                f"Expected another name, but got a measure of the name {name!r}, which stands for {PRESETS[name]}. "
+                "Try renaming the function."
             )
         arguments = inspect.signature(function).parameters.values()
         needs = tuple(a.name for a in arguments if a.kind is not inspect.Parameter.KEYWORD_ONLY)
@@ -243,11 +243,11 @@ def parse_measures(measures: str | Sequence[str] | None) -> list[MeasureRequest]
     """
     texts = ["quick"] if measures is None else [measures] if isinstance(measures, str) else measures
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise OptionError(
-            f"Got measures={measures!r}. Want a name or a list of names. Do: for instance ['kappa', 'rho']."
-        )
+        raise OptionError(f"Expected a name or a list of names, but got measures={measures!r}. Try ['kappa', 'rho'].")
     if not texts:
-        raise OptionError("Got no measures. Want at least one name. Do: leave measures out for the quick ones.")
+        raise OptionError(
+            "Expected at least one name, but got no measures. Try leaving measures out for the quick ones."
+        )
     found: dict[str, MeasureRequest] = {}
     for text in texts:
         several = _expand_preset(text.strip()) if text.strip() in PRESETS else [parse_measure(text)]
@@ -273,8 +273,9 @@ def parse_measure(text: str) -> MeasureRequest:
     name = name.strip()
     if name in PRESETS:
         raise OptionError(
-            f"Got {text.strip()!r} where one measure is wanted; {name} is {PRESETS[name]}. Want the name of a measure. "
-            f"Do: take one of the list that saltflat.list_measures() prints, or plain {name!r} where several can be."
+            f"Expected the name of a measure, but got {text.strip()!r} where one measure is wanted; {name} is "
+            f"{PRESETS[name]}. Try taking one of the list that saltflat.list_measures() prints, or plain {name!r} "
+            "where several can be."
         )
     if name not in MEASURES:
         raise make_unknown_name_error("measure", name, (*MEASURES, *PRESETS))
@@ -295,7 +296,7 @@ def get_measure_key(text: str) -> str:
 
 def _parse_options(text: str, rest: str) -> dict[str, Any]:
     wrong = OptionError(
-        f"Got the measure {text!r}. Want options as name=value in parentheses. Do: for instance \"rho(axis='row')\"."
+        f"Expected options as name=value in parentheses, but got the measure {text!r}. Try \"rho(axis='row')\"."
     )
     try:
         tree = ast.parse(f"f({rest}", mode="eval").body
@@ -321,7 +322,9 @@ def _parse_options(text: str, rest: str) -> dict[str, Any]:
 def _make_request(measure: Measure, given: Mapping[str, Any]) -> MeasureRequest:
     for name in given:
         if not measure.options:
-            raise OptionError(f"Got {name}= of {measure.name}. Want none: it has no options. Do: leave it out.")
+            raise OptionError(
+                f"Expected none, but got {name}= of {measure.name}. It has no options. Try leaving it out."
+            )
         if name not in measure.options:
             raise make_unknown_name_error(f"option of {measure.name}", name, measure.options)
     # Only what differs from the usual is part of the name.

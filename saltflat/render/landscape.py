@@ -168,7 +168,9 @@ def plot_together(
     )
     if not named or any(each.dimensions != 1 for each in named.values()):
         got = "no landscapes" if not named else "a landscape of two dimensions among them"
-        raise OptionError(f"Got {got}. Want landscapes of one dimension. Do: draw maps one by one, with .plot().")
+        raise OptionError(
+            f"Expected landscapes of one dimension, but got {got}. Try drawing maps one by one, with .plot()."
+        )
     figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.add_subplot()
     for index, (name, each) in enumerate(named.items()):
@@ -205,7 +207,8 @@ def _select_values(landscape: Landscape, what: str) -> NDArray[np.float64]:
         return landscape.losses
     if landscape.errors is None:
         raise OptionError(
-            "Got what='error' for a landscape without errors. Want a loss that knows right and wrong. Do: what='loss'."
+            "Expected a loss that knows right and wrong, but got what='error' for a landscape without errors. Try "
+            "what='loss'."
         )
     return landscape.errors
 
@@ -216,9 +219,11 @@ def _is_logarithmic(seen: Any, log: bool | None) -> bool:
     if log is None:
         return bool(positive and np.log10(float(seen.max())) - np.log10(float(seen.min())) > DECADES)
     if not isinstance(log, bool):
-        raise OptionError(f"Got log={log!r}. Want True, False or None. Do: leave it out.")
+        raise OptionError(f"Expected True, False or None, but got log={log!r}. Try leaving it out.")
     if log and not (seen > 0).any():
-        raise OptionError("Got log=True for values that are all 0 or negative. Want positive ones. Do: leave log out.")
+        raise OptionError(
+            "Expected positive ones, but got log=True for values that are all 0 or negative. Try leaving log out."
+        )
     return log
 
 

@@ -218,7 +218,9 @@ def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] 
     """
     found = _load_labelled_reports(reports)
     if len(found) < 2:
-        raise ReportError(f"Got {len(found)} report{'s' * (len(found) != 1)}. Want two or more. Do: give another.")
+        raise ReportError(
+            f"Expected two or more, but got {len(found)} report{'s' * (len(found) != 1)}. Try giving another."
+        )
     known = list(dict.fromkeys(name for report in found.values() for name in report))
     given = known if names is None else parse_measure_names(names)
     wanted = list(dict.fromkeys(normalize_measure_name(name, known) for name in given))
@@ -300,6 +302,6 @@ def _load_report(source: object) -> Report:
     if isinstance(source, str | os.PathLike):
         return Report.load(source)
     raise ReportError(
-        f"Got a {type(source).__name__} to compare. Want reports, paths of saved ones, or one mapping of these. "
-        "Do: give what saltflat.measure or Report.save gave."
+        f"Expected reports, paths of saved ones, or one mapping of these, but got a {type(source).__name__} to "
+        "compare. Try giving what saltflat.measure or Report.save gave."
     )

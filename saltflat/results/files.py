@@ -94,17 +94,17 @@ def check_writable_path(path: str | os.PathLike[str], what: str = "the path", *,
     try:
         if not target.parent.is_dir():
             raise ReportError(
-                f"Got {shown}, whose folder does not exist. Want a folder that does. "
-                f"Do: make it first, Path({str(target.parent)!r}).mkdir(parents=True)."
+                f"Expected a folder that does, but got {shown}, whose folder does not exist. Try making it first, "
+                f"Path({str(target.parent)!r}).mkdir(parents=True)."
             )
         with suppress(FileNotFoundError):
             mode = target.lstat().st_mode
             if stat.S_ISDIR(mode):
-                raise ReportError(f"Got {shown}, which is a folder. Want a file. Do: add a file name.")
+                raise ReportError(f"Expected a file, but got {shown}, which is a folder. Try adding a file name.")
             if not stat.S_ISREG(mode) and (follow_links or not stat.S_ISLNK(mode)):
                 raise ReportError(
-                    f"Got {shown}, which exists and is no regular file. Want a file to replace, or a new one. "
-                    "Do: choose another name."
+                    f"Expected a file to replace, or a new one, but got {shown}, which exists and is no regular "
+                    "file. Try choosing another name."
                 )
         with tempfile.TemporaryFile(dir=target.parent):
             pass
@@ -115,8 +115,8 @@ def check_writable_path(path: str | os.PathLike[str], what: str = "the path", *,
 
 def _make_unwritable_error(what: str, path: str | os.PathLike[str], problem: OSError) -> ReportError:
     return ReportError(
-        f"Got {what} {os.fspath(path)!r}, which cannot be written ({problem.strerror}). "
-        "Want a place that can. Do: choose another, or free this one."
+        f"Expected a place that can, but got {what} {os.fspath(path)!r}, which cannot be written "
+        f"({problem.strerror}). Try choosing another, or freeing this one."
     )
 
 
@@ -142,17 +142,17 @@ def check_schema(content: Any, source: str, form: FileFormat = REPORT) -> None:
         return
     if isinstance(schema, str) and schema.startswith(f"{form.family}/"):
         raise ReportError(
-            f"Got {source} with the schema {schema!r}. Want {form.schema!r}. "
-            "Do: read it with the saltflat that wrote it."
+            f"Expected {form.schema!r}, but got {source} with the schema {schema!r}. Try reading it with the "
+            "saltflat that wrote it."
         )
     other = next((each for each in (REPORT, AUDIT, LANDSCAPE, SPECTRUM) if schema == each.schema), None)
     if other is not None:
         raise ReportError(
-            f"Got {source}, which is not {form.what} but {other.what}. Want {form.what}, written by {form.writer}. "
-            f"Do: read it with {other.reader}, or print it with saltflat show."
+            f"Expected {form.what}, written by {form.writer}, but got {source}, which is not {form.what} but "
+            f"{other.what}. Try reading it with {other.reader}, or print it with saltflat show."
         )
     raise ReportError(
-        f"Got {source}, which is not {form.what}. Want the schema {form.schema!r}. Do: check which file it is."
+        f"Expected the schema {form.schema!r}, but got {source}, which is not {form.what}. Check which file it is."
     )
 
 
@@ -164,12 +164,12 @@ def _parse_json(path: str | os.PathLike[str], want: str) -> Any:
         return content
     except OSError as problem:
         raise ReportError(
-            f"Got the path {shown!r}, which cannot be read ({problem.strerror}). Want {want}. Do: check the path."
+            f"Expected {want}, but got the path {shown!r}, which cannot be read ({problem.strerror}). Check the path."
         ) from problem
     except (ValueError, RecursionError) as problem:
         raise ReportError(
-            f"Got the file {shown!r}, which is broken or cut short ({problem}). Want {want}. "
-            "Do: measure again, or take the file from a backup."
+            f"Expected {want}, but got the file {shown!r}, which is broken or cut short ({problem}). Try measuring "
+            "again, or taking the file from a backup."
         ) from problem
 
 

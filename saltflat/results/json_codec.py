@@ -36,8 +36,8 @@ def to_plain_types(value: Any, where: str) -> Any:
     if hasattr(value, "tolist"):
         return to_plain_types(value.tolist(), where)
     raise ReportError(
-        f"Got a {type(value).__name__} in {where}. Want numbers, texts, lists and mappings, which a file can hold. "
-        "Do: write it as a text, str(...)."
+        f"Expected numbers, texts, lists and mappings, which a file can hold, but got a {type(value).__name__} in "
+        f"{where}. Try writing it as a text, str(...)."
     )
 
 

@@ -124,8 +124,8 @@ class Reading:
             return found
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as problem:
             raise ReportError(
-                f"Got a reading that cannot be understood ({problem}). Want what Reading.to_dict gives. "
-                "Do: measure again, or take the file from a backup."
+                f"Expected what Reading.to_dict gives, but got a reading that cannot be understood ({problem}). Try "
+                "measuring again, or taking the file from a backup."
             ) from problem
 
 
@@ -288,8 +288,8 @@ class Report(Displayable, Mapping[str, Reading]):
             # A reading that is broken has said so in a sentence of its own; what counts is why.
             why = problem.__cause__ if isinstance(problem, ReportError) and problem.__cause__ else problem
             raise ReportError(
-                f"Got {source}, a report that cannot be understood ({type(why).__name__}: {why}). "
-                "Want what Report.to_dict gives. Do: measure again, or take the file from a backup."
+                f"Expected what Report.to_dict gives, but got {source}, a report that cannot be understood "
+                f"({type(why).__name__}: {why}). Try measuring again, or taking the file from a backup."
             ) from problem
         return report
 
@@ -329,7 +329,7 @@ def parse_measure_names(names: str | Sequence[str]) -> list[str]:
     """One or several names of measures as a list."""
     listed = [names] if isinstance(names, str) or not isinstance(names, Sequence) else list(names)
     if not all(isinstance(name, str) for name in listed):
-        raise OptionError(f"Got names={names!r}. Want a measure or a list of them. Do: for instance ['rho'].")
+        raise OptionError(f"Expected a measure or a list of them, but got names={names!r}. Try ['rho'].")
     return listed
 
 

@@ -63,8 +63,8 @@ class CurvatureOperator:
         for name, each in found.items():
             if not bool(each.isfinite().all()):
                 raise NonFiniteError(
-                    f"Got NaN or infinity in a product with the curvature of {name!r}. Want finite numbers: second "
-                    "derivatives overflowed. Do: measure with dtype=torch.float64."
+                    f"Expected finite numbers, but got NaN or infinity in a product with the curvature of {name!r}. "
+                    "Second derivatives overflowed. Try measuring with dtype=torch.float64."
                 )
         return found
 
@@ -211,8 +211,8 @@ def compute_spectrum(
             nodes = _estimate_density(operator, found, draws, steps, notes) if density else {}
         except NotDefinedError as error:
             raise ModelError(
-                f"Got a model without a spectrum: the curvature {str(error).rstrip('.')}. "
-                "Want a loss with second derivatives. Do: matrix='gauss_newton' with per='layer', which needs none."
+                "Expected a loss with second derivatives, but got a model without a spectrum: the curvature "
+                f"{str(error).rstrip('.')}. Try matrix='gauss_newton' with per='layer', which needs none."
             ) from error
         blocks = {name: _make_spectrum_block(name, each, nodes.get(name)) for name, each in found.items()}
         notes += _format_doubts(blocks)
@@ -255,7 +255,7 @@ def _check_spectrum_options(
         if not isinstance(given, str) or given not in known:
             raise make_unknown_name_error(kind, given, known)
     if not isinstance(density, bool):
-        raise OptionError(f"Got density={density!r}. Want True or False. Do: leave it out for True.")
+        raise OptionError(f"Expected True or False, but got density={density!r}. Try leaving it out for True.")
 
 
 def _choose_counts(operator: CurvatureOperator, k: int, smallest: int | None, matrix: str) -> tuple[int, int]:
@@ -263,13 +263,13 @@ def _choose_counts(operator: CurvatureOperator, k: int, smallest: int | None, ma
     size = max(operator.sizes.values())
     what = "parameters" if operator.whole else "parameters in the largest layer"
     if k > size:
-        raise OptionError(f"Got k={k} with {size} {what}. Want at most as many eigenvalues. Do: k={size}.")
+        raise OptionError(f"Expected at most as many eigenvalues, but got k={k} with {size} {what}. Try k={size}.")
     if smallest is None:
         return k, min(SMALLEST if matrix == "hessian" and operator.whole else 0, size - k)
     if k + smallest > size:
         raise OptionError(
-            f"Got k={k} and smallest={smallest} with {size} {what}. Want at most as many eigenvalues in all. "
-            f"Do: smallest={size - k}."
+            f"Expected at most as many eigenvalues in all, but got k={k} and smallest={smallest} with {size} {what}. "
+            f"Try smallest={size - k}."
         )
     return k, smallest
 
@@ -285,8 +285,9 @@ def _find_extremes(operator: CurvatureOperator, largest: int, smallest: int) -> 
     need = 2 * 8 * sum(operator.sizes.values()) * (3 * wanted + LEAST)
     if room < wanted + LEAST and need > SMALL:
         raise OptionError(
-            f"Got memory={2 * setting.limit} bytes for {wanted} eigenvalues of {sum(operator.sizes.values()):,} "
-            f"parameters. Want at least {need} bytes. Do: memory='{-(-need >> 20)}MiB', or a smaller k or smallest."
+            f"Expected at least {need} bytes, but got memory={2 * setting.limit} bytes for {wanted} eigenvalues of "
+            f"{sum(operator.sizes.values()):,} parameters. Try memory='{-(-need >> 20)}MiB', or a smaller k or "
+            "smallest."
         )
     seen: Vectors | None = None
     products: Vectors = {}

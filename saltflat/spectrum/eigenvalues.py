@@ -73,21 +73,23 @@ def compute_eigenvalues(
         starts = draw_start_vectors(setting, find_geometries(problem.network))
         if not starts:
             raise ParameterError(
-                "Got no parameter of two or more axes. Want at least one weight. Do: name layers that have one."
+                "Expected at least one weight, but got no parameter of two or more axes. Try naming layers that "
+                "have one."
             )
         if start is not None and not (
             isinstance(start, Mapping) and all(isinstance(t, TopEigenvalue) for t in start.values())
         ):
             raise OptionError(
-                f"Got start={type(start).__name__}. Want an earlier result of compute_eigenvalues. Do: leave it out."
+                f"Expected an earlier result of compute_eigenvalues, but got start={type(start).__name__}. Try "
+                "leaving it out."
             )
         for name, top in (start or {}).items():
             if name not in starts:
                 raise make_unknown_name_error("layer of the earlier result", name, starts)
             if top.vector.shape != starts[name].shape:
                 raise OptionError(
-                    f"Got an earlier vector of shape {tuple(top.vector.shape)} for {name!r}. "
-                    f"Want {tuple(starts[name].shape)}. Do: start from a result of the same architecture."
+                    f"Expected {tuple(starts[name].shape)}, but got an earlier vector of shape "
+                    f"{tuple(top.vector.shape)} for {name!r}. Try starting from a result of the same architecture."
                 )
             starts[name] = top.vector.to(starts[name])
         with reserve_basis(setting, starts) as basis:

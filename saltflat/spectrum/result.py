@@ -137,7 +137,8 @@ class Block:
         """
         if not self.has_density:
             raise OptionError(
-                "Got a spectrum that was made with density=False. Want its density. Do: make it with density=True."
+                "Expected its density, but got a spectrum that was made with density=False. Try making it with "
+                "density=True."
             )
         low, high = self.ends
         if width is None:
@@ -226,7 +227,8 @@ class Spectrum(Displayable, Mapping[str, Block]):
         if len(self.blocks) != 1:
             some = next(iter(self.blocks))
             raise OptionError(
-                f"Got a spectrum of {len(self.blocks)} layers. Want one of them. Do: spectrum[{some!r}], or another."
+                f"Expected one of them, but got a spectrum of {len(self.blocks)} layers. Try spectrum[{some!r}], or "
+                "another."
             )
         return next(iter(self.blocks.values()))
 
@@ -313,8 +315,8 @@ class Spectrum(Displayable, Mapping[str, Block]):
                 _check_block(block)
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
             raise ReportError(
-                f"Got {source}, a spectrum that cannot be understood ({type(problem).__name__}: {problem}). "
-                "Want what Spectrum.to_dict gives. Do: make it again, or take the file from a backup."
+                f"Expected what Spectrum.to_dict gives, but got {source}, a spectrum that cannot be understood "
+                f"({type(problem).__name__}: {problem}). Try making it again, or taking the file from a backup."
             ) from problem
         return found
 
@@ -367,8 +369,8 @@ def _check_grid(given: ArrayLike) -> Array:
         grid = np.empty(0)
     if grid.ndim != 1 or not len(grid) or not np.isfinite(grid).all():
         raise OptionError(
-            "Got a grid that is no row of finite numbers. Want the places at which to take the density. "
-            "Do: for instance grid=numpy.linspace(-1, 10, 500)."
+            "Expected the places at which to take the density, but got a grid that is no row of finite numbers. Try "
+            "grid=numpy.linspace(-1, 10, 500)."
         )
     return grid
 

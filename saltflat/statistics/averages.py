@@ -203,7 +203,7 @@ unit_forms = register_statistic(
 def _sum_unit_traces(form: FactoredGradient, site: ParameterSite, normalize: bool = True) -> Tensor:
     assert site.geometry is not None
     if not isinstance(normalize, bool):
-        raise OptionError(f"Got normalize={normalize!r}. Want True or False. Do: leave it out for True.")
+        raise OptionError(f"Expected True or False, but got normalize={normalize!r}. Try leaving it out for True.")
     scale = None
     if normalize and site.deviation is not None:
         # A feature divided by its deviation has gradients divided by it, too.

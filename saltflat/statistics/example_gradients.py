@@ -39,7 +39,7 @@ def gradient_gram(setting: Setting, *, pool: int = 1000) -> StatisticResult:
     Beside it ``eps``, the rounding of the precision the gradients were taken in, and the ``seed`` to draw subsets with.
     """
     if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1:
-        raise OptionError(f"Got pool={pool!r}. Want at least 1. Do: leave it out for 1000.")
+        raise OptionError(f"Expected at least 1, but got pool={pool!r}. Try leaving it out for 1000.")
     # Counted, not expected: a loader may drop the last examples or sample some of them.
     examples = setting.examples
     noise = torch.Generator().manual_seed(setting.seed)

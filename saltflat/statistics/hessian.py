@@ -218,7 +218,7 @@ def finite_difference(
     check_positive(step=step)
     check_count(2, draws=draws)
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
-        raise OptionError(f"Got epsilon={epsilon!r}. Want at least 0. Do: leave it out for 0.")
+        raise OptionError(f"Expected at least 0, but got epsilon={epsilon!r}. Try leaving it out for 0.")
     each = []
     for draw in range(draws):
         each.append(estimate_diagonal_once(setting, draw_signs(setting, draw), kind, step, epsilon))

@@ -45,7 +45,9 @@ def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> 
     check_positive(radius=radius)
     check_count(4, draws=draws)
     if draws % 2:
-        raise OptionError(f"Got draws={draws}. Want an even number: they come in pairs. Do: take {draws + 1}.")
+        raise OptionError(
+            f"Expected an even number, but got draws={draws}. They come in pairs. Try taking {draws + 1}."
+        )
     start = compute_grouped_losses(setting)
     here = check_finite_loss(start.compute_mean())
     pairs, by_group = [], []
@@ -198,7 +200,9 @@ def noise_tolerance(
     """
     check_positive(drop=drop, epsilon=epsilon)
     if not isinstance(magnitude_aware, bool):
-        raise OptionError(f"Got magnitude_aware={magnitude_aware!r}. Want True or False. Do: leave it out for False.")
+        raise OptionError(
+            f"Expected True or False, but got magnitude_aware={magnitude_aware!r}. Try leaving it out for False."
+        )
     check_count(1, draws=draws, depth=depth)
     measured = setting.problem.network.measured
     here, done = compute_accuracy_at(setting), 0

@@ -64,7 +64,8 @@ def inspect_train_function(spec: str) -> ConfigurableFunction:
     function = import_object(spec, "train function")
     if not callable(function):
         raise StudyError(
-            f"Got {spec!r} as train, a {type(function).__name__}. Want a function. Do: name the function that trains."
+            f"Expected a function, but got {spec!r} as train, a {type(function).__name__}. Try naming the function "
+            "that trains."
         )
     return _inspect_function(f"the train function {spec!r}", function, handed=HANDED)
 
@@ -83,8 +84,8 @@ def _inspect_function(
     closed = [each.name for each in parameters if each.kind is kinds.POSITIONAL_ONLY]
     if closed:
         raise StudyError(
-            f"Got {what}, which does not take {closed[0]!r} by its name. Want arguments that it does. "
-            "Do: take the / out of its signature."
+            f"Expected arguments that it does, but got {what}, which does not take {closed[0]!r} by its name. Try "
+            "taking the / out of its signature."
         )
     anything = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
     names = {
@@ -102,7 +103,7 @@ def get_function_path(given: Any, what: str) -> Any:
     name, module = getattr(given, "__qualname__", ""), getattr(given, "__module__", "")
     if "<" in name or not name or not module:
         raise StudyError(
-            f"Got {given!r} as {what}. Want a function at the top of a module, which every process can find. "
-            "Do: move it there."
+            f"Expected a function at the top of a module, which every process can find, but got {given!r} as {what}. "
+            "Try moving it there."
         )
     return f"{module}:{name}"

@@ -35,14 +35,14 @@ def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise StudyError(f"Got {value} in {where}. Want a finite number. Do: give one.")
+            raise StudyError(f"Expected a finite number, but got {value} in {where}. Try giving one.")
         return float(value)
     if depth > DEEPEST:
         raise StudyError(f"Expected at most {DEEPEST} levels of lists and mappings in {where}, but got more.")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise StudyError(f"Got the name {key!r} in {where}. Want a text. Do: put it in quotes.")
+                raise StudyError(f"Expected a text, but got the name {key!r} in {where}. Try putting it in quotes.")
         return {key: to_json_value(each, f"{where}, {key!r}", depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple | range):
         return [to_json_value(each, where, depth + 1) for each in value]
@@ -52,8 +52,8 @@ def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
         except (TypeError, RuntimeError):  # a class, or a sparse tensor
             pass
     raise StudyError(
-        f"Got {value!r}, a {type(value).__name__}, in {where}. Want numbers, texts, lists and mappings. "
-        "Do: write it as one of these."
+        f"Expected numbers, texts, lists and mappings, but got {value!r}, a {type(value).__name__}, in {where}. Try "
+        "writing it as one of these."
     )
 
 

@@ -92,8 +92,8 @@ class DataSource:
             return cls(given).check_values()
         if not isinstance(given, Mapping):
             raise StudyError(
-                f"Got data of type {type(given).__name__}. Want a name, a function, or a mapping with a name, so that "
-                "the runs can be made again. Do: for instance data='digits'; for tensors give a function of a module "
+                "Expected a name, a function, or a mapping with a name, so that the runs can be made again, but got "
+                f"data of type {type(given).__name__}. Try data='digits'; for tensors give a function of a module "
                 "that returns ((inputs, labels), (test inputs, test labels)), or files .npz or .safetensors."
             )
         known = [each.name for each in fields(cls)]
@@ -102,7 +102,7 @@ class DataSource:
                 raise make_unknown_name_error("key of data", key, [*known, "source"])
         if ("name" in given) == ("source" in given):
             raise StudyError(
-                f"Got data with the keys {', '.join(given) or '(none)'}. Want a name, once. Do: name: digits."
+                f"Expected a name, once, but got data with the keys {', '.join(given) or '(none)'}. Try name: digits."
             )
         own = {("name" if key == "source" else key): value for key, value in given.items()}
         return cls(**own).check_values()
@@ -111,17 +111,19 @@ class DataSource:
         """Itself, if its values mean something."""
         for key in ("name", "normalize", "folder"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
-                raise StudyError(f"Got {key}={getattr(self, key)!r} of data. Want a text. Do: name it.")
+                raise StudyError(f"Expected a text, but got {key}={getattr(self, key)!r} of data. Try naming it.")
         for key in ("train_limit", "test_limit"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise StudyError(f"Got {key}={value!r} of data. Want a whole number from 1. Do: leave it out for all.")
+                raise StudyError(
+                    f"Expected a whole number from 1, but got {key}={value!r} of data. Try leaving it out for all."
+                )
         if self.normalize not in SCALES:
             raise make_unknown_name_error("normalization", self.normalize, SCALES)
         if self.is_file != (self.test is not None):
             raise StudyError(
-                f"Got data {self.name!r} with test={self.test!r}. Want a second file to test on where the data is a "
-                "file, and only there. Do: for instance {name: train.npz, test: test.npz}."
+                "Expected a second file to test on where the data is a file, and only there, but got data "
+                f"{self.name!r} with test={self.test!r}. Try {{name: train.npz, test: test.npz}}."
             )
         if not self.is_file and not self.is_function and self.name not in READERS:
             raise make_unknown_name_error("data set", self.name, READERS)
@@ -197,8 +199,8 @@ def _parse_examples(found: Any, name: str) -> Examples:
         if len(parts) == 4 and all(isinstance(part, Tensor) for part in parts):
             return Examples(*(part.detach() for part in parts))
     raise DataError(
-        f"Got a {type(found).__name__} from {name!r}. Want saltflat.studies.Examples, or two pairs of tensors "
-        "(inputs, labels), to train on and to test on. Do: return these."
+        "Expected saltflat.studies.Examples, or two pairs of tensors (inputs, labels), to train on and to test on, "
+        f"but got a {type(found).__name__} from {name!r}. Try returning these."
     )
 
 
@@ -208,25 +210,27 @@ def _check_examples(examples: Examples, name: str) -> Examples:
         for each in (inputs, labels):
             if each.layout is not torch.strided or each.device.type != "cpu" or each.dtype not in KINDS:
                 raise DataError(
-                    f"Got a {side} tensor of {each.dtype}, {each.layout} on {each.device} in {name!r}. Want a plain "
-                    f"tensor on the CPU, of {', '.join(str(kind).removeprefix('torch.') for kind in KINDS)}. "
-                    "Do: make it one."
+                    "Expected a plain tensor on the CPU, of "
+                    f"{', '.join(str(kind).removeprefix('torch.') for kind in KINDS)}, but got a {side} tensor of "
+                    f"{each.dtype}, {each.layout} on {each.device} in {name!r}. Try making it one."
                 )
         if inputs.dim() < 1 or labels.dim() != 1 or len(inputs) != len(labels) or len(inputs) == 0:
             raise DataError(
-                f"Got {side} inputs of shape {tuple(inputs.shape)} and labels of shape {tuple(labels.shape)} in "
-                f"{name!r}. Want examples first, and a class number for each. Do: shape them so."
+                f"Expected examples first, and a class number for each, but got {side} inputs of shape "
+                f"{tuple(inputs.shape)} and labels of shape {tuple(labels.shape)} in {name!r}. Try shaping them so."
             )
         if labels.dtype != torch.int64 or int(labels.min()) < 0:
             raise DataError(
-                f"Got {side} labels of type {labels.dtype} from {int(labels.min())} in {name!r}. "
-                "Want class numbers, int64 from 0. Do: a study is about classification."
+                f"Expected class numbers, int64 from 0, but got {side} labels of type {labels.dtype} from "
+                f"{int(labels.min())} in {name!r}. Try a study is about classification."
             )
         if inputs.is_floating_point() and not bool(inputs.isfinite().all()):
-            raise DataError(f"Got NaN or infinity in the {side} inputs of {name!r}. Want numbers. Do: clean them.")
+            raise DataError(
+                f"Expected numbers, but got NaN or infinity in the {side} inputs of {name!r}. Try cleaning them."
+            )
     if examples.train_inputs.shape[1:] != examples.test_inputs.shape[1:]:
         raise DataError(
-            f"Got training inputs of shape {tuple(examples.train_inputs.shape[1:])} and test inputs of shape "
-            f"{tuple(examples.test_inputs.shape[1:])} in {name!r}. Want the same. Do: shape them alike."
+            f"Expected the same, but got training inputs of shape {tuple(examples.train_inputs.shape[1:])} and test "
+            f"inputs of shape {tuple(examples.test_inputs.shape[1:])} in {name!r}. Try shaping them alike."
         )
     return examples

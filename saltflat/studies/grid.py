@@ -32,8 +32,8 @@ def expand_runs(study: Study) -> dict[str, dict[str, Any]]:
     count = count_runs(study)
     if count > MOST_RUNS:
         raise StudyError(
-            f"Got a grid of {count:,} runs. Want at most {MOST_RUNS:,}. Do: take values or axes away, or make several "
-            "studies of it."
+            f"Expected at most {MOST_RUNS:,}, but got a grid of {count:,} runs. Try taking values or axes away, or "
+            "making several studies of it."
         )
     takers, problems = _inspect_functions(study)
     problems += _find_name_problems(study, takers)
@@ -122,42 +122,54 @@ def _find_grid_problems(study: Study) -> list[str]:
     names: list[str] = []
     for name, values in study.axes.items():
         if not values:
-            problems.append(f"Got the axis {name!r} without values. Want at least one. Do: give some, or leave it out.")
+            problems.append(
+                f"Expected at least one, but got the axis {name!r} without values. Try giving some, or leaving it out."
+            )
         texts = [dump_canonical_json(value) for value in values]
         twice = [value for place, value in enumerate(values) if texts[place] in texts[:place]]
         if twice:
-            problems.append(f"Got {twice[0]!r} twice in the axis {name!r}. Want each value once. Do: take one away.")
+            problems.append(
+                f"Expected each value once, but got {twice[0]!r} twice in the axis {name!r}. Try taking one away."
+            )
         own = split_axis_names(name)
         if len(own) > 1:
             problems += [
-                f"Got {value!r} in the axis {name!r}. Want {len(own)} values in a list, one for each name. "
-                f"Do: for instance {own[0]}, {own[1]}: [[1000, 0.02], [2000, 0.04]]."
+                f"Expected {len(own)} values in a list, one for each name, but got {value!r} in the axis {name!r}. "
+                f"Try {own[0]}, {own[1]}: [[1000, 0.02], [2000, 0.04]]."
                 for value in values
                 if not isinstance(value, list | tuple) or len(value) != len(own)
             ]
         names += own
         if "seed" in own:
-            problems.append("Got the axis 'seed'. Want seeds apart from the axes. Do: give seeds: a count or a list.")
+            problems.append(
+                "Expected seeds apart from the axes, but got the axis 'seed'. Try giving seeds: a count or a list."
+            )
         for each in own:
             for other, place in ((study.settings, "settings"), (study.stop_settings, "stop")):
                 if each in other:
-                    problems.append(f"Got {each!r} in axes and in {place}. Want it in one. Do: take it out of {place}.")
+                    problems.append(
+                        f"Expected it in one, but got {each!r} in axes and in {place}. Try taking it out of {place}."
+                    )
     problems += [
-        f"Got {name!r} in more than one axis. Want it in one. Do: take it out of the others."
+        f"Expected it in one, but got {name!r} in more than one axis. Try taking it out of the others."
         for name, count in Counter(names).items()
         if count > 1
     ]
     for name in study.settings:
         if name == "seed":
-            problems.append("Got 'seed' in settings. Want seeds apart. Do: give seeds: a count or a list.")
+            problems.append("Expected seeds apart, but got 'seed' in settings. Try giving seeds: a count or a list.")
         if name in study.stop_settings:
-            problems.append(f"Got {name!r} in settings and in stop. Want it in one. Do: take it out of settings.")
+            problems.append(
+                f"Expected it in one, but got {name!r} in settings and in stop. Try taking it out of settings."
+            )
         if name == "network":
-            problems.append("Got 'network' in settings. Want it beside them. Do: give network: on its own line.")
+            problems.append(
+                "Expected it beside them, but got 'network' in settings. Try giving network: on its own line."
+            )
     if not study.seeds:
-        problems.append("Got no seeds. Want at least one. Do: give a count from 1, or a list.")
+        problems.append("Expected at least one, but got no seeds. Try giving a count from 1, or a list.")
     if len(set(study.seeds)) < len(study.seeds):
-        problems.append(f"Got a seed twice in {list(study.seeds)}. Want each once. Do: take one away.")
+        problems.append(f"Expected each once, but got a seed twice in {list(study.seeds)}. Try taking one away.")
     problems += [text for seed in study.seeds if (text := ALLOWED["seed"].find_problem("seed", seed)) is not None]
     return problems
 
@@ -193,14 +205,16 @@ def _find_name_problems(study: Study, takers: Mapping[str, ConfigurableFunction]
                 known = [*own, *taker.names]
                 elsewhere = ELSEWHERE.get(name)
                 problems.append(
-                    f"Got {name!r}, which is called {elsewhere!r} here. Want that name. Do: use {elsewhere!r}."
+                    f"Expected that name, but got {name!r}, which is called {elsewhere!r} here. Try using "
+                    f"{elsewhere!r}."
                     if elsewhere in known
                     else str(make_unknown_name_error(f"setting or argument of {taker.what}", name, known))
                 )
         for name in taker.required_names:
             if name not in given:
                 problems.append(
-                    f"Got no {name!r}, which {taker.what} needs. Want a value. Do: give it in settings or axes."
+                    f"Expected a value, but got no {name!r}, which {taker.what} needs. Try giving it in settings or "
+                    "axes."
                 )
     return problems
 

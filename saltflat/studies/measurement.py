@@ -64,7 +64,9 @@ def parse_measure_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {**usual, **given}
     examples = options["examples"]
     if examples is not None and (not isinstance(examples, int) or isinstance(examples, bool) or examples < 1):
-        raise StudyError(f"Got examples={examples!r} of measure. Want a whole number from 1. Do: null takes all.")
+        raise StudyError(
+            f"Expected a whole number from 1, but got examples={examples!r} of measure. Try null takes all."
+        )
     if not is_choice(options["dtype"], DTYPES):
         raise make_unknown_name_error("dtype", options["dtype"], DTYPES)
     parse_column_plan(options["columns"])
@@ -75,7 +77,7 @@ def parse_measure_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise make_unknown_name_error("diagonal", options["diagonal"], DIAGONALS)
     if not isinstance(options["certificate"], bool):
         raise StudyError(
-            f"Got certificate={options['certificate']!r} of measure. Want true or false. Do: leave it out."
+            f"Expected true or false, but got certificate={options['certificate']!r} of measure. Try leaving it out."
         )
     return options
 

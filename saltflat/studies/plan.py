@@ -39,8 +39,8 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
     problems = [text for each in sizes for text in _find_size_problems(*each, len(examples.train_inputs))]
     if len(examples.shape) != 3:
         problems += [
-            f"Got augment={kind!r} for inputs of shape {examples.shape}. Want images: channels, height, width. "
-            "Do: leave augment out."
+            f"Expected images, but got augment={kind!r} for inputs of shape {examples.shape}. Channels, height, "
+            "width. Try leaving augment out."
             for kind in dict.fromkeys(recipe.augment for recipe in recipes if recipe.augment != "none")
         ]
     structures = {
@@ -61,16 +61,16 @@ def _find_size_problems(
     if taken < 1 or taken + confusion > there:
         wanted = "all" if train_size is None else f"{train_size:,}"
         yield (
-            f"Got train_size={wanted} and confusion={confusion:,} of {there:,} training examples. Want both to fit in. "
-            "Do: lower one of them."
+            f"Expected both to fit in, but got train_size={wanted} and confusion={confusion:,} of {there:,} training "
+            "examples. Try lowering one of them."
         )
     elif batch > taken + confusion:
         yield (
-            f"Got batch={batch:,} for {taken + confusion:,} training examples. Want at most these. "
-            "Do: lower the batch, or take more examples."
+            f"Expected at most these, but got batch={batch:,} for {taken + confusion:,} training examples. Try "
+            "lowering the batch, or taking more examples."
         )
     if nesterov and momentum == 0 and optimizer == "sgd":
-        yield "Got nesterov=True with momentum=0. Want momentum to look ahead by. Do: give momentum."
+        yield "Expected momentum to look ahead by, but got nesterov=True with momentum=0. Try giving momentum."
 
 
 def _compute_last_batch_size(recipe: Recipe, examples: Examples) -> int:
@@ -95,14 +95,14 @@ def _find_structure_problems(study: Study, recipe: Recipe, examples: Examples, l
         return
     except Exception as error:  # a network of the user's, or sizes that do not fit, can fail in any way
         yield (
-            f"Got {format_error_line(error)} from {network} on inputs of shape {examples.shape}. Want a network that "
-            "takes them. Do: change its arguments, or the data."
+            f"Expected a network that takes them, but got {format_error_line(error)} from {network} on inputs of "
+            f"shape {examples.shape}. Try changing its arguments, or the data."
         )
         return
     if tuple(outputs.shape) != (len(inputs), examples.classes):
         yield (
-            f"Got outputs of shape {tuple(outputs.shape)} for {len(inputs)} examples from {network}. "
-            f"Want {(len(inputs), examples.classes)}. Do: make it end in one output per class."
+            f"Expected {(len(inputs), examples.classes)}, but got outputs of shape {tuple(outputs.shape)} for "
+            f"{len(inputs)} examples from {network}. Try making it end in one output per class."
         )
         return
     if lonely is not None:
@@ -111,8 +111,9 @@ def _find_structure_problems(study: Study, recipe: Recipe, examples: Examples, l
                 model.train()(inputs[:1])
         except Exception as error:
             yield (
-                f"Got batch={lonely.batch}, with which an epoch ends in a single example, and {network} cannot be "
-                f"trained on one ({format_error_line(error)}). Want another batch. Do: change batch or train_size."
+                f"Expected another batch, but got batch={lonely.batch}, with which an epoch ends in a single "
+                f"example, and {network} cannot be trained on one ({format_error_line(error)}). Try changing batch "
+                "or train_size."
             )
             return
         finally:

@@ -46,12 +46,12 @@ def load_trained_network(results: Results, key: str, examples: Examples, *, allo
     """
     study, store = results.study, Store(results.folder)
     if study.train is not None and study.network is None:
-        raise StudyError("Got a study without network. Want one to fill with the weights. Do: add network:.")
+        raise StudyError("Expected one to fill with the weights, but got a study without network. Try adding network:.")
     row, found = results.rows.get(key), store.read_trained(key)
     if row is None or found is None:
         raise StudyError(
-            f"Got the run {key!r}, of which there are no weights in {str(results.folder)!r}. Want a finished run with "
-            "its weights. Do: run the study in this folder."
+            f"Expected a finished run with its weights, but got the run {key!r}, of which there are no weights in "
+            f"{str(results.folder)!r}. Try running the study in this folder."
         )
     check_code_allowed(find_user_functions(results, [row]), allow_code)
     context = TaskContext(examples, study.train, study.network, study.measures, study.measure_options, "cpu", 0.0)
@@ -88,7 +88,9 @@ def audit_runs(
     # One that missed the stopping rule may have learnt nothing, and then nothing moves.
     rows = [row for row in ended if row.status == "done"] or ended
     if not rows:
-        raise StudyError("Got no run with weights in the folder. Want one to rescale. Do: run the study here first.")
+        raise StudyError(
+            "Expected one to rescale, but got no run with weights in the folder. Try running the study here first."
+        )
     chosen = _choose_spread_rows(rows, count)
     code = [*([study.data.name] if study.data.is_function else []), *find_user_functions(results, chosen)]
     check_code_allowed(code, allow_code)
@@ -98,8 +100,8 @@ def audit_runs(
     definition = store.read_definition() or {}
     if definition.get("data", {}).get(compute_digest(study.data.identity)) != compute_fingerprint(examples):
         raise StudyError(
-            f"Got data {study.data.name!r} that are not those which the runs were trained on. Want the same examples. "
-            "Do: name the folder that they are in."
+            f"Expected the same examples, but got data {study.data.name!r} that are not those which the runs were "
+            "trained on. Try naming the folder that they are in."
         )
     found = {}
     for row in chosen:

@@ -145,8 +145,8 @@ class Results:
         definition = store.read_definition()
         if definition is None:
             raise StudyError(
-                f"Got the folder {os.fspath(folder)!r} without {DEFINITION}. Want one that a study was run in. "
-                "Do: check the path, or begin one with saltflat study run STUDY.yaml --out FOLDER."
+                f"Expected one that a study was run in, but got the folder {os.fspath(folder)!r} without "
+                f"{DEFINITION}. Check the path, or begin one with saltflat study run STUDY.yaml --out FOLDER."
             )
         study, keys = Study.from_dict(definition["study"]), definition["keys"]
         try:
@@ -228,6 +228,6 @@ class Results:
 
 def _make_mismatch_error(folder: str | os.PathLike[str], why: str) -> StudyError:
     return StudyError(
-        f"Got {DEFINITION} in {os.fspath(folder)!r}, which does not fit together ({why}). Want it as Study.run wrote "
-        "it. Do: give saltflat study run again; it makes the file anew."
+        f"Expected it as Study.run wrote it, but got {DEFINITION} in {os.fspath(folder)!r}, which does not fit "
+        f"together ({why}). Try giving saltflat study run again; it makes the file anew."
     )

@@ -128,7 +128,7 @@ def show_progress(progress: bool | ProgressDisplay | None) -> Iterator[ProgressD
     elif hasattr(progress, "begin"):
         yield progress
     else:
-        raise OptionError(f"Got progress={progress!r}. Want True, False or None. Do: leave it out.")
+        raise OptionError(f"Expected True, False or None, but got progress={progress!r}. Try leaving it out.")
 
 
 Runs = Mapping[str, dict[str, Any]]
@@ -279,8 +279,8 @@ class _StudyRunner:
         found = self.store.read_trained(key)
         if found is None:
             raise StudyError(
-                f"Got no weights of the run {key!r}, which were there a moment ago. Want the folder left alone while a "
-                "study runs. Do: give the same command again."
+                f"Expected the folder left alone while a study runs, but got no weights of the run {key!r}, which "
+                "were there a moment ago. Try giving the same command again."
             )
         return found
 

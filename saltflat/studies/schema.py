@@ -36,7 +36,7 @@ class ValueRule:
         if value is None and self.optional:
             return None
         if not self._is_right_type(value) or not self.fits(value):
-            return f"Got {name}={value!r}. Want {self.want}. Do: correct it."
+            return f"Expected {self.want}, but got {name}={value!r}. Correct it."
         return None
 
     def convert(self, value: Any) -> Any:

@@ -29,7 +29,7 @@ def parse_mapping(given: Any, what: str) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise StudyError(
-            f"Got {what}={given!r}, a {type(given).__name__}. Want names with values. Do: for instance {what}: {{...}}."
+            f"Expected names with values, but got {what}={given!r}, a {type(given).__name__}. Try {what}: {{...}}."
         )
     return dict(to_json_value(given, what))
 
@@ -38,15 +38,15 @@ def parse_axes(given: Any) -> dict[str, tuple[Any, ...]]:
     """Names with lists of values."""
     if not isinstance(given, Mapping):
         raise StudyError(
-            f"Got axes={given!r}, a {type(given).__name__}. Want names with lists of values. "
-            "Do: for instance axes: {lr: [0.1, 0.2]}."
+            f"Expected names with lists of values, but got axes={given!r}, a {type(given).__name__}. Try axes: {{lr: "
+            "[0.1, 0.2]}."
         )
     axes = to_json_value(given, "axes")
     for name, values in axes.items():
         if not isinstance(values, list):
             raise StudyError(
-                f"Got the axis {name!r} with {values!r}. Want a list of values. Do: write [{values!r}], or put one "
-                "value into settings."
+                f"Expected a list of values, but got the axis {name!r} with {values!r}. Try writing [{values!r}], or "
+                "putting one value into settings."
             )
     return {name: tuple(values) for name, values in axes.items()}
 
@@ -62,16 +62,16 @@ def parse_seeds(given: Any) -> tuple[Any, ...]:
     if isinstance(seeds, list):
         return tuple(seeds)
     if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 0:
-        raise StudyError(f"Got seeds={given!r}. Want a count from 1, or a list of whole numbers. Do: seeds: 3.")
+        raise StudyError(f"Expected a count from 1, or a list of whole numbers, but got seeds={given!r}. Try seeds: 3.")
     if seeds > 100_000:
-        raise StudyError(f"Got {seeds:,} seeds. Want at most 100,000 runs. Do: take fewer.")
+        raise StudyError(f"Expected at most 100,000 runs, but got {seeds:,} seeds. Try taking fewer.")
     return tuple(range(seeds))
 
 
 def parse_together(given: Any) -> int:
     """How many networks are trained at once."""
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise StudyError(f"Got together={given!r}. Want a whole number from 1. Do: leave it out for 64.")
+        raise StudyError(f"Expected a whole number from 1, but got together={given!r}. Try leaving it out for 64.")
     return given
 
 
@@ -90,8 +90,8 @@ def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
             content = file.read(LONGEST + 1)
     except OSError as problem:
         raise StudyError(
-            f"Got the path {shown!r}, which cannot be read ({problem.strerror}). Want a study as a YAML file. "
-            "Do: check the path."
+            f"Expected a study as a YAML file, but got the path {shown!r}, which cannot be read "
+            f"({problem.strerror}). Check the path."
         ) from problem
     if len(content) > LONGEST:
         raise _make_definition_error(shown, f"more than {LONGEST:,} bytes")
@@ -178,8 +178,8 @@ def _format_type(value: object) -> str:
 
 def _make_definition_error(source: str, what: str) -> StudyError:
     return StudyError(
-        f"Got the file {source!r}, which is no study: {what}. Want YAML with name, data, axes and stop. "
-        "Do: correct it there."
+        f"Expected YAML with name, data, axes and stop, but got the file {source!r}, which is no study: {what}. "
+        "Correct it there."
     )
 
 
@@ -230,12 +230,14 @@ class Study:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
-            raise StudyError(f"Got the name {self.name!r}. Want a text. Do: for instance name: digits.")
+            raise StudyError(f"Expected a text, but got the name {self.name!r}. Try name: digits.")
         train, data = get_function_path(self.train, "train"), get_function_path(self.data, "data")
         network = get_function_path(self.network, "network")
         for what, value in {"train": train, "network": network}.items():
             if value is not None and (not isinstance(value, str) or not value):
-                raise StudyError(f"Got {what}={value!r}. Want a name. Do: give one, or package.module:function.")
+                raise StudyError(
+                    f"Expected a name, but got {what}={value!r}. Try giving one, or package.module:function."
+                )
         tidy: dict[str, Any] = {
             "data": DataSource.parse(data),
             "axes": parse_axes(self.axes),
@@ -253,7 +255,7 @@ class Study:
                 raise make_unknown_name_error("key of stop", key, STOP)
         parse_measure_options(tidy["measure"])
         if any("network" in split_axis_names(axis) for axis in tidy["axes"]) and network is not None:
-            raise StudyError("Got 'network' in axes and beside them. Want it in one. Do: take one away.")
+            raise StudyError("Expected it in one, but got 'network' in axes and beside them. Try taking one away.")
         for key, value in tidy.items():
             object.__setattr__(self, key, value)
 
@@ -261,7 +263,9 @@ class Study:
     def from_dict(cls, given: Mapping[str, Any]) -> Study:
         """The study that a mapping describes: its keys are the arguments of this class."""
         if not isinstance(given, Mapping):
-            raise StudyError(f"Got a {type(given).__name__} as a study. Want names with values. Do: give a mapping.")
+            raise StudyError(
+                f"Expected names with values, but got a {type(given).__name__} as a study. Try giving a mapping."
+            )
         known = [each.name for each in fields(cls)]
         for key in given:
             if key not in known:
@@ -269,7 +273,8 @@ class Study:
         lacking = [key for key in NEEDED if key not in given and not (key == "stop" and "train" in given)]
         if lacking:
             raise StudyError(
-                f"Got a study without {', '.join(lacking)}. Want at least {', '.join(NEEDED)}. Do: add what is missing."
+                f"Expected at least {', '.join(NEEDED)}, but got a study without {', '.join(lacking)}. Try adding "
+                "what is missing."
             )
         return cls(**given)
 

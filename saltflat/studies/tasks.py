@@ -33,8 +33,8 @@ def resolve_device(name: str, here: bool = True) -> str:
             torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
-            f"Got the device {name!r}, which cannot be used here ({format_error_line(error)}). "
-            "Want one that torch can reach. Do: use 'cpu', or 'auto'."
+            f"Expected one that torch can reach, but got the device {name!r}, which cannot be used here "
+            f"({format_error_line(error)}). Try using 'cpu', or 'auto'."
         ) from error
     return name
 
@@ -55,8 +55,8 @@ def resolve_resources(executor: str, device: str, given: Mapping[str, float]) ->
     # A task sees the GPUs that Ray gave it and no others, counted from 0.
     if (place.index or 0) >= max(1, found["gpus"]):
         raise DeviceError(
-            f"Got the device {device!r} with the executor 'ray', which gives each task a GPU of its own. "
-            "Want no number. Do: use 'cuda'."
+            f"Expected no number, but got the device {device!r} with the executor 'ray', which gives each task a GPU "
+            "of its own. Try using 'cuda'."
         )
     return found
 

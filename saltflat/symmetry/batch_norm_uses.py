@@ -145,8 +145,8 @@ def _trace_graph(model: nn.Module, parts: Iterable[str]) -> tuple[torch.fx.Graph
     except Exception as error:
         reason = format_error_line(error).split(". ")[0]
         raise ModelError(
-            f"Got a model that torch.fx cannot follow, {_format_error_line(error)} ({reason}). "
-            "Want to know what each BatchNorm is given. Do: pass an example input: fold(model, example)."
+            "Expected to know what each BatchNorm is given, but got a model that torch.fx cannot follow, "
+            f"{_format_error_line(error)} ({reason}). Try passing an example input: fold(model, example)."
         ) from error
     return graph, {name for name, module in modules.items() if {id(t) for t in get_tensors(module)} & tracer.read}
 
@@ -190,9 +190,9 @@ def observe_uses(model: nn.Module, example: Any) -> BatchNormUses:
         except Exception as error:
             failure = error
     raise DataError(
-        f"Got an error from the model on this example ({format_error_line(failure)}). "
-        f"Want an example that {type(model).__name__} accepts. "
-        "Do: pass inputs of the right shape and kind, with the axis of examples; several inputs as a tuple."
+        f"Expected an example that {type(model).__name__} accepts, but got an error from the model on this example "
+        f"({format_error_line(failure)}). Try passing inputs of the right shape and kind, with the axis of examples; "
+        "several inputs as a tuple."
     ) from failure
 
 

@@ -70,8 +70,8 @@ def equal_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
     if shapes[0] != shapes[1]:
         different = sorted({*shapes[0].items()} ^ {*shapes[1].items()})
         raise ModelError(
-            f"Got two models of which only one has {different[0][0]!r} with the shape {different[0][1]}. Want two of "
-            "one architecture. Do: compare checkpoints of the same model."
+            f"Expected two of one architecture, but got two models of which only one has {different[0][0]!r} with "
+            f"the shape {different[0][1]}. Try comparing checkpoints of the same model."
         )
     tolerance = max(_get_weight_tolerance(a), _get_weight_tolerance(b))
     found = []
@@ -95,7 +95,7 @@ def compute_canonical_logs(model: nn.Module, group: Symmetries) -> Array:
     for name, value in values.items():
         if value.is_floating_point() and not is_finite(value):
             raise NonFiniteError(
-                f"Got NaN or infinity in {name!r}. Want finite weights. Do: load an earlier checkpoint."
+                f"Expected finite weights, but got NaN or infinity in {name!r}. Try loading an earlier checkpoint."
             )
     ends = _find_last_scales(group)
     members = [each for each in group.members.values() if each.kind == "parameter"]

@@ -36,8 +36,9 @@ def copy_model(model: nn.Module) -> nn.Module:
         return deepcopy(model, computed)
     except Exception as error:
         raise ModelError(
-            f"Got a model that cannot be copied ({format_error_line(error)}). Want one that copy.deepcopy accepts. "
-            "Do: take what cannot be copied (hooks, open files, computed tensors) out of it first."
+            "Expected one that copy.deepcopy accepts, but got a model that cannot be copied "
+            f"({format_error_line(error)}). Try taking what cannot be copied (hooks, open files, computed tensors) "
+            "out of it first."
         ) from error
 
 
@@ -87,8 +88,8 @@ def compare_outputs(one: nn.Module, two: nn.Module, inputs: Inputs, seen: Seen =
         after = compute_outputs(two, *inputs, seen)
     if not all(bool(each.isfinite().all()) for each in before):
         raise NonFiniteError(
-            "Got NaN or infinity in the model's outputs on this example. Want finite ones, which can be compared. "
-            "Do: pass another example, or look at the weights."
+            "Expected finite ones, which can be compared, but got NaN or infinity in the model's outputs on this "
+            "example. Try passing another example, or look at the weights."
         )
     if len(before) != len(after):
         return inf

@@ -65,9 +65,9 @@ def fold(model: nn.Module, example: Any = None) -> nn.Module:
                     _fold_batch_norm(folded, name, uses.sources.get(name))
             if not uses.kept_by(folded):
                 raise ModelError(
-                    f"Got a {type(model).__name__} that does something else once its BatchNorm layers are replaced: "
-                    "its code looks at them besides calling them. Want code that only calls them. "
-                    "Do: change it, or go on with the model as it is."
+                    f"Expected code that only calls them, but got a {type(model).__name__} that does something else "
+                    "once its BatchNorm layers are replaced: its code looks at them besides calling them. Try "
+                    "changing it, or going on with the model as it is."
                 )
     for old, new in zip(model.modules(), folded.modules(), strict=True):
         new.training = old.training
@@ -92,8 +92,9 @@ class FoldedBatchNorm(nn.Identity):
 def check_dimensions(x: Tensor, dimensions: int) -> Tensor:
     if x.dim() != dimensions:
         raise DataError(
-            f"Got {x.dim()} dimensions where a BatchNorm was folded into the layer before. Want {dimensions}: the "
-            "channels are the layer's units only then. Do: fold with an input like this one: fold(model, example)."
+            f"Expected {dimensions}, but got {x.dim()} dimensions where a BatchNorm was folded into the layer "
+            "before. The channels are the layer's units only then. Try folding with an input like this one: "
+            "fold(model, example)."
         )
     return x
 

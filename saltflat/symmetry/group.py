@@ -103,11 +103,13 @@ class Symmetries(Displayable):
         """The logarithm of every entry's factor, by parameter."""
         if np.shape(logs) != (self.scales,):
             raise OptionError(
-                f"Got logarithms of shape {np.shape(logs)}. Want one for each of {self.scales} scales. "
-                "Do: start from group.sample()."
+                f"Expected one for each of {self.scales} scales, but got logarithms of shape {np.shape(logs)}. Try "
+                "starting from group.sample()."
             )
         if not np.isfinite(logs).all():
-            raise OptionError("Got logarithms that are not finite. Want numbers. Do: start from group.sample().")
+            raise OptionError(
+                "Expected numbers, but got logarithms that are not finite. Try starting from group.sample()."
+            )
         sizes = self.forms @ np.asarray(logs, dtype=np.float64)
         return {name: sizes[each.head] - sizes[each.tail] for name, each in self.members.items()}
 
@@ -173,7 +175,7 @@ class Symmetries(Displayable):
 
 def check_rescaling_kind(kind: str) -> None:
     if not is_choice(kind, KINDS):
-        raise OptionError(f"Got kind={kind!r}. Want 'unit' or 'layer'. Do: leave it out for 'unit'.")
+        raise OptionError(f"Expected 'unit' or 'layer', but got kind={kind!r}. Try leaving it out for 'unit'.")
 
 
 def build_form_matrix(forms: list[Form], variables: list[int]) -> csr_array:

@@ -203,8 +203,8 @@ def rebalance(
     )[name]
     if any(bool((values < 0).any()) for values in found.values()):
         raise ModelError(
-            "Got negative curvature: the trace has no minimum over scales. Want a loss that does not bend downwards. "
-            "Do: use cross_entropy, mse or another convex loss."
+            "Expected a loss that does not bend downwards, but got negative curvature: the trace has no minimum "
+            "over scales. Try using cross_entropy, mse or another convex loss."
         )
     group = find_symmetries(model, example).restrict_to_parameters(found)
     if kind == "unit":

@@ -40,7 +40,7 @@ def rescale(
     """
     check_rescaling_kind(kind)
     if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 <= spread < 100:
-        raise OptionError(f"Got spread={spread!r}. Want a number from 0 to 100. Do: leave it out for 2.0.")
+        raise OptionError(f"Expected a number from 0 to 100, but got spread={spread!r}. Try leaving it out for 2.0.")
     check_flag(strict=strict)
     group = find_symmetries(model, example, kind)
     logs = group.sample(check_seed(seed), spread)
@@ -57,8 +57,8 @@ def apply_rescaling(model: nn.Module, group: Symmetries, logs: Array) -> nn.Modu
     for name, each in group.members.items():
         if name not in values or values[name].shape != each.shape:
             raise OptionError(
-                f"Got rescalings of {name!r} with the shape {tuple(each.shape)}, which the model does not have. Want "
-                "those of this model. Do: find them with find_symmetries(model, example)."
+                f"Expected those of this model, but got rescalings of {name!r} with the shape {tuple(each.shape)}, "
+                "which the model does not have. Try finding them with find_symmetries(model, example)."
             )
     with torch.no_grad():
         for name, each in group.members.items():
@@ -76,12 +76,12 @@ def check_same_function(
     off = compare_outputs(wide, apply_rescaling(wide, group, logs), inputs, seen)
     if off != off:
         raise ModelError(
-            "Got NaN or infinity in the outputs after a rescaling: its factors are too large for the model's numbers. "
-            "Want smaller ones. Do: lower spread."
+            "Expected smaller ones, but got NaN or infinity in the outputs after a rescaling: its factors are too "
+            "large for the model's numbers. Try lowering spread."
         )
     if not off <= tolerance:
         raise ModelError(
-            f"Got outputs that differ by {off:.1e} after a rescaling that should have left them alone. Want a model "
-            "whose forward pass does with every input what it does with the example. Do: look for values that leave "
-            "torch (numpy, lists), depend on the batch or are remembered from one call to the next."
+            "Expected a model whose forward pass does with every input what it does with the example, but got "
+            f"outputs that differ by {off:.1e} after a rescaling that should have left them alone. Look for values "
+            "that leave torch (numpy, lists), depend on the batch or are remembered from one call to the next."
         )

@@ -173,8 +173,8 @@ def compute_sweep_statistics(
     share = float(loss.share(outputs.detach(), targets).sum())
     if share <= 0:
         raise EmptyDataError(
-            "Got targets that are all ignored or have no weight. Want at least one that counts. "
-            "Do: check ignore_index and the class weights, or leave the penalty out for this batch."
+            "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
+            "ignore_index and the class weights, or leave the penalty out for this batch."
         )
     kinds, sets = {each.of for each in wanted}, []
     if "curvature" in kinds:
@@ -185,9 +185,9 @@ def compute_sweep_statistics(
     again, gradients = (compute_gradients_by_loop if looped else compute_gradients_by_vmap)(live, columns)
     if not compute_relative_difference(raw.detach(), again.detach()) <= TOLERANCE[raw.dtype]:
         raise CoupledExamplesError(
-            "Got other outputs for examples in a batch than for the same examples alone. "
-            "Want a model that treats examples independently: per-example gradients mean nothing otherwise. "
-            "Do: replace layers that mix the batch (BatchNorm without running statistics, attention across the batch)."
+            "Expected a model that treats examples independently, but got other outputs for examples in a batch "
+            "than for the same examples alone. Per-example gradients mean nothing otherwise. Try replacing layers "
+            "that mix the batch (BatchNorm without running statistics, attention across the batch)."
         )
     shapes, starts, start = live.shapes, [], 0
     for _, each, _ in sets:

@@ -59,8 +59,8 @@ def check_not_sharded(model: nn.Module, how: str = "") -> None:
     spread = how or ("a model whose weights are spread over processes" if wrapped else next(parts, ""))
     if spread:
         raise ModelError(
-            f"Got {spread}. Want a model whose weights are whole on every process. "
-            "Do: train with DistributedDataParallel, or measure a checkpoint afterwards with saltflat.measure."
+            f"Expected a model whose weights are whole on every process, but got {spread}. Try training with "
+            "DistributedDataParallel, or measuring a checkpoint afterwards with saltflat.measure."
         )
 
 
@@ -69,8 +69,9 @@ def check_not_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
     states = getattr(scaler, "_per_optimizer_states", {})
     if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
         raise TrainingError(
-            "Got a first gradient that the GradScaler has unscaled. Want it left as it is: the scaler unscales once "
-            "per step, and steps are taken with the second. Do: call scaler.unscale_() before second_step() only."
+            "Expected it left as it is, but got a first gradient that the GradScaler has unscaled. The scaler "
+            "unscales once per step, and steps are taken with the second. Try calling scaler.unscale_() before "
+            "second_step() only."
         )
 
 
@@ -78,7 +79,7 @@ def get_gradient_scale(scaler: GradScaler | None) -> float:
     """What the first gradient was scaled with."""
     if scaler is None:
         raise TrainingError(
-            "Got a second gradient that a GradScaler has unscaled, and a first one that it has not. Want to know the "
-            "scale of the first. Do: call first_step(scaler)."
+            "Expected to know the scale of the first, but got a second gradient that a GradScaler has unscaled, and "
+            "a first one that it has not. Try calling first_step(scaler)."
         )
     return scaler.get_scale()

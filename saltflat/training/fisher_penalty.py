@@ -116,11 +116,11 @@ class FisherPenalty:
             check_positive(clip=clip)
         check_count(0, start_step=start_step, start_epoch=start_epoch)
         if whole is not None and not isinstance(whole, bool):
-            raise OptionError(f"Got whole={whole!r}. Want None, True or False. Do: leave it out for None.")
+            raise OptionError(f"Expected None, True or False, but got whole={whole!r}. Try leaving it out for None.")
         if objective is not None and (not callable(objective) or isinstance(objective, type)):
             raise OptionError(
-                f"Got an objective of type {type(objective).__name__}. Want a function of a model and a batch. "
-                "Do: leave it out for one made from the loss."
+                "Expected a function of a model and a batch, but got an objective of type "
+                f"{type(objective).__name__}. Try leaving it out for one made from the loss."
             )
         _check_trainable_model(model)
         self.model, self.parts, self.alpha, self.beta = model, parts, float(alpha), float(beta)
@@ -213,8 +213,8 @@ class FisherPenalty:
         steps, epoch = parse_integer(given.get("steps")), parse_integer(given.get("epoch"))
         if steps is None or epoch is None or min(steps, epoch) < 0:
             raise TrainingError(
-                f"Got a state with the keys {sorted(map(str, given))}. Want 'steps' and 'epoch', whole numbers. "
-                "Do: pass what state_dict() of a FisherPenalty gave."
+                "Expected 'steps' and 'epoch', whole numbers, but got a state with the keys "
+                f"{sorted(map(str, given))}. Try passing what state_dict() of a FisherPenalty gave."
             )
         self.steps, self.epoch = steps, epoch
 
@@ -295,18 +295,20 @@ def _get_trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     trained: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ModelError(
-            "Got a model without parameters that require a gradient. Want at least one to train. "
-            "Do: call requires_grad_() on what you train."
+            "Expected at least one to train, but got a model without parameters that require a gradient. Try "
+            "calling requires_grad_() on what you train."
         )
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
             raise ModelError(
-                f"Got {name!r} without a shape yet. Want initialised layers. Do: run a batch through the model."
+                f"Expected initialised layers, but got {name!r} without a shape yet. Try running a batch through the "
+                "model."
             )
         if p.dtype in COARSE:
             raise PrecisionError(
-                f"Got {name!r} in {p.dtype}. Want float32 or float64: gradients at two points that are so close look "
-                "the same in half precision. Do: keep the weights in float32 and use autocast for speed."
+                f"Expected float32 or float64, but got {name!r} in {p.dtype}. Gradients at two points that are so "
+                "close look the same in half precision. Try keeping the weights in float32 and use autocast for "
+                "speed."
             )
     return trained
 
@@ -314,7 +316,8 @@ def _get_trained_parameters(model: nn.Module) -> dict[str, Tensor]:
 def _check_trainable_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"Got a model of type {type(model).__name__}. Want a torch.nn.Module. Do: pass the module that is trained."
+            f"Expected a torch.nn.Module, but got a model of type {type(model).__name__}. Try passing the module "
+            "that is trained."
         )
     check_not_sharded(model)
     check_tensors(model, buffers=False)
@@ -324,18 +327,19 @@ def _check_trainable_model(model: nn.Module) -> None:
 def _check_one_pass_optimizer(optimizer: Any, model: nn.Module) -> None:
     if isinstance(getattr(optimizer, "optimizer", optimizer), TwoPass):
         raise TrainingError(
-            f"Got a {type(optimizer).__name__}, which takes a gradient at two points itself. Want an optimizer that "
-            "steps with one gradient: it is not said which of the two would be penalised. Do: pass its base."
+            f"Expected an optimizer that steps with one gradient, but got a {type(optimizer).__name__}, which takes "
+            "a gradient at two points itself. It is not said which of the two would be penalised. Try passing its "
+            "base."
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
         raise OptionError(
-            f"Got a {type(optimizer).__name__} in place of the optimizer. Want one of torch.optim. "
-            "Do: for instance step(torch.optim.SGD(model.parameters(), lr=0.1), batch)."
+            f"Expected one of torch.optim, but got a {type(optimizer).__name__} in place of the optimizer. Try "
+            "step(torch.optim.SGD(model.parameters(), lr=0.1), batch)."
         )
     check_needs_no_closure(optimizer)
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in getattr(optimizer, "param_groups", []) for p in group["params"]):
         raise OptionError(
-            "Got an optimizer that has none of the model's parameters. Want one of this model's. "
-            "Do: check that it was made from model.parameters()."
+            "Expected one of this model's, but got an optimizer that has none of the model's parameters. Check that "
+            "it was made from model.parameters()."
         )

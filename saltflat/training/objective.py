@@ -58,8 +58,8 @@ def compute_mean_loss(objective: Objective, model: nn.Module, batch: Any) -> Ten
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise OptionError(
-            f"Got {got} from the objective. Want the mean loss of the batch, a single number. "
-            "Do: take the mean over the examples, e.g. with reduction='mean'."
+            f"Expected the mean loss of the batch, a single number, but got {got} from the objective. Try taking the "
+            "mean over the examples, e.g. with reduction='mean'."
         )
     if value.layout != torch.strided or not value.is_floating_point():
         raise OptionError(

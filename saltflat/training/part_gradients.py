@@ -55,7 +55,8 @@ class PartGradients:
         used = {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
         if any(each.layout is not torch.strided for each in used.values()):
             raise TrainingError(
-                "Got sparse gradients. Want dense ones. Do: make the embedding with sparse=False, or train it apart."
+                "Expected dense ones, but got sparse gradients. Try making the embedding with sparse=False, or "
+                "training it apart."
             )
         return loss.detach(), used
 
@@ -177,8 +178,8 @@ def _get_random_states() -> list[Tensor]:
 def _check_loss_depends(depends: bool) -> None:
     if not depends:
         raise ModelError(
-            "Got a loss that does not depend on any parameter that requires a gradient. Want one that does. "
-            "Do: check that the objective uses the model it is given, without detach() or no_grad()."
+            "Expected one that does, but got a loss that does not depend on any parameter that requires a gradient. "
+            "Check that the objective uses the model it is given, without detach() or no_grad()."
         )
 
 
@@ -195,7 +196,9 @@ class VmapOrLoop:
 
     def __init__(self, way: str) -> None:
         if not is_choice(way, ("auto", "vectorised", "loop")):
-            raise OptionError(f"Got way={way!r}. Want 'auto', 'vectorised' or 'loop'. Do: leave it out for 'auto'.")
+            raise OptionError(
+                f"Expected 'auto', 'vectorised' or 'loop', but got way={way!r}. Try leaving it out for 'auto'."
+            )
         self.way = way
         self.why_looped: str | None = None
 
@@ -225,8 +228,8 @@ class VmapOrLoop:
         why = f"torch.func does not take this model: {format_error_line(error)}"
         if self.way == "vectorised":
             raise TrainingError(
-                f"Got way='vectorised', but {why}. Want a model that it takes. "
-                "Do: leave out way, or pass way='loop'; the numbers are the same."
+                f"Expected a model that it takes, but got way='vectorised', but {why}. Try leaving out way, or "
+                "passing way='loop'; the numbers are the same."
             ) from error
         return why
 

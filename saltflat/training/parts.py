@@ -121,15 +121,15 @@ def count_examples(batch: Any) -> int:
         targets = next((each for each in leaves if each.dim() > 0), None)
     if targets is None or targets.dim() == 0:
         raise DataError(
-            "Got a batch without an axis for the examples. Want tensors whose first axis counts them. "
-            "Do: put the tensors into a tuple or a dict, with single examples batched."
+            "Expected tensors whose first axis counts them, but got a batch without an axis for the examples. Try "
+            "putting the tensors into a tuple or a dict, with single examples batched."
         )
     if len(targets) == 0:
-        raise EmptyDataError("Got a batch without examples. Want at least one. Do: leave it out.")
+        raise EmptyDataError("Expected at least one, but got a batch without examples. Try leaving it out.")
     if len(leaves) > 1 and sum(each.dim() > 0 and len(each) == len(targets) for each in leaves) < 2:
         raise DataError(
-            f"Got {len(targets)} targets beside tensors of shape {[tuple(each.shape) for each in leaves]}. "
-            "Want as many inputs along the first axis. Do: check that inputs and targets belong together."
+            f"Expected as many inputs along the first axis, but got {len(targets)} targets beside tensors of shape "
+            f"{[tuple(each.shape) for each in leaves]}. Check that inputs and targets belong together."
         )
     for leaf in leaves:
         if leaf.layout != torch.strided and leaf.dim() > 0 and len(leaf) == len(targets):

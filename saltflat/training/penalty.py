@@ -189,9 +189,11 @@ class Penalty:
         way: str = "auto",
     ) -> None:
         if not is_choice(way, ("auto", "vectorised", "loop")):
-            raise OptionError(f"Got way={way!r}. Want 'auto', 'vectorised' or 'loop'. Do: leave it out for 'auto'.")
+            raise OptionError(
+                f"Expected 'auto', 'vectorised' or 'loop', but got way={way!r}. Try leaving it out for 'auto'."
+            )
         if not is_choice(mode, ("eval", "keep")):
-            raise OptionError(f"Got mode={mode!r}. Want 'eval' or 'keep'. Do: leave it out for eval mode.")
+            raise OptionError(f"Expected 'eval' or 'keep', but got mode={mode!r}. Try leaving it out for eval mode.")
         self.name, self.request, self.loss = request.key, request, normalize_logits(parse_loss(loss), logits)
         self.plan, self.layers, self.dtype, self.mode, self.way = parse_column_plan(columns), layers, dtype, mode, way
         self.seed = check_seed(seed)
@@ -249,8 +251,8 @@ class Penalty:
             raise
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(
-                f"Got {format_error_line(error)} for single examples. Want a model that can be differentiated twice. "
-                "Do: replace the operation that cannot."
+                f"Expected a model that can be differentiated twice, but got {format_error_line(error)} for single "
+                "examples. Try replacing the operation that cannot."
             ) from error
         try:
             off = compute_relative_difference(truth, self._compute_value_and_gradient(few, looped=False))
@@ -271,16 +273,17 @@ class Penalty:
         parts = compute_parts(self.request, values, live.shapes)
         if not parts:
             raise OptionError(
-                f"Got no weights of two or more axes for {self.name}. Want at least one. Do: name others with layers=."
+                f"Expected at least one, but got no weights of two or more axes for {self.name}. Try naming others "
+                "with layers=."
             )
         numbers = []
         for name, part in parts.items():
             if not isinstance(part.value, Tensor) or not bool(part.value.isfinite()):
                 where = f"{self.name} of {name!r}" if name else self.name
                 raise NonFiniteError(
-                    f"Got no finite number for {where}{''.join(f' ({note})' for note in part.notes)}. "
-                    "Want one that training can lower. "
-                    "Do: name other layers with layers=, or pass dtype=torch.float64 if squares overflow."
+                    "Expected one that training can lower, but got no finite number for "
+                    f"{where}{''.join(f' ({note})' for note in part.notes)}. Try naming other layers with layers=, "
+                    "or passing dtype=torch.float64 if squares overflow."
                 )
             numbers.append(part.value.double())
         total = torch.stack(numbers).max() if self.request.measure.total == "max" else torch.stack(numbers).sum()
@@ -330,7 +333,7 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
         (100.0, [[-600.0, -800.0]])
     """
     if not isinstance(measure, str):
-        raise OptionError(f"Got measure={measure!r}. Want a name. Do: for instance penalty('fisher_trace').")
+        raise OptionError(f"Expected a name, but got measure={measure!r}. Try penalty('fisher_trace').")
     request, known = parse_measure(measure), find_keyword_defaults(Penalty.__init__)
     for option in options:
         if option not in known:
@@ -340,9 +343,8 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
     if reason is not None:
         works = ", ".join(name for name in MEASURES if _find_measure_refusal(name) is None)
         raise NotSmoothError(
-            f"Got {request.key!r} as a penalty: {reason}. "
-            f"Want a measure that is a smooth function of the weights, one of: {works}. "
-            "Do: train with one of these and watch the other with saltflat.measure."
+            f"Expected a measure that is a smooth function of the weights, one of, but got {request.key!r} as a "
+            f"penalty: {reason}. {works}. Try training with one of these and watch the other with saltflat.measure."
         )
     return made
 

@@ -107,10 +107,10 @@ def check_gradients_cleared(parameters: Iterable[Tensor]) -> Iterator[None]:
         each.record_backward()  # if no backward pass did
     if any(each.is_left for each in watched):
         raise TrainingError(
-            "Got gradients from before the closure, which it added to. Want all of the step's gradient from the "
-            "closure: what was added before cannot be taken again at shifted weights. "
-            "Do: call zero_grad() in the closure, and accumulate over micro-batches inside of it. "
-            "(In Lightning: accumulate_grad_batches=1 and larger batches, or manual optimisation.)"
+            "Expected all of the step's gradient from the closure: what was added before cannot be taken again at "
+            "shifted weights, but got gradients from before the closure, which it added to. Try calling zero_grad() "
+            "in the closure, and accumulate over micro-batches inside of it. (In Lightning: "
+            "accumulate_grad_batches=1 and larger batches, or manual optimisation.)"
         )
 
 
@@ -195,9 +195,9 @@ def shift_weights(model: nn.Module, parameters: Iterable[Tensor], steps: Iterabl
         for p, step in zip(which, how_far, strict=True)
     ):
         raise OptionError(
-            f"Got {len(which)} parameters and {len(how_far)} steps that do not fit. Want parameters of the model, each "
-            "once, and for each a step of its shape. Do: for instance "
-            "shift_weights(model, [weight], [0.1 * weight.grad])."
+            f"Expected parameters of the model, each once, and for each a step of its shape, but got {len(which)} "
+            f"parameters and {len(how_far)} steps that do not fit. Try shift_weights(model, [weight], [0.1 * "
+            "weight.grad])."
         )
     with freeze_buffers(model), move_parameters(which, how_far):
         yield

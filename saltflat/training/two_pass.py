@@ -83,7 +83,8 @@ class TwoPass(OptimizerWrapper, ABC):
         check_two_pass_model(model, sync)
         if isinstance(base, TwoPass):
             raise OptionError(
-                f"Got a {type(base).__name__} as the base. Want an optimizer that takes one pass. Do: pass its base."
+                f"Expected an optimizer that takes one pass, but got a {type(base).__name__} as the base. Try "
+                "passing its base."
             )
         self.model, self.sync = model, sync
         self._perturbation: Tensor | float = 0.0
@@ -124,10 +125,10 @@ class TwoPass(OptimizerWrapper, ABC):
         if closure is None:
             if self._extra is None:
                 raise TrainingError(
-                    f"Got step() without a closure. Want two gradients: {type(self).__name__} takes one here and one "
-                    "at shifted weights. "
-                    "Do: step(closure), or first_step() and second_step() after a backward pass each. "
-                    "(With 16-mixed in Lightning: saltflat.integrations.lightning.TwoPassPrecision.)"
+                    f"Expected two gradients, but got step() without a closure. {type(self).__name__} takes one here "
+                    "and one at shifted weights. Try step(closure), or first_step() and second_step() after a "
+                    "backward pass each. (With 16-mixed in Lightning: "
+                    "saltflat.integrations.lightning.TwoPassPrecision.)"
                 )
             return self.second_step(scaler) if scaler is not None else self._finish_step()
         if not callable(closure):
@@ -190,8 +191,9 @@ class TwoPass(OptimizerWrapper, ABC):
         self._check_not_shifted(restore=True)
         if self._local_model is not None and not self._is_local:
             raise TrainingError(
-                "Got first_step() with sync='local' after a backward pass that averaged over the processes. "
-                "Want each process's own gradient. Do: forward and backward inside of `with optimizer.first_pass():`."
+                "Expected each process's own gradient, but got first_step() with sync='local' after a backward pass "
+                "that averaged over the processes. Try forwarding and backward inside of `with "
+                "optimizer.first_pass():`."
             )
         check_not_unscaled(scaler, self)
         for group in self.param_groups:  # schedules may have changed it
@@ -199,8 +201,8 @@ class TwoPass(OptimizerWrapper, ABC):
         groups, parameters, gradients = self._collect_gradients()
         if any(STEPPED_WITH in vars(each) for each in gradients):
             raise TrainingError(
-                "Got gradients that the last step was taken with, added to since. Want those of this step alone. "
-                "Do: call optimizer.zero_grad() before the first backward pass."
+                "Expected those of this step alone, but got gradients that the last step was taken with, added to "
+                "since. Try calling optimizer.zero_grad() before the first backward pass."
             )
         cleared = all(vars(each).get(CLEARED) == each._version for each in gradients)
         if cleared and not any(bool(each.any()) for each in gradients):
@@ -235,8 +237,8 @@ class TwoPass(OptimizerWrapper, ABC):
         self._check_second_gradient()
         if self._extra is None:
             raise TrainingError(
-                "Got second_step() before first_step(). Want both, after a backward pass each. "
-                "Do: loss.backward(), first_step(), loss.backward(), second_step()."
+                "Expected both, after a backward pass each, but got second_step() before first_step(). Try "
+                "loss.backward(), first_step(), loss.backward(), second_step()."
             )
         try:
             if scaler is None:
@@ -256,8 +258,8 @@ class TwoPass(OptimizerWrapper, ABC):
         """
         if self._extra is None:
             raise TrainingError(
-                "Got take_gradient() before first_step(). Want a backward pass, first_step() and another one before. "
-                "Do: loss.backward(), first_step(), loss.backward(), take_gradient()."
+                "Expected a backward pass, first_step() and another one before, but got take_gradient() before "
+                "first_step(). Try loss.backward(), first_step(), loss.backward(), take_gradient()."
             )
         self._check_second_gradient()
         first, self._perturbation = self._first, self._moved
@@ -362,7 +364,8 @@ class TwoPass(OptimizerWrapper, ABC):
         found = list(self._iterate_gradients())
         if any(gradient.layout != torch.strided for _, _, gradient in found):
             raise TrainingError(
-                "Got sparse gradients. Want dense ones. Do: make the embedding with sparse=False, or train it apart."
+                "Expected dense ones, but got sparse gradients. Try making the embedding with sparse=False, or "
+                "training it apart."
             )
         return [group for group, _, _ in found], [p for _, p, _ in found], [gradient for _, _, gradient in found]
 
@@ -392,8 +395,8 @@ class TwoPass(OptimizerWrapper, ABC):
         if self._extra is not None and next(self._iterate_gradients(), None) is None:
             self.restore()
             raise TrainingError(
-                "Got no gradient since first_step(). Want one, taken at the shifted weights. "
-                "Do: forward and backward again before the second step. The weights are back."
+                "Expected one, taken at the shifted weights, but got no gradient since first_step(). Try forwarding "
+                "and backward again before the second step. The weights are back."
             )
 
     def _check_not_shifted(self, restore: bool = False) -> None:

@@ -23,19 +23,19 @@ def check_two_pass_model(model: nn.Module, sync: str) -> None:
     """A module, and one that can say whose gradient is meant."""
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"Got a {type(model).__name__} in place of the model. Want the module that is trained: its BatchNorm "
-            "statistics are kept still in the second pass. Do: for instance SAM(model, torch.optim.SGD, lr=0.1), or "
+            f"Expected the module that is trained, but got a {type(model).__name__} in place of the model. Its "
+            "BatchNorm statistics are kept still in the second pass. Try SAM(model, torch.optim.SGD, lr=0.1), or "
             "SAM(model, optimizer) with an optimizer of your own groups."
         )
     check_not_sharded(model)
     check_tensors(model, buffers=False)
     if not is_choice(sync, ("global", "local")):
-        raise OptionError(f"Got sync={sync!r}. Want 'global' or 'local'. Do: leave it out for 'global'.")
+        raise OptionError(f"Expected 'global' or 'local', but got sync={sync!r}. Try leaving it out for 'global'.")
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if sync == "local" and several and not isinstance(model, DistributedDataParallel):
         raise OptionError(
-            f"Got sync='local' and a {type(model).__name__}. Want the DistributedDataParallel around it, whose "
-            "averaging is left out in the first pass. Do: pass that as the model."
+            "Expected the DistributedDataParallel around it, whose averaging is left out in the first pass, but got "
+            f"sync='local' and a {type(model).__name__}. Try passing that as the model."
         )
 
 
@@ -46,15 +46,15 @@ def parse_base_optimizer(
     if isinstance(base, Optimizer):
         if options:
             raise OptionError(
-                f"Got {', '.join(options)} for an optimizer that is there already. Want its options in itself. "
-                f"Do: pass the class {type(base).__name__}, or leave them out."
+                f"Expected its options in itself, but got {', '.join(options)} for an optimizer that is there "
+                f"already. Try passing the class {type(base).__name__}, or leaving them out."
             )
         known = {id(p) for p in model.parameters()}
         strangers = sum(id(p) not in known for group in base.param_groups for p in group["params"])
         if strangers:
             raise OptionError(
-                f"Got an optimizer with {strangers} parameters that are not the model's. Want one of this model's. "
-                "Do: check that it was made from model.parameters()."
+                f"Expected one of this model's, but got an optimizer with {strangers} parameters that are not the "
+                "model's. Check that it was made from model.parameters()."
             )
         made: Any = base
     else:
@@ -83,9 +83,9 @@ def check_not_ambiguous(
         if name not in bound and (name in parameters or (takes_all and name in made.defaults)):
             own = type(made).__name__
             raise OptionError(
-                f"Got {name}= for {kind.__name__} around {own}, and both have an option {name}. Want to know whose it "
-                f"is. Do: make the base yourself; {kind.__name__}(model, {own}(model.parameters(), {name}=...), "
-                f"{name}=...) gives each its own."
+                f"Expected to know whose it is, but got {name}= for {kind.__name__} around {own}, and both have an "
+                f"option {name}. Try making the base yourself; {kind.__name__}(model, {own}(model.parameters(), "
+                f"{name}=...), {name}=...) gives each its own."
             )
 
 
@@ -102,33 +102,33 @@ def check_needs_no_closure(optimizer: Any) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
-            f"Got {type(optimizer).__name__}, which calls a closure as often as it likes. Want an optimizer that steps "
-            "with the gradient that is there. Do: for instance torch.optim.SGD."
+            f"Expected an optimizer that steps with the gradient that is there, but got {type(optimizer).__name__}, "
+            "which calls a closure as often as it likes. Try torch.optim.SGD."
         )
 
 
 def _make_base_optimizer(model: nn.Module, base: Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
     if not callable(base) or isinstance(base, nn.Module):
         raise OptionError(
-            f"Got a base of type {type(base).__name__}. Want an optimizer or a class of optimizers. "
-            "Do: for instance torch.optim.SGD."
+            f"Expected an optimizer or a class of optimizers, but got a base of type {type(base).__name__}. Try "
+            "torch.optim.SGD."
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ModelError(
-            "Got a model without parameters that require a gradient. Want at least one to train. "
-            "Do: call requires_grad_() on what you train."
+            "Expected at least one to train, but got a model without parameters that require a gradient. Try "
+            "calling requires_grad_() on what you train."
         )
     if isinstance(base, type) and not issubclass(base, Optimizer):
         raise OptionError(
-            f"Got the class {base.__name__} as the base. Want an optimizer or a class of optimizers. "
-            "Do: for instance torch.optim.SGD."
+            f"Expected an optimizer or a class of optimizers, but got the class {base.__name__} as the base. Try "
+            "torch.optim.SGD."
         )
     made = base(trained, **options)
     if not isinstance(made, Optimizer):
         raise OptionError(
-            f"Got a base that makes a {type(made).__name__}. Want an optimizer or a class of optimizers. "
-            "Do: for instance torch.optim.SGD."
+            f"Expected an optimizer or a class of optimizers, but got a base that makes a {type(made).__name__}. Try "
+            "torch.optim.SGD."
         )
     return made
 
@@ -193,8 +193,8 @@ class OptimizerWrapper(Optimizer):
         for name, key in self.keys.items():
             if key == name and PREFIX + name in group and PREFIX + name not in self.base.defaults:
                 raise OptionError(
-                    f"Got a group with {PREFIX + name!r}. Want {name!r}: {type(self.base).__name__} has no option of "
-                    f"that name, so {type(self).__name__}'s needs no prefix. Do: rename it."
+                    f"Expected {name!r}, but got a group with {PREFIX + name!r}. {type(self.base).__name__} has no "
+                    f"option of that name, so {type(self).__name__}'s needs no prefix. Try renaming it."
                 )
 
     def _record_added_keys(self) -> None:

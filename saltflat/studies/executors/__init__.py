@@ -38,22 +38,12 @@ EXECUTORS: dict[str, type[Executor]] = {each.name: each for each in (LocalExecut
 
 
 def make_executor(name: str, *, workers: int | None = None, address: str | None = None, **options: Any) -> Executor:
-    """The executor of this name: ``here``, ``processes`` or ``ray``.
-
-    Args:
-        name: of the executor.
-        workers: how many processes (``processes``), or cores of a cluster that is started (``ray``).
-        address: of a running Ray cluster.
-        options: what else the executor takes.
-
-    Example:
-        >>> make_executor("processes", workers=2).name
-        'processes'
-        >>> make_executor("proceses")
-        Traceback (most recent call last):
-        saltflat.errors.UnknownNameError: Got the executor 'proceses', which does not exist. Want one of: here,
-        processes, ray. Do: use 'processes'.
-    """
+    "The executor of this name: ``here``, ``processes`` or ``ray``.\n\n    Args:\n        name: of the executor.\n"
+    "workers: how many processes (``processes``), or cores of a cluster that is started (``ray``).\n        address: "
+    "of a running Ray cluster.\n        options: what else the executor takes.\n\n    Example:\n        >>> "
+    'make_executor("processes", workers=2).name\n        \'processes\'\n        >>> make_executor("proceses")\n        '
+    "Traceback (most recent call last):\n        saltflat.errors.UnknownNameError: Expected one of, but got the "
+    "executor 'proceses', which does not exist. Here,\n        processes, ray. Try using 'processes'."
     if name not in EXECUTORS:
         raise make_unknown_name_error("executor", name, EXECUTORS)
     executor = EXECUTORS[name]
@@ -66,7 +56,7 @@ def make_executor(name: str, *, workers: int | None = None, address: str | None 
     for key in given:
         if key not in taken:
             raise OptionError(
-                f"Got {key}={given[key]!r} for the executor {name!r}. Want {', '.join(taken) or 'no options'}. "
-                "Do: leave it out, or choose another executor."
+                f"Expected {', '.join(taken) or 'no options'}, but got {key}={given[key]!r} for the executor "
+                f"{name!r}. Try leaving it out, or choosing another executor."
             )
     return executor(**given)

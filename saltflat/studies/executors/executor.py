@@ -91,8 +91,8 @@ def make_loss_error(what: str, why: str) -> ExecutorError:
 def make_closed_session_error(key: str) -> ExecutorError:
     """Of a task that comes too late."""
     return ExecutorError(
-        f"Got the task {key!r} after the session was closed. Want it before. "
-        "Do: submit inside of `with executor.open_session() as session:`."
+        f"Expected it before, but got the task {key!r} after the session was closed. Try submitting inside of `with "
+        "executor.open_session() as session:`."
     )
 
 

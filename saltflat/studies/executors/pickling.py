@@ -87,9 +87,9 @@ def unpack_result(content: bytes) -> Any:
 def make_send_failure(error: Exception) -> Failure:
     """Of a task or work that cannot be packed."""
     return Failure(
-        f"Got work or a task that cannot be sent to another process: {format_error_line(error)}. "
-        'Want an importable function. Do: put it at the top of a module and name it "package.module:function", or '
-        "use executor='here'.",
+        "Expected an importable function, but got work or a task that cannot be sent to another process: "
+        f'{format_error_line(error)}. Try putting it at the top of a module and name it "package.module:function", '
+        "or using executor='here'.",
         make_failure(error).traceback,
     )
 
@@ -97,17 +97,17 @@ def make_send_failure(error: Exception) -> Failure:
 def make_import_failure(error: str, traceback: str) -> Failure:
     """Of a task or work that cannot be unpacked where it arrives."""
     return Failure(
-        f"Got work or a task that a worker process cannot import: {error}. Want an importable function. "
-        "Do: put it into a module that can be imported there, \"package.module:function\", or use executor='here'.",
+        f"Expected an importable function, but got work or a task that a worker process cannot import: {error}. Try "
+        "putting it into a module that can be imported there, \"package.module:function\", or using executor='here'.",
         traceback,
     )
 
 
 def _make_result_failure(error: Exception) -> Failure:
     return Failure(
-        f"Got a result that cannot be sent to another process: {format_error_line(error)}. Want one that can be "
-        "pickled. Do: return tensors, numbers, text, or dataclasses of these at the top of a module; or use "
-        "executor='here'.",
+        "Expected one that can be pickled, but got a result that cannot be sent to another process: "
+        f"{format_error_line(error)}. Try returning tensors, numbers, text, or dataclasses of these at the top of a "
+        "module; or using executor='here'.",
         make_failure(error).traceback,
     )
 

@@ -132,7 +132,7 @@ class ProcessExecutor(Executor):
     def __init__(self, workers: int | None = None) -> None:
         if workers is not None and (not isinstance(workers, int) or workers < 1):
             raise OptionError(
-                f"Got workers={workers!r}. Want a whole number from 1. Do: leave it out for one per core."
+                f"Expected a whole number from 1, but got workers={workers!r}. Try leaving it out for one per core."
             )
         self.workers = workers or count_cores()
 
@@ -277,9 +277,9 @@ class _ProcessSession(Session):
             self._died_starting += 1
             if self._died_starting >= STARTS:
                 raise ExecutorError(
-                    f"Got {STARTS} worker processes in a row that {how} while they started. Want workers that start. "
-                    'Do: put what the script does under `if __name__ == "__main__":`, see what they print, '
-                    "or use executor='here'."
+                    f"Expected workers that start, but got {STARTS} worker processes in a row that {how} while they "
+                    'started. Try putting what the script does under `if __name__ == "__main__":`, see what they '
+                    "print, or using executor='here'."
                 )
 
     def _close(self) -> None:

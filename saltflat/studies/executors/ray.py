@@ -69,11 +69,13 @@ class RayExecutor(Executor):
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         if workers is not None and (not isinstance(workers, int) or workers < 1):
-            raise OptionError(f"Got workers={workers!r}. Want a whole number from 1. Do: leave it out for all cores.")
+            raise OptionError(
+                f"Expected a whole number from 1, but got workers={workers!r}. Try leaving it out for all cores."
+            )
         if workers is not None and address is not None:
             raise OptionError(
-                f"Got workers={workers} and the address {address!r}. Want one of them: a running cluster has the cores "
-                "it has. Do: leave workers out."
+                f"Expected one of them, but got workers={workers} and the address {address!r}. A running cluster has "
+                "the cores it has. Try leaving workers out."
             )
         self.address, self.workers, self.grows, self.runtime_env = address, workers, grows, runtime_env
 
@@ -262,8 +264,8 @@ def _import_ray() -> Any:
         import ray
     except ImportError as error:
         raise ExecutorError(
-            f"Got the executor 'ray', and Ray cannot be imported: {format_error_line(error)}. Want it installed. "
-            "Do: pip install ray, or use executor='processes'."
+            "Expected it installed, but got the executor 'ray', and Ray cannot be imported: "
+            f"{format_error_line(error)}. Try pip install ray, or use executor='processes'."
         ) from error
     return ray
 

@@ -79,8 +79,8 @@ class RayDriver:
             remote = self.remote.options(num_cpus=cpus, num_gpus=gpus, resources=needs or None, max_retries=0)
         except (TypeError, ValueError) as error:
             text = (
-                f"Got the resources {dict(resources)}: {_format_first_line(error)}. Want numbers that Ray takes. "
-                "Do: cpus and gpus from 0, whole numbers above 1."
+                f"Expected numbers that Ray takes, but got the resources {dict(resources)}: "
+                f"{_format_first_line(error)}. Try cpus and gpus from 0, whole numbers above 1."
             )
             self.answer(("failed", job, text))
             return
@@ -98,9 +98,9 @@ class RayDriver:
             return False
         most = {name: max((has.get(name, 0) for has in machines), default=0) for name in asked}
         text = (
-            f"Got a task that needs {asked}, and no machine of the Ray cluster has that: the most of each is {most}. "
-            "Want a task that fits on one machine. Do: ask for less, add a machine, or set grows=True where the "
-            "cluster adds machines by itself."
+            f"Expected a task that fits on one machine, but got a task that needs {asked}, and no machine of the Ray "
+            f"cluster has that: the most of each is {most}. Try asking for less, add a machine, or setting "
+            "grows=True where the cluster adds machines by itself."
         )
         self.answer(("failed", job, text))
         return False

@@ -54,8 +54,8 @@ class NetworkFactory:
                 continue
             if not self.arguments:
                 raise OptionError(
-                    f"Got {name!r} for the network {self.name!r}, which takes no arguments. Want none. "
-                    f"Do: leave {name!r} out, or check whether it is a misspelt setting of training."
+                    f"Expected none, but got {name!r} for the network {self.name!r}, which takes no arguments. Try "
+                    f"leaving {name!r} out, or check whether it is a misspelt setting of training."
                 )
             raise make_unknown_name_error(f"argument of the network {self.name!r}", name, self.arguments)
 
@@ -66,13 +66,13 @@ class NetworkFactory:
             model = self.make(shape, classes, **architecture)
         except TypeError as error:
             raise OptionError(
-                f"Got {dict(architecture)} for the network {self.name!r}: {error}. "
-                f"Want values as in {self.arguments}. Do: give others."
+                f"Expected values as in {self.arguments}, but got {dict(architecture)} for the network "
+                f"{self.name!r}: {error}. Try giving others."
             ) from error
         if not isinstance(model, nn.Module):
             raise ModelError(
-                f"Got a {type(model).__name__} from {self.name!r}. Want a torch.nn.Module. "
-                "Do: return the network from the function."
+                f"Expected a torch.nn.Module, but got a {type(model).__name__} from {self.name!r}. Try returning the "
+                "network from the function."
             )
         return model
 
@@ -98,8 +98,8 @@ def find_network(name: str) -> NetworkFactory:
         make = import_object(name, "network")
         if not callable(make):
             raise OptionError(
-                f"Got {name!r} as the network, a {type(make).__name__}. Want a function that makes one. "
-                "Do: name the function."
+                f"Expected a function that makes one, but got {name!r} as the network, a {type(make).__name__}. Try "
+                "naming the function."
             )
         return NetworkFactory(name, "the user's own", make)
     if name not in NETWORKS:

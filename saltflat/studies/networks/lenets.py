@@ -16,9 +16,9 @@ def check_image_shape(shape: tuple[int, ...], name: str, least: int = 1) -> tupl
     """Channels, height and width, if that is what the shape is."""
     if len(shape) != 3 or min(shape[1:]) < least:
         raise ModelError(
-            f"Got inputs of the shape {tuple(shape)} for the network {name!r}. "
-            f"Want images (channels, height, width) of at least {least} x {least} pixels. "
-            "Do: choose another network, such as 'mlp', or reshape the inputs."
+            f"Expected images (channels, height, width) of at least {least} x {least} pixels, but got inputs of the "
+            f"shape {tuple(shape)} for the network {name!r}. Try choosing another network, such as 'mlp', or "
+            "reshaping the inputs."
         )
     channels, height, width = shape
     return channels, height, width

@@ -21,8 +21,9 @@ def mlp(
     hidden = [width] * depth if widths is None else list(widths)
     if (widths is None and depth < 0) or min(hidden, default=1) < 1:
         raise OptionError(
-            f"Got {f'width={width!r} and depth={depth!r}' if widths is None else f'widths={widths!r}'} of an MLP. Want "
-            "layers of at least one unit, and no fewer than none. Do: for instance width=64, depth=2."
+            "Expected layers of at least one unit, and no fewer than none, but got "
+            f"{(f'width={width!r} and depth={depth!r}' if widths is None else f'widths={widths!r}')} of an MLP. Try "
+            "width=64, depth=2."
         )
     sizes = [prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]

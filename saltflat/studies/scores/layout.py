@@ -25,11 +25,11 @@ def check_paired_values(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
     first, second = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if first.ndim != 1 or first.shape != second.shape:
         raise StudyError(
-            f"Got values of shape {first.shape} and {second.shape}. Want two lists with a number per run. "
-            "Do: give both for the same runs."
+            f"Expected two lists with a number per run, but got values of shape {first.shape} and {second.shape}. "
+            "Try giving both for the same runs."
         )
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
-        raise StudyError("Got a value that is not finite. Want finite numbers. Do: leave those runs out.")
+        raise StudyError("Expected finite numbers, but got a value that is not finite. Try leaving those runs out.")
     return first, second
 
 
@@ -74,7 +74,8 @@ class GridLayout:
         for name, values in {**axes, **({} if seeds is None else {SEED: seeds})}.items():
             if len(values) != runs:
                 raise StudyError(
-                    f"Got {len(values)} values of {name!r} for {runs} runs. Want one per run. Do: give all of them."
+                    f"Expected one per run, but got {len(values)} values of {name!r} for {runs} runs. Try giving all "
+                    "of them."
                 )
         found = {name: encode_values(values) for name, values in axes.items() if name != SEED}
         return cls(found, np.zeros(runs, dtype=np.int64) if seeds is None else encode_values(seeds))

@@ -96,7 +96,8 @@ class Score:
                 raise TypeError("a field has a value of another kind")
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as problem:
             raise StudyError(
-                f"Got a score that cannot be understood ({problem}). Want what Score.to_dict gives. Do: score again."
+                f"Expected what Score.to_dict gives, but got a score that cannot be understood ({problem}). Try "
+                "scoring again."
             ) from problem
         return found
 
@@ -187,7 +188,8 @@ class Scores(Displayable):
                 raise TypeError("a field has a value of another kind")
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
             raise StudyError(
-                f"Got scores that cannot be understood ({problem}). Want what Scores.to_dict gives. Do: score again."
+                f"Expected what Scores.to_dict gives, but got scores that cannot be understood ({problem}). Try "
+                "scoring again."
             ) from problem
         return found
 

@@ -35,9 +35,9 @@ def select_scored_runs(rows: Iterable[Row], gap: str, keep_missed: bool) -> tupl
     if len(chosen) < LEAST:
         ended = join_words([f"{count} {reason}" for reason, count in left_out.items()])
         raise StudyError(
-            f"Got {len(chosen)} run{'s' * (len(chosen) != 1)} to score{f' ({ended} left out)' if ended else ''}. "
-            f"Want at least {LEAST} that are done. Do: run the study to its end, or keep runs that missed the stopping "
-            "rule, missed='keep'."
+            f"Expected at least {LEAST} that are done, but got {len(chosen)} run{'s' * (len(chosen) != 1)} to "
+            f"score{(f' ({ended} left out)' if ended else '')}. Try running the study to its end, or keeping runs "
+            "that missed the stopping rule, missed='keep'."
         )
     return chosen, left_out
 

@@ -74,15 +74,17 @@ def score(
     if gap not in GAPS:
         raise make_unknown_name_error("gap", gap, GAPS)
     if missed not in MISSED:
-        raise OptionError(f"Got missed={missed!r}. Want 'leave out' or 'keep'. Do: give one of them.")
+        raise OptionError(f"Expected 'leave out' or 'keep', but got missed={missed!r}. Try giving one of them.")
     if not isinstance(resamples, int) or resamples < 0:
-        raise OptionError(f"Got resamples={resamples!r}. Want a whole number, 0 for no intervals. Do: give one.")
+        raise OptionError(
+            f"Expected a whole number, 0 for no intervals, but got resamples={resamples!r}. Try giving one."
+        )
     held: Any = getattr(rows, "rows", rows)  # the results of a study hold them
     rows = list(held.values() if isinstance(held, Mapping) else held)
     if not all(isinstance(row, Row) for row in rows):
         raise OptionError(
-            "Got something that is no row among the rows. Want the rows of a study. Do: score(results.rows, axes), or "
-            "results.scores()."
+            "Expected the rows of a study, but got something that is no row among the rows. Try score(results.rows, "
+            "axes), or results.scores()."
         )
     chosen, left_out = select_scored_runs(rows, gap, missed == "keep")
     outcomes = [row.outcome for row in chosen if row.outcome is not None]

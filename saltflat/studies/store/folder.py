@@ -218,8 +218,9 @@ def make_write_error(path: Path, problem: BaseException) -> StudyError:
     cause = problem if isinstance(problem, OSError) else problem.__cause__
     why = cause.strerror if isinstance(cause, OSError) and cause.strerror else format_error_line(problem)
     return StudyError(
-        f"Got {str(path)!r}, which cannot be written ({why}). Want a folder with room that may be written to. "
-        "Do: free it and give the same command again; everything that was finished is kept, and it goes on from there."
+        f"Expected a folder with room that may be written to, but got {str(path)!r}, which cannot be written "
+        f"({why}). Try freeing it and give the same command again; everything that was finished is kept, and it goes "
+        "on from there."
     )
 
 
@@ -270,7 +271,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as problem:
-        raise StudyError(f"Got {str(folder)!r}, which is a file. Want a folder. Do: give another place.") from problem
+        raise StudyError(
+            f"Expected a folder, but got {str(folder)!r}, which is a file. Try giving another place."
+        ) from problem
 
 
 def _make_subfolder(store: Store, folder: Path) -> None:
@@ -293,8 +296,8 @@ def _check_study_folder(folder: Path) -> None:
     foreign = sorted(name for name in others if name.partition(ASIDE)[0] not in OURS)
     if foreign:
         raise StudyError(
-            f"Got the folder {str(folder)!r}, which holds {', '.join(foreign[:3])}{' ...' if foreign[3:] else ''} and "
-            "no study. Want an empty folder, or that of a study. Do: give another one."
+            f"Expected an empty folder, or that of a study, but got the folder {str(folder)!r}, which holds "
+            f"{', '.join(foreign[:3])}{(' ...' if foreign[3:] else '')} and no study. Try giving another one."
         )
 
 
@@ -331,13 +334,14 @@ def _check_same_study(there: Mapping[str, Any], study: Study, data: Mapping[str,
     name = there["study"]["name"]
     if name != study.name:
         raise StudyError(
-            f"Got the folder {str(folder)!r}, which holds the study {name!r}. Want a folder for {study.name!r}. "
-            "Do: give another one, --out."
+            f"Expected a folder for {study.name!r}, but got the folder {str(folder)!r}, which holds the study "
+            f"{name!r}. Try giving another one, --out."
         )
     if any(there["data"].get(source, fingerprint) != fingerprint for source, fingerprint in data.items()):
         raise StudyError(
-            f"Got data {study.data.name!r} that are not those which the runs in {str(folder)!r} were trained on, "
-            "though they have the same name. Want the same examples. Do: bring them back, or give another folder."
+            f"Expected the same examples, but got data {study.data.name!r} that are not those which the runs in "
+            f"{str(folder)!r} were trained on, though they have the same name. Try bringing them back, or giving "
+            "another folder."
         )
 
 

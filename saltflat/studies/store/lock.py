@@ -31,8 +31,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:
         if not _acquire_lock(file):
             raise StudyError(
-                f"Got the folder {str(folder)!r}, which {format_lock_holder(folder)} is working in. Want it to be "
-                "free. Do: wait for it, stop it, or give another folder."
+                f"Expected it to be free, but got the folder {str(folder)!r}, which {format_lock_holder(folder)} is "
+                "working in. Try waiting for it, stop it, or giving another folder."
             )
         os.ftruncate(file, 0)
         os.write(file, json.dumps(_describe_process()).encode())

@@ -87,8 +87,8 @@ def row_from_dict(given: Mapping[str, Any]) -> Row:
         _check_row_types(row)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
         raise StudyError(
-            f"Got a row that cannot be understood ({type(problem).__name__}: {problem}). Want what Study.run wrote. "
-            "Do: let the study make it again."
+            f"Expected what Study.run wrote, but got a row that cannot be understood ({type(problem).__name__}: "
+            f"{problem}). Try letting the study make it again."
         ) from problem
     return row
 

@@ -122,7 +122,7 @@ def _is_finite_number(value: object) -> bool:
 
 
 def _make_setting_error(field: str, value: object, wanted: str) -> OptionError:
-    return OptionError(f"Got {field}={value!r}. Want {wanted}. Do: set another {field}.")
+    return OptionError(f"Expected {wanted}, but got {field}={value!r}. Try setting another {field}.")
 
 
 def build_network(recipe: Recipe, shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -160,8 +160,9 @@ def count_training_examples(recipe: Recipe, available: int) -> tuple[int, int]:
     trained = measured + recipe.confusion
     if measured < 1 or trained > available:
         raise DataError(
-            f"Got train_size={recipe.train_size} and confusion={recipe.confusion} with {available} training examples. "
-            f"Want at least one example to measure on, and together at most {available}. Do: ask for fewer."
+            f"Expected at least one example to measure on, and together at most {available}, but got "
+            f"train_size={recipe.train_size} and confusion={recipe.confusion} with {available} training examples. "
+            "Try asking for fewer."
         )
     return measured, trained
 

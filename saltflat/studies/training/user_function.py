@@ -118,8 +118,8 @@ def _unpack_train_result(found: Any, spec: str) -> tuple[nn.Module, dict[str, Te
     if not isinstance(model, nn.Module) or not (initial is None or isinstance(initial, Mapping)):
         got = f"{type(model).__name__} and {type(initial).__name__}" if initial is not None else type(model).__name__
         raise StudyError(
-            f"Got {got} from {spec!r}. Want a torch.nn.Module, or the module and its state_dict before training. "
-            "Do: return the network that was trained."
+            f"Expected a torch.nn.Module, or the module and its state_dict before training, but got {got} from "
+            f"{spec!r}. Try returning the network that was trained."
         )
     if initial is None:
         return model, None

@@ -28,13 +28,13 @@ def parse_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
     if tensors and not any(leaf.numel() for leaf in tensors):
         raise OptionError(
-            f"Got an example without numbers, of shape {tuple(tensors[0].shape)}. Want at least one input. "
-            "Do: take the first examples of the data."
+            f"Expected at least one input, but got an example without numbers, of shape {tuple(tensors[0].shape)}. "
+            "Try taking the first examples of the data."
         )
     if not tensors:
         raise OptionError(
-            f"Got an example of type {type(example).__name__} without a tensor. Want an input of the model: a tensor, "
-            "a tuple of inputs or a dict of named ones. Do: for instance next(iter(loader))[0]."
+            f"Expected an input of the model, but got an example of type {type(example).__name__} without a tensor. "
+            "A tensor, a tuple of inputs or a dict of named ones. Try next(iter(loader))[0]."
         )
     return args, {}
 
@@ -62,8 +62,9 @@ def find_tensors(found: Any) -> list[Tensor]:
         check_dense_outputs(tensor)
     if not tensors:
         raise ModelError(
-            f"Got {type(found).__name__} from the model, in which no tensor is to be found. Want outputs that can be "
-            "looked at. Do: return a tensor, or tensors in a tuple, a dict or an object with attributes."
+            f"Expected outputs that can be looked at, but got {type(found).__name__} from the model, in which no "
+            "tensor is to be found. Try returning a tensor, or tensors in a tuple, a dict or an object with "
+            "attributes."
         )
     return tensors
 
@@ -90,9 +91,9 @@ def wrap_model_errors(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"Got an error from the model on this example ({format_error_line(error)}). "
-            f"Want an example that {type(model).__name__} accepts. "
-            "Do: pass inputs of the right shape and kind, with the axis of examples; several inputs as a tuple."
+            f"Expected an example that {type(model).__name__} accepts, but got an error from the model on this "
+            f"example ({format_error_line(error)}). Try passing inputs of the right shape and kind, with the axis of "
+            "examples; several inputs as a tuple."
         ) from error
 
 

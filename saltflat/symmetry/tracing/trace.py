@@ -173,9 +173,10 @@ class ScaleTracker(TorchDispatchMode):
         except Exception as error:
             at = self.find_location()
             raise ModelError(
-                f"Got the operation {func} ({at.line or at.module or 'in the model itself'}), which cannot be followed "
-                f"({format_error_line(error)}). Want a forward pass of ordinary tensor operations. "
-                "Do: leave this operation out of the model, or take the part of the model without it."
+                f"Expected a forward pass of ordinary tensor operations, but got the operation {func} "
+                f"({at.line or at.module or 'in the model itself'}), which cannot be followed "
+                f"({format_error_line(error)}). Try leaving this operation out of the model, or taking the part of "
+                "the model without it."
             ) from error
         return out
 

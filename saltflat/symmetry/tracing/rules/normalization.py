@@ -139,10 +139,10 @@ def propagate_branch(call: OperationCall) -> Any:
     at = call.watch.find_location()
     where = f" ({at.line})" if at.line else f" in {at.module!r}" if at.module else ""
     raise ModelError(
-        f"Got a forward pass that takes a value out of a tensor{where}. What it does next depends on the input, so one "
-        "pass does not show what it does with others. Want a forward pass that does the same for every input. "
-        "Do: write the choice with torch.where, take it out of forward, or look for settings and inputs with which the "
-        "model makes no such choice."
+        "Expected a forward pass that does the same for every input, but got a forward pass that takes a value out "
+        f"of a tensor{where}. What it does next depends on the input, so one pass does not show what it does with "
+        "others. Try writing the choice with torch.where, take it out of forward, or look for settings and inputs "
+        "with which the model makes no such choice."
     )
 
 
