@@ -12,7 +12,9 @@ of the second derivative that :mod:`saltflat.engine.output_curvature` turns into
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,6 +54,10 @@ class Loss(ABC):
     @abstractmethod
     def curvature(self, outputs: Tensor, targets: Tensor) -> Curvature:
         """Second derivative of ``total``."""
+
+
+# What the user may pass as ``loss=``; see :func:`saltflat.engine.custom_losses.parse_loss`.
+LossLike: TypeAlias = "str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor]"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from saltflat.measures.registry import MEASURES
 from saltflat.spectrum import Spectrum
 from saltflat.studies import Results
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("[0-9]*.py"))
+EXAMPLES = sorted((Path(__file__).parent.parent.parent / "examples").glob("[0-9]*.py"))
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data")).absolute()
 NEEDS_MNIST = {"02_mnist_lenet.py"}
 WRITES_NOTHING = {"04_sam_plain.py", "05_mixed_precision.py", "06_two_processes.py"}
@@ -75,7 +75,7 @@ def the_lenet_is_saved_and_measured(printed: str, out: Path) -> None:
     again = out / "again.json"
     command[command.index("--out") + 1] = str(again)
     assert command[0] == "saltflat"
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     run([sys.executable, "-m", *command, "--measures", "kappa_trace,hessian_trace", "--quiet"], root)
     same = saltflat.Report.load(again)
     for name in same:

@@ -869,7 +869,7 @@ def test_what_cannot_be_drawn_is_named(found: Landscape) -> None:
 
 def test_the_code_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs" / "landscape.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "landscape.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     known: dict[str, Any] = {}
     exec(block, known)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAPERS = sorted(path.parent for path in (ROOT / "papers").glob("*/run.py"))
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data")).absolute()
 

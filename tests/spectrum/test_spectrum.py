@@ -570,7 +570,7 @@ def test_many_vectors_share_one_pass_over_the_data() -> None:
 
 def test_the_code_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs" / "spectrum.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "spectrum.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     known: dict[str, Any] = {}
     exec(block, known)

@@ -23,7 +23,7 @@ from saltflat.studies import Results
 from saltflat.studies.rebuild import audit_runs, load_trained_network
 from saltflat.studies.store.folder import Store
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LEARNS = {"axes": {"lr": [0.2, 0.5], "width": [8, 12]}, "stop": {"epochs": 20, "loss": 1.9}, "seeds": 2}
 # Leaves a mark when it is imported, and says so where the names should have been printed before.
 CODE = """

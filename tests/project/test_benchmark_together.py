@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = Path(__file__).parent.parents[1] / "benchmarks"
 
 
 def test_the_benchmark_of_training_together_knows_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

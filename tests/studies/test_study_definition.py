@@ -174,7 +174,7 @@ def test_data_that_mean_nothing_are_refused(data: Any, words: tuple[str, ...]) -
 
 
 def test_the_study_of_the_documents_can_be_run_and_is_the_one_in_python(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "studies.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "studies.md").read_text(encoding="utf-8")
     text = page.partition("```yaml\n")[2].partition("```")[0]
     code = page.partition("```python\n")[2].partition("results =")[0]
     known: dict[str, Any] = {}

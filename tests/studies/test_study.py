@@ -536,7 +536,7 @@ def test_looking_at_results_imports_nothing_of_the_users(tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-m", "saltflat", "study", "status", str(tmp_path / "runs")],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
         capture_output=True,
         text=True,
     )

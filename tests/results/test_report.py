@@ -24,7 +24,7 @@ from saltflat.results import Reading, Report, compare
 from saltflat.results.caveats import TRAIN_MODE
 from saltflat.results.text import render_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 NAN, INF = float("nan"), float("inf")
 HOSTILE = "<script>alert('x')</script> [bold red]loud[/] \x1b[2J $\\frac$ \u202egnp"
 

@@ -18,7 +18,7 @@ from saltflat.errors import StudyError
 from saltflat.studies import Results, Study, verify
 from saltflat.studies.store.lock import lock_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAPERS = sorted(path.parent for path in (ROOT / "papers").rglob("study.json"))
 
 

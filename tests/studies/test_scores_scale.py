@@ -26,7 +26,7 @@ from saltflat.studies.scores.information import find_least, resample_information
 from saltflat.studies.scores.layout import Floats, GridLayout, compute_information_interval, draw_resamples
 from saltflat.studies.scores.sign_tables import PairSigns, build_partitions, list_axis_sets
 
-RECORD = Path(__file__).parent / "scores_300.json"
+RECORD = Path(__file__).parent.parent / "scores_300.json"
 MEGABYTE = 10**6
 
 

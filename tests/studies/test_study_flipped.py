@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_damage_in_any_region_of_any_file_is_noticed_and_healed_or_harmless(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "flipping.py", str(tmp_path), "short", "0", "8"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
         capture_output=True,
         text=True,
     )

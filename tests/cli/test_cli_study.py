@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from saltflat.cli import app
 from saltflat.studies import Results, Study, tasks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LEARNS = {"axes": {"lr": [0.2, 0.5], "width": [8, 12]}, "stop": {"epochs": 20, "loss": 1.9}, "seeds": 2}
 
 

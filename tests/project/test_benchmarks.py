@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = Path(__file__).parent.parents[1] / "benchmarks"
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def killed(folder: Path, *arguments: object) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "killing.py", str(folder), *map(str, arguments)],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
         capture_output=True,
         text=True,
     )

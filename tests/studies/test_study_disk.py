@@ -23,7 +23,7 @@ from saltflat.studies import Results, verify
 from saltflat.studies.store.checkpoint import Checkpoint, read_matching_checkpoint, write_checkpoint
 from saltflat.studies.store.lock import is_locked, lock_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 

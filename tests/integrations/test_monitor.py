@@ -779,7 +779,7 @@ def test_the_history_becomes_a_figure(tmp_path: Path) -> None:
 def test_the_benchmark_trains_the_same_network_with_and_without_a_monitor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parent.parents[1] / "benchmarks")
     monkeypatch.setenv("SALTFLAT_DATA", str(tmp_path / "nothing"))
     benchmark = import_module("monitor")
     for name, value in {"PROBE": 8, "SLICE": 3, "WARM_UP": 1}.items():

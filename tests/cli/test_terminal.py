@@ -30,7 +30,7 @@ from saltflat.studies import Results
 from saltflat.studies.row import Row
 from saltflat.studies.store.folder import Store
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 # Sets the title of the window, clears the screen and turns the direction of writing.
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2J\\u202e"
