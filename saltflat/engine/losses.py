@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saltflat.engine.output_curvature import Curvature, DiagonalCurvature, SoftmaxCurvature
