@@ -8,7 +8,9 @@ import sys
 from collections.abc import Container
 from typing import Any, SupportsIndex
 
-from saltflat.errors import OptionError
+import torch
+
+from saltflat.errors import DeviceError, OptionError, format_error_line
 
 LARGEST = sys.float_info.max  # whole numbers of Python's go beyond, and are infinite as others
 MOST = 10**7  # of anything: a slip of the keyboard beyond
@@ -84,3 +86,29 @@ def check_seed(seed: SupportsIndex) -> int:
     if number is None or not 0 <= number < 2**63:
         raise OptionError(f"Expected a whole number from 0 to 2^63 - 1, but got seed={seed!r}. Try seed=0.")
     return number
+
+
+def parse_device(device: str | torch.device, probe: bool = True) -> torch.device:
+    """Return the device of this name, after checking that it can be used.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ..., a :class:`torch.device`, or ``"auto"`` for a GPU if CUDA is
+            available and the CPU otherwise.
+        probe: whether to allocate a tensor on it. Pass False if another process will use the device.
+
+    Example:
+        >>> parse_device("cpu")
+        device(type='cpu')
+    """
+    if isinstance(device, str) and device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        if probe:
+            torch.empty(1, device=found).tolist()  # fails on the meta device, which holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise DeviceError(
+            f"Expected a device that torch can use here, but got {str(device)!r} ({format_error_line(error)}). "
+            "Try device='cpu'."
+        ) from error
+    return found

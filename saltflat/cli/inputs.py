@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from saltflat.cli.program import DTYPES, parse_device
+from saltflat.cli.program import DTYPES
 from saltflat.datasets import read_data
 from saltflat.datasets.checkpoints import is_folded, load_weights, match_weights, put_weights
 from saltflat.datasets.user_code import build_from_spec, wrap_model_errors
 from saltflat.errors import ModelError, OptionError
 from saltflat.symmetry.fold import fold
 from saltflat.symmetry.tracing.run import take_example
-from saltflat.validation import check_seed
+from saltflat.validation import check_seed, parse_device
 
 Model: TypeAlias = Annotated[
     str, typer.Option(help="package.module:function that makes the model; modules in this folder are found.")
@@ -57,7 +57,7 @@ Measures: TypeAlias = Annotated[
 ]
 Columns: TypeAlias = Annotated[str, typer.Option(help="exact, top (top:5) or sampled (sampled:16).")]
 Layers: TypeAlias = Annotated[list[str] | None, typer.Option(help="Names of modules or parameters; all if not given.")]
-Device: TypeAlias = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
+Device: TypeAlias = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto for a GPU if there is one.")]
 Memory: TypeAlias = Annotated[str, typer.Option(help="Working memory beyond the model and the results.")]
 Seed: TypeAlias = Annotated[
     int, typer.Option(help="Of random columns, and of weights that the model's function draws.")

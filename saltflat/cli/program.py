@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 import saltflat
 from saltflat.audit.result import Audit
-from saltflat.errors import DeviceError, OptionError, SaltflatError, format_error_line, make_unknown_name_error
+from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
 from saltflat.results.comparison import Comparison
 from saltflat.results.files import check_writable_path, replace_atomically
 from saltflat.results.report import Report
@@ -87,7 +87,7 @@ def reword_message(text: str) -> str:
         >>> reword_message("needs the parameters before training: pass initial=")
         'needs the parameters before training: pass --initial'
     """
-    return text.replace("pass initial=", "pass --initial")
+    return text.replace("pass initial=", "pass --initial").replace("Try device='cpu'", "Try --device cpu")
 
 
 def reword_report(report: Report) -> Report:
@@ -199,19 +199,6 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise make_unknown_name_error("dtype", name, DTYPES)
     return None if name is None else DTYPES[name]
-
-
-def parse_device(name: str) -> torch.device:
-    """The device of this name, if it is there."""
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device).tolist()  # the meta device has no numbers to give
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise DeviceError(
-            f"Expected one that torch can reach, but got the device {name!r}, which cannot be used here "
-            f"({format_error_line(error)}). Try --device cpu."
-        ) from error
-    return device
 
 
 PICTURES = ("png", "svg", "pdf")
