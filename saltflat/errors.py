@@ -1,4 +1,4 @@
-"""What can be wrong with a request. Every message says what was got, what is wanted and what to do."""
+"""Exceptions and warnings. Every message reads "Expected X, but got Y. Try Z."."""
 
 from __future__ import annotations
 
@@ -13,89 +13,89 @@ from types import ModuleType
 
 
 class SaltflatError(Exception):
-    """Any problem with what the user asked for; nothing of the user's was changed."""
+    """Base class of the errors in a request. Nothing that belongs to the caller was changed."""
 
     def __str__(self) -> str:
-        # Messages quote names from files, and end up on a terminal.
-        from saltflat.results.text import make_lines_printable  # at call time: reports need this module
+        # Messages quote names from files and may reach a terminal.
+        from saltflat.results.text import make_lines_printable  # at call time, since it imports this module
 
         return make_lines_printable(super().__str__())
 
 
 class UnknownNameError(SaltflatError, LookupError):
-    """A loss, statistic, layer or option that does not exist."""
+    """Raised for a loss, statistic, layer or option that does not exist."""
 
 
 class DataError(SaltflatError, ValueError):
-    """The data cannot be measured on."""
+    """Raised for data that cannot be measured on."""
 
 
 class EmptyDataError(DataError):
-    """No examples."""
+    """Raised for data without examples."""
 
 
 class OneShotDataError(DataError):
-    """The data can be read only once, or gave less the second time."""
+    """Raised for data that can be read only once, or that yields less the second time."""
 
 
 class LabelError(DataError):
-    """Targets that do not fit the outputs and the loss."""
+    """Raised for targets that do not fit the outputs and the loss."""
 
 
 class NonFiniteError(SaltflatError, ValueError):
-    """NaN or infinity in weights, inputs, outputs or loss."""
+    """Raised for NaN or infinity in weights, inputs, outputs or loss."""
 
 
 class NondeterministicError(SaltflatError, ValueError):
-    """Data or model that answers differently when asked twice."""
+    """Raised for data or a model that differs between two passes."""
 
 
 class ModelError(SaltflatError, ValueError):
-    """The model cannot be measured as it is."""
+    """Raised for a model that cannot be measured as it is."""
 
 
 class CoupledExamplesError(ModelError):
-    """One example's output depends on the other examples of its batch."""
+    """Raised if one example's output depends on the other examples of its batch."""
 
 
 class ParameterError(ModelError):
-    """No parameters to measure, or parameters of a kind that has no curvature."""
+    """Raised if there are no parameters to measure, or parameters without curvature."""
 
 
 class PrecisionError(ModelError):
-    """The model's numbers are too coarse for curvature."""
+    """Raised for a model whose dtype is too coarse for curvature."""
 
 
 class DeviceError(SaltflatError, ValueError):
-    """Model and data live on different devices."""
+    """Raised for a device that cannot be used, or for a model and data on different devices."""
 
 
 class OptionError(SaltflatError, ValueError):
-    """An option with a value that means nothing."""
+    """Raised for an argument or option with an invalid value."""
 
 
 class TrainingError(SaltflatError, RuntimeError):
-    """Training calls that do not fit together: nothing was stepped."""
+    """Raised for training calls in an invalid order. No step was taken."""
 
 
 class NotSmoothError(SaltflatError, ValueError):
-    """A measure that has no gradient to train with."""
+    """Raised for a measure that has no gradient to train with."""
 
 
 class ReportError(SaltflatError, ValueError):
-    """A report that cannot be written, read or compared."""
+    """Raised for a report that cannot be written, read or compared."""
 
 
 class StudyError(SaltflatError, ValueError):
-    """A study that cannot be run as it is asked for, or a folder that cannot hold it; what was finished is kept."""
+    """Raised for a study that cannot be run, or a folder that cannot hold it. Finished runs are kept."""
 
 
 class CodeNotAllowedError(StudyError):
-    """Code that a study's files name, and that nobody has allowed to run; nothing was imported."""
+    """Raised for code named in a study's files that is not allowed to run. Nothing was imported."""
 
 
 def format_error_line(error: BaseException) -> str:
-    """What an error of someone else's says, in one line.
+    """Return the type and the first line of an error's message.
 
     >>> format_error_line(RuntimeError("sizes differ\\nhere"))
     'RuntimeError: sizes differ'
@@ -104,44 +104,57 @@ def format_error_line(error: BaseException) -> str:
 
 
 def make_unknown_name_error(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that does not exist, with the nearest that do."""
+    """Return the error for a name that does not exist, which suggests the closest match.
+
+    >>> str(make_unknown_name_error("measure", "hessian_tract", ["rho", "hessian_trace"]))
+    "Expected one of hessian_trace, rho, but got the measure 'hessian_tract'. Try 'hessian_trace'."
+    """
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
-    advice = f"use {near[0]!r}" if near else "choose one of these"
-    shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
-    return UnknownNameError(
-        f"Expected one of, but got the {kind} {name!r}, which does not exist. {shown}. Try {advice}."
-    )
+    if not names:
+        return UnknownNameError(f"Expected no {kind}, but got {name!r}. Try leaving it out.")
+    closest = get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
+    listed = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
+    expected = f"one of {listed}" if len(names) > 1 else listed
+    return UnknownNameError(f"Expected {expected}, but got the {kind} {name!r}. Try {closest!r}.")
+
+
+class NotDefinedError(SaltflatError, ValueError):
+    """This model, loss or data does not have the quantity asked for. The message is the reason."""
 
 
 class MemoryLimitWarning(UserWarning):
-    """A call will take more memory than ``memory=`` says."""
+    """Issued if a call will use more memory than ``memory=`` allows."""
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn of a call, at the line outside of the package that made it."""
+    """Issue a warning at the line outside of the package that made the call."""
     own, frame, level = str(Path(__file__).parent), sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith((own, contextlib.__file__)):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
 
-# Modules that come with a package of another name.
+# Modules whose package on PyPI has another name.
 INSTALLED_AS = {"yaml": "PyYAML", "torch.utils.tensorboard": "tensorboard"}
 
 
 class MissingPackageError(SaltflatError, ImportError):
-    """A package that this output needs is not installed."""
+    """Raised if an optional package is not installed."""
 
 
 def import_optional(name: str, purpose: str) -> ModuleType:
-    """The package or module, imported when it is first needed."""
+    """Import an optional package or module.
+
+    Args:
+        name: of the module.
+        purpose: what needs it, for the error message.
+    """
     try:
         return import_module(name)
     except ImportError as problem:
         top = name.partition(".")[0]
         wanted = INSTALLED_AS.get(name, INSTALLED_AS.get(top, top))
         raise MissingPackageError(
-            f"Expected {wanted}, but got {purpose} without {wanted}, which cannot be imported ({problem}). Try pip "
-            f"install {wanted}."
+            f"Expected {wanted} to be installed for {purpose}, but got {type(problem).__name__}: {problem}. "
+            f"Try pip install {wanted}."
         ) from problem
