@@ -1,75 +1,80 @@
-"""Checks of the arguments of public calls: amounts, counts, flags, names and sizes."""
+"""Checks of public calls: their arguments, and that calls on models take turns."""
 
 from __future__ import annotations
 
 import operator
 import re
 import sys
-from collections.abc import Container
-from typing import Any, SupportsIndex
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, SupportsIndex, TypeVar
 
 import torch
+from torch import Tensor, nn
 
-from saltflat.errors import DeviceError, OptionError, format_error_line
+from saltflat.errors import DeviceError, ModelError, OptionError, format_error_line
 
-LARGEST = sys.float_info.max  # whole numbers of Python's go beyond, and are infinite as others
-MOST = 10**7  # of anything: a slip of the keyboard beyond
+LARGEST_FLOAT = sys.float_info.max  # Python integers can exceed it, and would become infinite as floats
+LARGEST_COUNT = 10**7  # anything larger is taken for a typing error
 
 
-def is_choice(value: Any, choices: Container[str]) -> bool:
-    """Whether a value is one of some names; arrays and tensors, which have no single truth, are not."""
+def is_choice(value: object, choices: Container[str]) -> bool:
+    """Return whether the value is one of the names. Arrays and tensors, whose comparison is ambiguous, are not."""
     return isinstance(value, str) and value in choices
 
 
-def parse_integer(value: Any) -> int | None:
-    """The value as a whole number; None if it is not one."""
+def parse_integer(value: object) -> int | None:
+    """Return the value as an integer, or None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # arrays and classes have the method, too
+    except TypeError:  # arrays and classes have the method too
         return None
 
 
 def check_flag(**given: bool) -> None:
-    """Switches are True or False."""
+    """Check that the arguments are True or False."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise OptionError(
-                f"Expected True or False, but got {name}={value!r}. Try leaving it out for the usual one."
+                f"Expected True or False, but got {name}={value!r}. Try leaving it out to use the default."
             )
 
 
 def check_positive(**given: float) -> None:
-    """Radii, steps and the like are positive and finite."""
+    """Check that the arguments are positive and finite."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
             raise OptionError(
-                f"Expected a positive number, but got {name}={value!r}. Try leaving it out for the usual one."
+                f"Expected a positive number, but got {name}={value!r}. Try leaving it out to use the default."
             )
 
 
 def check_count(least: int, **given: int) -> None:
-    """Draws and steps are whole numbers of at least ``least``."""
+    """Check that the arguments are integers of at least ``least``."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_COUNT:
             raise OptionError(
-                f"Expected a whole number from {least} to {MOST}, but got {name}={value!r}. Try leaving it out for "
-                "the usual one."
+                f"Expected a whole number from {least} to {LARGEST_COUNT}, but got {name}={value!r}. Try leaving "
+                "it out to use the default."
             )
 
 
 def check_non_negative(**given: float) -> None:
-    """Strengths are finite and at least 0."""
+    """Check that the arguments are finite and at least 0."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FLOAT:
             raise OptionError(
-                f"Expected a number of at least 0, but got {name}={value!r}. Try leaving it out for the usual one."
+                f"Expected a number of at least 0, but got {name}={value!r}. Try leaving it out to use the default."
             )
 
 
 def parse_bytes(memory: str | int) -> int:
-    """
+    """Return a size in bytes.
+
     >>> parse_bytes("1GiB"), parse_bytes("500 MB"), parse_bytes(4096)
     (1073741824, 500000000, 4096)
     """
@@ -82,6 +87,7 @@ def parse_bytes(memory: str | int) -> int:
 
 
 def check_seed(seed: SupportsIndex) -> int:
+    """Return the seed as an integer that torch accepts."""
     number = parse_integer(seed)
     if number is None or not 0 <= number < 2**63:
         raise OptionError(f"Expected a whole number from 0 to 2^63 - 1, but got seed={seed!r}. Try seed=0.")
@@ -112,3 +118,111 @@ def parse_device(device: str | torch.device, probe: bool = True) -> torch.device
             "Try device='cpu'."
         ) from error
     return found
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _TurnState:
+    """What the thread that holds the lock is doing; no other thread changes it."""
+
+    lock = threading.RLock()
+    borrowed = 0  # models that are borrowed: more than one where a loss function measures another model
+    is_running = False  # whether a borrowed model's forward pass is running
+    # The parameters that are moved at present, by their ids, and the thread that moved them.
+    moved: list[tuple[threading.Thread, frozenset[int]]] = []  # noqa: RUF012
+
+
+def _reset_in_child() -> None:
+    # A process that is forked while another thread measures has no such thread to wait for.
+    _TurnState.lock = threading.RLock()
+    _TurnState.borrowed, _TurnState.is_running = 0, False
+
+
+def take_turns(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function wait until no other thread is in a function made so."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        _check_can_wait()
+        with _TurnState.lock:
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def borrow_model(model: nn.Module) -> Iterator[None]:
+    """Wait for the turn; inside, the model is this thread's alone.
+
+    A call from the model's own forward or backward pass is refused: that would find other tensors in the place of the
+    parameters, or never end.
+    """
+    _check_can_wait()
+    with _TurnState.lock:
+        if _TurnState.is_running or (_TurnState.borrowed and _is_in_backward()):
+            raise OptionError(
+                "Expected a call outside of a model's forward and backward pass, but got one from inside of a pass "
+                "that saltflat itself is running (from a hook, or from the forward pass). "
+                "Try calling before or after the other call, or removing the hook for its time."
+            )
+        check_not_moved(model.parameters())
+        try:
+            _TurnState.borrowed += 1
+            yield
+        finally:
+            _TurnState.borrowed -= 1
+
+
+@contextmanager
+def mark_running() -> Iterator[None]:
+    """Around the forward pass of a borrowed model."""
+    before = _TurnState.is_running
+    try:
+        _TurnState.is_running = True
+        yield
+    finally:
+        _TurnState.is_running = before
+
+
+@contextmanager
+def mark_moved(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep other threads from measuring or moving these parameters: inside, they are not where they belong."""
+    check_not_moved(parameters)
+    entry = threading.current_thread(), frozenset(map(id, parameters))
+    try:
+        _TurnState.moved.append(entry)
+        yield
+    finally:
+        _TurnState.moved.remove(entry)
+
+
+def check_not_moved(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters that another thread has moved; the thread that did so knows what it does."""
+    own = threading.current_thread()
+    away = [ids for thread, ids in list(_TurnState.moved) if thread is not own]
+    if away and any(id(each) in ids for each in parameters for ids in away):
+        raise ModelError(
+            "Expected weights where they belong, but another thread has shifted them: it is between first_step() and "
+            "second_step(). Try again later, or train with step(closure), which other threads wait for."
+        )
+
+
+def _check_can_wait() -> None:
+    """Refuse to wait inside of a backward pass, which the thread that holds the lock may itself be waiting for.
+
+    On a GPU hooks run in a thread of torch's own.
+    """
+    if not _is_in_backward():
+        return
+    if not _TurnState.lock.acquire(blocking=False):
+        raise OptionError(
+            "Expected a call outside of a backward pass, but got one from inside while another call is running, which "
+            "may be waiting for this very pass. Try calling after backward() has returned."
+        )
+    _TurnState.lock.release()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from saltflat.engine.data import Batch
 from saltflat.engine.problem import Problem, cast_targets
-from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.session import open_session
 from saltflat.engine.strategy import compute_checked_outputs
 from saltflat.errors import EmptyDataError, OptionError
-from saltflat.gradients.scratch import HeapTrimmer
-from saltflat.validation import check_seed, parse_bytes
+from saltflat.gradients.base import HeapTrimmer
+from saltflat.validation import check_seed, parse_bytes, take_turns
 
 GRAPHS = 32  # times the results of a forward pass: what differentiating it twice holds, gaps in the heap included
 

@@ -1,36 +1,161 @@
-"""The context of a measurement: a problem and the conditions, which every statistic is given."""
+"""The context of a measurement: the problem, the conditions, and the groups of examples that errors are found with.
+
+The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
+statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
+The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
+error of their *difference* comes from the differences group by group, in which most of the scatter cancels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import nan
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from saltflat._late import load_later
 from saltflat.engine.data import Batch
-from saltflat.engine.geometry import Geometry, find_geometries
+from saltflat.engine.losses import format_loss
+from saltflat.engine.network import Network
 from saltflat.engine.output_curvature import ColumnPlan
 from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import Problem, cast_targets
-from saltflat.engine.sampling import ExampleGroups, can_join, join_batches
 from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, run_probe
-from saltflat.errors import MemoryLimitWarning, SaltflatError, warn_caller
-from saltflat.gradients.scratch import HeapTrimmer
+from saltflat.errors import MemoryLimitWarning, warn_caller
+from saltflat.gradients.base import HeapTrimmer
+from saltflat.layers.geometry import Geometry, infer_geometry
+
+MOST_GROUPS = 20
+LEAST_GROUPS = 8
+GROUP_SIZE = 50  # examples in a group, as long as that makes at least LEAST_GROUPS of them
+
+
+class ExampleGroups:
+    """A random split of the examples.
+
+    Args:
+        examples: how many there are; None where that is not known before the data has been read.
+    """
+
+    def __init__(self, examples: int | None) -> None:
+        self.examples = examples
+        fitting = MOST_GROUPS if examples is None else min(MOST_GROUPS, max(LEAST_GROUPS, examples // GROUP_SIZE))
+        self.count = fitting if examples is None else max(1, min(fitting, examples))
+        self._numbers = None
+        if examples is not None:
+            self._numbers = torch.from_numpy(np.random.default_rng(0).permutation(examples) % self.count)
+
+    def find_groups(self, places: Tensor) -> Tensor:
+        """The group of the examples at these positions in the data."""
+        known = 0 if self._numbers is None else len(self._numbers)
+        inside = places < known
+        found = torch.empty(len(places), dtype=torch.long)
+        if self._numbers is not None:
+            found[inside] = self._numbers[places[inside]]
+        # Data of unknown length, or longer than it said: independent draws, so that any position has a group.
+        drawn = [int(np.random.Philox(key=[0, n]).random_raw()) % self.count for n in places[~inside].tolist()]
+        found[~inside] = torch.tensor(drawn, dtype=torch.long)
+        return found
+
+
+def iterate_groups(batches: Iterable[Batch], groups: ExampleGroups, window: int) -> Iterator[tuple[int, Batch]]:
+    """The examples, group by group, within windows of consecutive batches that hold about ``window`` bytes together.
+
+    Sums over a group are as large as the network: few visits to each group keep adding them up cheap.
+    """
+    done = 0
+    for joined in _iterate_windows(batches, window):
+        numbers = joined.example_indices
+        group = groups.find_groups(numbers)
+        for number in group.unique().tolist():
+            which = torch.nonzero(group == number)[:, 0]
+            yield number, joined.take(which, done, numbers[which])
+            done += len(which)
+
+
+def _iterate_windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    held: list[Batch] = []
+    room = size
+    for batch in chain.from_iterable(_cut_batch(whole, size) for whole in batches):
+        if held and (room < 0 or not can_join(held[-1], batch)):
+            yield join_batches(held)
+            held, room = [], size
+        held.append(batch)
+        room -= _count_bytes(batch)
+    if held:
+        yield join_batches(held)
+
+
+def _cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
+    """Parts of a batch that hold about ``size`` bytes each."""
+    step = -(-batch.examples // max(1, -(-_count_bytes(batch) // max(1, size))))
+    for start in range(0, batch.examples, step):
+        yield batch if step == batch.examples else batch.cut(start, start + step)
+
+
+def _count_bytes(batch: Batch) -> int:
+    return sum(each.numel() * each.element_size() for each in [*batch.list_tensors(), batch.targets])
+
+
+def can_join(one: Batch, two: Batch) -> bool:
+    """Whether two batches are alike in everything but the number of examples."""
+    parts, others = ([*tree_flatten((b.args, b.kwargs))[0], b.targets] for b in (one, two))
+    if tree_flatten((one.args, one.kwargs))[1] != tree_flatten((two.args, two.kwargs))[1]:
+        return False
+
+    def is_alike(a: object, b: object) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return (
+                one.has_example_axis(a)
+                and two.has_example_axis(b)
+                and a.shape[1:] == b.shape[1:]
+                and a.dtype == b.dtype
+            )
+        return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
+
+    return all(is_alike(a, b) for a, b in zip(parts, others, strict=True))
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Batches that :func:`can_join` as one."""
+    if len(batches) == 1:
+        return batches[0]
+    leaves, tree = zip(*(tree_flatten((b.args, b.kwargs)) for b in batches), strict=True)
+    joined = [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*leaves, strict=True)]
+    args, kwargs = tree_unflatten(joined, tree[0])
+    targets = torch.cat([b.targets for b in batches])
+    return Batch(args, kwargs, targets, batches[0].first, len(targets))
+
+
+def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:
+    """The measured parameters of two or more axes.
+
+    With a batch, as the operations use them that the model does with it; without, as the module sees them that owns
+    their name.
+    """
+    if batch is not None:
+        found: Mapping[str, Geometry] = load_later("symmetry.axes").find_used_geometries(network, batch)
+        return found
+    return {
+        name: infer_geometry(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
+        for name, value in network.measured.items()
+        if value.dim() > 1
+    }
+
 
 Tick = Callable[[str, int, int | None], None]
 
 SMALL = 32 << 20  # bytes that nobody needs to be warned of
 ALONE, TOGETHER = 4, 16  # examples picked out of chunks that are run alone, and later ones at once
 FEW = 32  # examples at most to keep for a look at them
-
-
-class NotDefinedError(SaltflatError, ValueError):
-    """This model, loss or data does not have the quantity asked for. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +166,7 @@ class StatisticResult:
         value: one tensor per parameter name, or whatever the statistic says of the network as a whole.
         replicates: the same with one random draw left out at a time; None where nothing random was drawn from.
         without: the same with one group of examples left out, a function of the group's number; None where that is not
-            known. See :mod:`saltflat.engine.sampling`.
+            known. See :mod:`saltflat.engine.context`.
         exact: whether it is what its name says, to rounding.
         notes: what a reader should know besides.
     """
@@ -53,7 +178,7 @@ class StatisticResult:
     notes: tuple[str, ...] = ()
 
 
-class Setting:
+class Context:
     """A problem and how to look at it.
 
     Attributes:
@@ -240,3 +365,22 @@ class Setting:
             self.store_counts(examples, share, total)
         assert self._counts is not None
         return self._counts
+
+
+def describe_context(context: Context) -> dict[str, Any]:
+    """How it was measured, in words that can be written down."""
+    problem = context.problem
+    first = next(iter(problem.network.measured.values()))
+    return {
+        "columns": str(context.plan),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "device": str(first.device),
+        "layers": list(problem.network.measured),
+        "loss": format_loss(getattr(problem.loss, "inner", problem.loss)),
+        "memory": context.limit,
+        "results_bytes": context.results_bytes,
+        "example_bytes": context.example_bytes,
+        "mode": problem.mode,
+        "seed": context.seed,
+        "strategy": " + ".join(dict.fromkeys(found.strategy for found in context.probes.values())),
+    }

@@ -12,9 +12,8 @@ of the second derivative that :mod:`saltflat.engine.output_curvature` turns into
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -232,37 +231,6 @@ def _format_function_name(function: Callable[..., Any]) -> str:
     return f"the loss {getattr(function, '__name__', type(function).__name__)}"
 
 
-LOSSES: dict[str, Callable[[], Loss]] = {
-    "cross_entropy": CrossEntropy,
-    "mse": SquaredError,
-    "bce_with_logits": BinaryCrossEntropy,
-}
-
-
-def format_loss(loss: Loss) -> str:
-    """The name of a loss, and its options that are not the usual ones: reports with equal ones have equal losses.
-
-    >>> format_loss(CrossEntropy(label_smoothing=0.1, weight=torch.tensor([1.0, 2.5])))
-    'cross_entropy(label_smoothing=0.1, weight=[1, 2.5])'
-    """
-    if isinstance(loss, CustomLoss):
-        function = getattr(loss.function, "func", loss.function)  # of a partial
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
-    name = next((name for name, kind in LOSSES.items() if kind is type(loss)), type(loss).__name__)
-    said = []
-    options: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
-    for option in options:
-        value = getattr(loss, option.name)
-        if isinstance(value, Tensor):
-            numbers = [f"{number:g}" for number in value.flatten().tolist()]
-            mark = blake2b(" ".join(numbers).encode(), digest_size=4).hexdigest()  # of too many to read
-            shown = f"[{', '.join(numbers)}]" if len(numbers) <= 8 else f"[{len(numbers)} numbers, {mark}]"
-            said.append(f"{option.name}={shown}")
-        elif value != option.default and option.name != "classes_second":
-            said.append(f"{option.name}={value!r}")
-    return f"{name}({', '.join(said)})" if said else name
-
-
 # Functions of torch with the modules of the same meaning.
 FUNCTIONS: tuple[tuple[Callable[..., Tensor], type[nn.Module]], ...] = (
     (F.cross_entropy, nn.CrossEntropyLoss),
@@ -280,21 +248,8 @@ DIVISORS = {
 }
 
 
-def parse_loss(given: Any) -> Loss:
-    """The loss meant by a name, a loss of ours, a loss module of torch, or a function."""
-    if isinstance(given, Loss):
-        return given
-    if isinstance(given, str):
-        if given not in LOSSES:
-            raise make_unknown_name_error("loss", given, LOSSES)
-        return LOSSES[given]()
-    if not callable(given):
-        raise make_unknown_name_error("loss", given, LOSSES)
-    if isinstance(given, type):
-        raise OptionError(
-            f"Expected one of its instances, but got the class {given.__name__} as the loss. Try passing "
-            f"{given.__name__}()."
-        )
+def convert_loss(given: nn.Module | Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """Return the loss that a module or a function of torch stands for, or a custom one."""
     module = _find_torch_module(given)
     return (_convert_torch_loss(module) if module is not None else None) or CustomLoss(given)
 

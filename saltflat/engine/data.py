@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from saltflat.errors import DataError
+from saltflat.errors import DataError, EmptyDataError, NondeterministicError, OneShotDataError
 
 Data: TypeAlias = Iterable[Any] | tuple[Tensor, Tensor] | Dataset[Any]
 
@@ -216,3 +216,142 @@ def _has_same_checksums(one: list[Any], two: list[Any]) -> bool:
             return True
 
     return len(one) == len(two) and all(is_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def read_batches(data: Data) -> Iterator[Batch]:
+    """One pass over the data."""
+    if isinstance(data, RepeatableData):
+        yield from data.read_batches()
+        return
+    first = 0
+    for number, item in enumerate([data] if _is_one_batch(data) else iter(data)):
+        args, kwargs, targets = unpack_batch(item, number)
+        for leaf in tree_flatten((args, kwargs))[0]:
+            _check_dense_leaf(leaf, number)
+        if targets.dim() == 0:
+            raise DataError(
+                "Expected targets of shape (examples, ...), but got a target without an axis for the examples in "
+                f"batch {number}. Try batching single examples, for instance with DataLoader(dataset, "
+                "batch_size=128)."
+            )
+        batch = Batch(args, kwargs, targets, first, targets.shape[0])
+        batch = replace(
+            batch, shared=frozenset(id(leaf) for leaf in batch.list_tensors() if not batch.has_example_axis(leaf))
+        )
+        if batch.examples == 0:
+            continue
+        if not any(batch.has_example_axis(leaf) for leaf in batch.list_tensors()):
+            shapes = [tuple(leaf.shape) for leaf in batch.list_tensors()]
+            raise DataError(
+                f"Expected the same number of examples along the first axis of both, but got {batch.examples} "
+                f"targets and inputs of shape {shapes} in batch {number}. Check that inputs and targets belong "
+                "together."
+            )
+        first += batch.examples
+        yield batch
+
+
+def _is_tensor_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+
+
+def _is_one_batch(data: Any) -> bool:
+    """A pair of tensors; or inputs of several tensors with a tensor of targets; or a dict."""
+    several = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Mapping | tuple | list)
+    several = several and isinstance(data[1], Tensor)
+    return _is_tensor_pair(data) or several or isinstance(data, Mapping)
+
+
+def prepare_data(data: Any) -> Data:
+    """Data that can be read as often as needed and answers the same each time; else an error that says why not."""
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=128)
+    if not isinstance(data, Iterable):
+        raise DataError(
+            "Expected a DataLoader, a pair of tensors (inputs, targets) or a list of batches, but got data of type "
+            f"{type(data).__name__}. Try wrapping your examples in one of these."
+        )
+    if isinstance(data, Iterator):
+        raise OneShotDataError(
+            f"Expected data that can be read again, but got a {type(data).__name__}, which can be read only once. "
+            "Try passing list(...) of it, or the DataLoader itself."
+        )
+    if (
+        _is_tensor_pair(data)
+        and all(find_unsupported_kind(part) is None and part.dim() for part in data)
+        and len(data[0]) != len(data[1])
+    ):
+        raise DataError(
+            f"Expected as many of one as of the other, but got {len(data[0])} inputs and {len(data[1])} targets. "
+            "Check that they belong together."
+        )
+    if isinstance(data, RepeatableData):
+        return data
+    if isinstance(data, DataLoader):
+        from saltflat.engine.read_data import _fix_loader_order  # which builds on this module
+
+        data = _fix_loader_order(data)
+    one = next(read_batches(data), None)
+    if one is None:
+        raise EmptyDataError(
+            "Expected at least one, but got data without examples. Check the path, the split and drop_last."
+        )
+    held: Data = data
+    if _is_one_batch(data) or type(data) in (list, tuple):
+        return held  # every reading yields the same tensors
+    # Checksums instead of a copy: a batch may be as large as the data.
+    first, two = _compute_batch_checksums(one), next(read_batches(data), None)
+    if two is None:
+        raise OneShotDataError(
+            f"Expected data that can be read again, but got a {type(data).__name__} that gave nothing on the second "
+            "reading. Try passing a list of its batches."
+        )
+    if not _has_same_checksums(first, _compute_batch_checksums(two)):
+        from saltflat.engine.read_data import _has_fixed_order, _load_into_memory
+
+        if _has_fixed_order(data):
+            raise NondeterministicError(
+                "Expected the same examples every time, but got a DataLoader whose first batch differs between two "
+                "readings (random augmentation). Try measuring on a dataset without random transforms, or passing "
+                "list(loader) to measure what one pass yields."
+            )
+        return _load_into_memory(data)
+    return RepeatableData(data)
+
+
+class RepeatableData:
+    """Data that has to yield the same batches in every reading: the examples are told apart by their numbers.
+
+    Later readings are compared with the first by a checksum of every example, which costs little beside a forward pass.
+    """
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data = data
+        self.seen: list[list[Tensor]] = []
+        self.is_complete = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def read_batches(self) -> Iterator[Batch]:
+        number = -1
+        for number, batch in enumerate(read_batches(self.data)):
+            found = _compute_batch_checksums(batch)
+            if number < len(self.seen):
+                same = _has_same_checksums(self.seen[number], found)
+            else:
+                same = not self.is_complete
+                self.seen.append(found)
+            if not same:
+                raise self._make_change_error(f"batch {number}")
+            yield batch
+        if number + 1 < len(self.seen):
+            raise self._make_change_error(f"the number of batches ({number + 1} after {len(self.seen)})")
+        self.is_complete = True
+
+    def _make_change_error(self, what: str) -> NondeterministicError:
+        return NondeterministicError(
+            f"Expected the same examples in the same order every time, but got a {type(self.data).__name__} whose "
+            f"readings differ in {what} (shuffling or random augmentation). Try measuring on un-augmented data with "
+            "shuffle=False, or passing list(loader) to measure what one pass yields."
+        )

@@ -16,7 +16,7 @@ from math import exp, sqrt
 import torch
 from torch import Tensor
 
-from saltflat.engine.context import Setting
+from saltflat.engine.context import Context
 from saltflat.engine.lanczos import (
     BASIS,
     LEAST,
@@ -234,9 +234,9 @@ class _EigenPairs:
         return ExtremeEigenvalues(values, vectors, residuals, bounds, converged, self.largest, complete, self.scale)
 
 
-def make_block_product(setting: Setting) -> Product:
+def make_block_product(context: Context) -> Product:
     """Multiplication with the Gauss-Newton block of each parameter, one sweep for all."""
-    stacked = make_stacked_block_product(setting)
+    stacked = make_stacked_block_product(context)
 
     def multiply(vectors: Vectors) -> Vectors:
         return {name: each[0] for name, each in stacked({name: v[None] for name, v in vectors.items()}).items()}
@@ -244,7 +244,7 @@ def make_block_product(setting: Setting) -> Product:
     return multiply
 
 
-def make_stacked_block_product(setting: Setting) -> StackedProduct:
+def make_stacked_block_product(context: Context) -> StackedProduct:
     """The same for several vectors of each parameter, ``(vectors, *shape)``, still one sweep for all."""
 
     def multiply(vectors: Vectors) -> Vectors:
@@ -252,37 +252,37 @@ def make_stacked_block_product(setting: Setting) -> StackedProduct:
             return torch.stack([form.sum_weighted(form.project(each.to(site.value))) for each in vectors[site.name]])
 
         statistic = Statistic("product", of="curvature", total=compute_total, spread=None, meaning="G v")
-        found = SweepTotals(setting, [statistic], only=vectors.keys()).sweep().compute_values()["product"]
+        found = SweepTotals(context, [statistic], only=vectors.keys()).sweep().compute_values()["product"]
         # A parameter without effect has zeros in its own shape.
         return {name: each.expand(vectors[name].shape) for name, each in found.items()}
 
     return multiply
 
 
-def compute_curvature_replicates(setting: Setting, vectors: Vectors) -> tuple[dict[str, Tensor], ...] | None:
+def compute_curvature_replicates(context: Context, vectors: Vectors) -> tuple[dict[str, Tensor], ...] | None:
     """v' G v of every parameter with one random draw of columns left out at a time; None if columns are exact."""
 
     def compute_total(form: FactoredGradient, site: ParameterSite) -> Tensor:
         return form.project(vectors[site.name].to(site.value)).double().square().sum()
 
     statistic = Statistic("along", of="curvature", total=compute_total, spread=None, meaning="v' G v", kind="scalar")
-    return SweepTotals(setting, [statistic], replicate=True, only=vectors.keys()).sweep().compute_replicates(statistic)
+    return SweepTotals(context, [statistic], replicate=True, only=vectors.keys()).sweep().compute_replicates(statistic)
 
 
-def draw_start_vectors(setting: Setting, names: Collection[str]) -> dict[str, Tensor]:
+def draw_start_vectors(context: Context, names: Collection[str]) -> dict[str, Tensor]:
     """A random vector for each parameter, the same for the same name and seed."""
-    return {name: vector for name, vector in draw_normals(setting, 0).items() if name in names}
+    return {name: vector for name, vector in draw_normals(context, 0).items() if name in names}
 
 
 @contextmanager
-def reserve_basis(setting: Setting, names: Collection[str]) -> Iterator[int]:
+def reserve_basis(context: Context, names: Collection[str]) -> Iterator[int]:
     """How many vectors of these parameters fit in half of the memory, all blocks together; the rest is for passes."""
-    size = 8 * max(1, sum(setting.problem.network.measured[name].numel() for name in names))
-    basis = max(LEAST, min(BASIS, setting.limit // (2 * size)))
-    with setting.reserve(basis * size):
+    size = 8 * max(1, sum(context.problem.network.measured[name].numel() for name in names))
+    basis = max(LEAST, min(BASIS, context.limit // (2 * size)))
+    with context.reserve(basis * size):
         yield basis
 
 
-def get_rounding_tolerance(setting: Setting) -> float:
+def get_rounding_tolerance(context: Context) -> float:
     """How closely an eigenvalue can be told in the precision of the parameters."""
-    return max(ROUNDING[value.dtype] for value in setting.problem.network.measured.values())
+    return max(ROUNDING[value.dtype] for value in context.problem.network.measured.values())

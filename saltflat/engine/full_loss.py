@@ -1,7 +1,9 @@
-"""The mean loss of all the data, and its derivatives, at any weights.
+"""Groups of examples, which standard errors over examples are found with.
 
-Nothing here uses the layers' rules, and the user's parameters are never touched: the network runs on stand-ins. Data is
-taken in chunks that fit the memory; sums over them are kept in float64.
+The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
+statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
+The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
+error of their *difference* comes from the differences group by group, in which most of the scatter cancels.
 """
 
 from __future__ import annotations
@@ -15,13 +17,56 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from saltflat.engine.context import NotDefinedError, Setting
-from saltflat.engine.custom_losses import NormalizedLogitsLoss
+from saltflat.engine.context import ExampleGroups, Context, iterate_groups
 from saltflat.engine.data import Batch
-from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy
+from saltflat.engine.losses import find_hits
 from saltflat.engine.problem import cast_targets
-from saltflat.engine.sampling import GroupedMean, iterate_groups
-from saltflat.errors import EmptyDataError, NonFiniteError
+from saltflat.errors import EmptyDataError, NonFiniteError, NotDefinedError
+
+
+class GroupedMean:
+    """A mean over examples, kept group by group.
+
+    Args:
+        groups: how the examples are split; None for the mean alone.
+    """
+
+    def __init__(self, groups: ExampleGroups | None) -> None:
+        self.groups = groups
+        self.sums = torch.zeros(groups.count if groups else 1, dtype=torch.float64)
+        self.shares = torch.zeros_like(self.sums)
+        self.examples = torch.zeros_like(self.sums)
+
+    def add(self, batch: Batch, values: Tensor, shares: Tensor) -> None:
+        """Add single examples' values, and each one's part of what their sum is divided by."""
+        group = (
+            self.groups.find_groups(batch.example_indices)
+            if self.groups
+            else torch.zeros(batch.examples, dtype=torch.long)
+        )
+        self.sums.index_add_(0, group, values.detach().double().cpu())
+        self.shares.index_add_(0, group, shares.detach().double().cpu())
+        self.examples.index_add_(0, group, torch.ones(batch.examples, dtype=torch.float64))
+
+    def add_sums(self, group: int, batch: Batch, value: float, share: float) -> None:
+        """Add what examples of one group have together."""
+        self.sums[group] += value
+        self.shares[group] += share
+        self.examples[group] += batch.examples
+
+    def compute_mean(self) -> float:
+        return float(self.sums.sum() / self.shares.sum())
+
+    def make_leave_one_out(self) -> Callable[[int], float] | None:
+        """The mean with one group left out, as a function of the group's number among those with examples."""
+        kept = torch.nonzero(self.examples)[:, 0]
+        # A group that holds all the share (every other example is ignored) leaves nothing to divide by.
+        if len(kept) < 2 or bool((self.shares.sum() - self.shares[kept] <= 0).any()):
+            return None
+        return lambda left_out: float(
+            (self.sums.sum() - self.sums[kept[left_out]]) / (self.shares.sum() - self.shares[kept[left_out]])
+        )
+
 
 Weights = Mapping[str, Tensor]
 
@@ -32,49 +77,49 @@ STEPS = {torch.float32: (1e-2, 3e-3, 1e-3), torch.float64: (1e-4, 1e-5, 1e-6, 1e
 # What torch puts where a backward pass must not be differentiated.
 ONCE = "torch::autograd::Error"
 # Settings whose second derivatives were found to be there.
-_CHECKED: WeakSet[Setting] = WeakSet()
+_CHECKED: WeakSet[Context] = WeakSet()
 
 
-def compute_loss_at(setting: Setting, weights: Weights | None = None) -> float:
+def compute_loss_at(context: Context, weights: Weights | None = None) -> float:
     """The mean loss with ``weights`` in place of the parameters of these names; infinite or NaN if it overflows."""
-    return compute_grouped_losses(setting, weights).compute_mean()
+    return compute_grouped_losses(context, weights).compute_mean()
 
 
-def compute_grouped_losses(setting: Setting, weights: Weights | None = None) -> GroupedMean:
+def compute_grouped_losses(context: Context, weights: Weights | None = None) -> GroupedMean:
     """The same, group of examples by group."""
-    found = GroupedMean(setting.groups)
+    found = GroupedMean(context.groups)
     with torch.no_grad():
-        for batch in setting.read_chunks(0):
-            outputs, targets = _compute_outputs(setting, batch, _make_leaves(setting, weights), weights is not None)
-            loss = setting.problem.loss
+        for batch in context.read_chunks(0):
+            outputs, targets = _compute_outputs(context, batch, _make_leaves(context, weights), weights is not None)
+            loss = context.problem.loss
             found.add(batch, loss.total(outputs, targets), loss.share(outputs, targets))
     _check_share(float(found.shares.sum()))
     return found
 
 
-def compute_gradient_at(setting: Setting, weights: Weights | None = None) -> tuple[float, dict[str, Tensor]]:
+def compute_gradient_at(context: Context, weights: Weights | None = None) -> tuple[float, dict[str, Tensor]]:
     """The mean loss and its gradient, in float64."""
     total = share = 0.0
-    sums = _make_zeros(setting)
-    for batch in setting.read_chunks(0):
-        leaves = _make_leaves(setting, weights)
-        outputs, targets = _compute_outputs(setting, batch, leaves, weights is not None)
-        loss = setting.problem.loss.total(outputs, targets).sum()
+    sums = _make_zeros(context)
+    for batch in context.read_chunks(0):
+        leaves = _make_leaves(context, weights)
+        outputs, targets = _compute_outputs(context, batch, leaves, weights is not None)
+        loss = context.problem.loss.total(outputs, targets).sum()
         _add_gradients(sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
         total += float(loss.detach())
-        share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
+        share += float(context.problem.loss.share(outputs.detach(), targets).sum())
     share = _check_share(share)
     return total / share, {name: each / share for name, each in sums.items()}
 
 
-def compute_hessian_product(setting: Setting, vector: Weights) -> dict[str, Tensor]:
+def compute_hessian_product(context: Context, vector: Weights) -> dict[str, Tensor]:
     """The true Hessian of the mean loss times a vector, in float64, by differentiating twice."""
-    return compute_hessian_products(setting, [vector])[0]
+    return compute_hessian_products(context, [vector])[0]
 
 
-def compute_hessian_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
+def compute_hessian_products(context: Context, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
     """The same for several vectors, which share a forward pass and the first backward pass."""
-    sums = [_make_zeros(setting) for _ in vectors]
+    sums = [_make_zeros(context) for _ in vectors]
 
     def add_chunk(leaves: Weights, slopes: Weights) -> None:
         for total, vector in zip(sums, vectors, strict=True):
@@ -82,11 +127,11 @@ def compute_hessian_products(setting: Setting, vectors: Sequence[Weights]) -> li
             if bent:
                 _add_gradients(total, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
 
-    share = _check_share(_visit_chunks(setting, add_chunk, setting.read_chunks(1)))
+    share = _check_share(_visit_chunks(context, add_chunk, context.read_chunks(1)))
     return [{name: each / share for name, each in total.items()} for total in sums]
 
 
-def compute_hessian_block_products(setting: Setting, vectors: Weights) -> dict[str, Tensor]:
+def compute_hessian_block_products(context: Context, vectors: Weights) -> dict[str, Tensor]:
     """The diagonal blocks of the Hessian, one for each given parameter, times ``(vectors, *shape)`` of its own."""
     sums = {name: torch.zeros_like(each, dtype=torch.float64) for name, each in vectors.items()}
 
@@ -97,14 +142,14 @@ def compute_hessian_block_products(setting: Setting, vectors: Weights) -> dict[s
                 if found is not None:
                     total += found
 
-    share = _check_share(_visit_chunks(setting, add_chunk, setting.read_chunks(1)))
+    share = _check_share(_visit_chunks(context, add_chunk, context.read_chunks(1)))
     return {name: each / share for name, each in sums.items()}
 
 
-def compute_grouped_curvature(setting: Setting, vector: Weights) -> GroupedMean:
+def compute_grouped_curvature(context: Context, vector: Weights) -> GroupedMean:
     """v' H v of the mean loss, group of examples by group."""
-    assert setting.groups is not None
-    found, along = GroupedMean(setting.groups), 0.0
+    assert context.groups is not None
+    found, along = GroupedMean(context.groups), 0.0
 
     def add_chunk(leaves: Weights, slopes: Weights) -> None:
         nonlocal along
@@ -114,26 +159,26 @@ def compute_grouped_curvature(setting: Setting, vector: Weights) -> GroupedMean:
             pairs = zip(leaves, product, strict=True)
             along += sum(float((each.double() * vector[name]).sum()) for name, each in pairs if each is not None)
 
-    for group, batch in iterate_groups(setting.problem.read_batches(), setting.groups, setting.limit // 8):
+    for group, batch in iterate_groups(context.problem.read_batches(), context.groups, context.limit // 8):
         along = 0.0
-        share = _visit_chunks(setting, add_chunk, setting.split_batch(batch, 1))
+        share = _visit_chunks(context, add_chunk, context.split_batch(batch, 1))
         found.add_sums(group, batch, along, share)
     return found
 
 
-def compute_gauss_newton_products(setting: Setting, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
+def compute_gauss_newton_products(context: Context, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
     """The Gauss-Newton matrix of the mean loss over all parameters times several vectors: J' B J v."""
-    share, sums = 0.0, [_make_zeros(setting) for _ in vectors]
-    for batch in setting.read_chunks(1):
-        leaves = _make_leaves(setting, None)
-        outputs, targets = _compute_outputs(setting, batch, leaves)
+    share, sums = 0.0, [_make_zeros(context) for _ in vectors]
+    for batch in context.read_chunks(1):
+        leaves = _make_leaves(context, None)
+        outputs, targets = _compute_outputs(context, batch, leaves)
         at = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(setting.problem.loss.total(at, targets).sum(), at, create_graph=True)
+        (slope,) = torch.autograd.grad(context.problem.loss.total(at, targets).sum(), at, create_graph=True)
         # The gradient of <w, outputs> is J'w, linear in w: its derivative along v with respect to w is Jv.
         w = torch.zeros_like(outputs, requires_grad=True)
         pulled = torch.autograd.grad((outputs * w).sum(), list(leaves.values()), create_graph=True, allow_unused=True)
         reached = {name: each for name, each in zip(leaves, pulled, strict=True) if each is not None}
-        share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
+        share += float(context.problem.loss.share(outputs.detach(), targets).sum())
         if not slope.requires_grad or not reached:  # a loss without curvature, or outputs without parameters
             continue
         if any(node.name() == ONCE for node in _iterate_nodes(pulled)):
@@ -155,7 +200,7 @@ def compute_gauss_newton_products(setting: Setting, vectors: Sequence[Weights]) 
     return [{name: each / share for name, each in total.items()} for total in sums]
 
 
-def _visit_chunks(setting: Setting, use: Callable[[Weights, Weights], None], chunks: Iterable[Batch]) -> float:
+def _visit_chunks(context: Context, use: Callable[[Weights, Weights], None], chunks: Iterable[Batch]) -> float:
     """Call ``use`` with the leaves and the loss's gradients of each chunk; return the sum of the shares.
 
     Gradients come with a graph. A parameter without effect has none, and one that enters linearly a constant one: both
@@ -163,13 +208,13 @@ def _visit_chunks(setting: Setting, use: Callable[[Weights, Weights], None], chu
     """
     share = 0.0
     for batch in chunks:
-        if setting not in _CHECKED:
-            _check_second_derivatives(setting, batch.cut(0, 2))
-            _CHECKED.add(setting)
-        leaves = _make_leaves(setting, None)
-        outputs, targets = _compute_outputs(setting, batch, leaves)
-        loss = setting.problem.loss.total(outputs, targets).sum()
-        share += float(setting.problem.loss.share(outputs.detach(), targets).sum())
+        if context not in _CHECKED:
+            _check_second_derivatives(context, batch.cut(0, 2))
+            _CHECKED.add(context)
+        leaves = _make_leaves(context, None)
+        outputs, targets = _compute_outputs(context, batch, leaves)
+        loss = context.problem.loss.total(outputs, targets).sum()
+        share += float(context.problem.loss.share(outputs.detach(), targets).sum())
         slopes: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
             slopes = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
@@ -188,16 +233,16 @@ def _differentiate_again(inner: Tensor, leaves: list[Tensor]) -> tuple[Tensor | 
         raise NotDefinedError(f"needs second derivatives, which torch does not have for this model: {error}") from error
 
 
-def _check_second_derivatives(setting: Setting, batch: Batch) -> None:
+def _check_second_derivatives(context: Context, batch: Batch) -> None:
     """Refuse a model whose own autograd functions have a backward pass that cannot be differentiated.
 
     Torch leaves out what such a function hides, without a word: one marked ``once_differentiable``, or one whose
     backward pass detaches what it saved. The first shows in the graph; the second by comparing a product with the
     Hessian with differences of gradients.
     """
-    leaves = _make_leaves(setting, None)
-    outputs, targets = _compute_outputs(setting, batch, leaves)
-    loss = setting.problem.loss.total(outputs, targets).sum()
+    leaves = _make_leaves(context, None)
+    outputs, targets = _compute_outputs(context, batch, leaves)
+    loss = context.problem.loss.total(outputs, targets).sum()
     if not loss.requires_grad:
         return
     own = {
@@ -216,18 +261,18 @@ def _check_second_derivatives(setting: Setting, batch: Batch) -> None:
         )
     vector = {n: torch.ones_like(v).bernoulli_(generator=_make_generator(v)).mul_(2).sub_(1) for n, v in leaves.items()}
     bent = [(g * vector[n]).sum() for n, g in zip(leaves, slopes, strict=True) if g is not None and g.requires_grad]
-    second = _make_zeros(setting)
+    second = _make_zeros(context)
     if bent:
         _add_gradients(second, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
-    size = compute_norm(setting.problem.network.measured) / compute_norm(vector)
+    size = compute_norm(context.problem.network.measured) / compute_norm(vector)
     before: dict[str, Tensor] | None = None
     for step in STEPS[max((v.dtype for v in leaves.values()), key=lambda kind: SYMMETRY[kind])]:
-        found = _make_zeros(setting)
+        found = _make_zeros(context)
         for sign in (1, -1):
             there = {name: leaf.detach() + sign * step * size * vector[name] for name, leaf in leaves.items()}
-            places = _make_leaves(setting, there)
-            moved_outputs, _ = _compute_outputs(setting, batch, places, True)
-            total = setting.problem.loss.total(moved_outputs, targets).sum()
+            places = _make_leaves(context, there)
+            moved_outputs, _ = _compute_outputs(context, batch, places, True)
+            total = context.problem.loss.total(moved_outputs, targets).sum()
             slope = torch.autograd.grad(total, list(places.values()), allow_unused=True)
             _add_gradients(found, tuple(None if each is None else sign * each / (2 * step * size) for each in slope))
         # Where two steps agree there is no kink between them, and differences can be trusted.
@@ -263,12 +308,12 @@ def _compute_distance(one: Weights, two: Weights) -> float:
     return compute_norm({name: one[name] - two[name] for name in one}) / longest if longest else 0.0
 
 
-def check_symmetric(setting: Setting, difference: float) -> None:
+def check_symmetric(context: Context, difference: float) -> None:
     """For any two vectors u'Hv is v'Hu; where torch's second derivatives are wrong they differ in the first digits.
 
     ``difference`` is relative to the lengths of u, v and their products.
     """
-    coarsest = max(SYMMETRY[each.dtype] for each in setting.problem.network.measured.values())
+    coarsest = max(SYMMETRY[each.dtype] for each in context.problem.network.measured.values())
     if difference > coarsest:
         raise NotDefinedError(
             f"needs second derivatives, and those that torch gives for this model are wrong: u'Hv and v'Hu differ by "
@@ -276,25 +321,25 @@ def check_symmetric(setting: Setting, difference: float) -> None:
         )
 
 
-def compute_accuracy_at(setting: Setting, weights: Weights | None = None) -> float:
+def compute_accuracy_at(context: Context, weights: Weights | None = None) -> float:
     """The fraction of targets that the network gets right; at every position, without those that are ignored."""
     right = counted = 0
     with torch.no_grad():
-        for batch in setting.read_chunks(0):
-            outputs, targets = _compute_outputs(setting, batch, _make_leaves(setting, weights), weights is not None)
-            met, kept = find_hits(setting, outputs, targets)
+        for batch in context.read_chunks(0):
+            outputs, targets = _compute_outputs(context, batch, _make_leaves(context, weights), weights is not None)
+            met, kept = find_hits(context.problem.loss, outputs, targets)
             right, counted = right + int((met & kept).sum()), counted + int(kept.sum())
     return right / _check_share(counted)
 
 
-def compute_scales(setting: Setting) -> dict[str, Tensor]:
+def compute_scales(context: Context) -> dict[str, Tensor]:
     """The absolute values of the parameters, in float64."""
-    return {name: value.double().abs() for name, value in setting.problem.network.measured.items()}
+    return {name: value.double().abs() for name, value in context.problem.network.measured.items()}
 
 
-def compute_moved_weights(setting: Setting, step: Weights) -> dict[str, Tensor]:
+def compute_moved_weights(context: Context, step: Weights) -> dict[str, Tensor]:
     """The parameters plus ``step``, in float64."""
-    return {name: value.double() + step[name] for name, value in setting.problem.network.measured.items()}
+    return {name: value.double() + step[name] for name, value in context.problem.network.measured.items()}
 
 
 def compute_norm(vector: Weights) -> float:
@@ -311,40 +356,23 @@ def check_finite_loss(loss: float) -> float:
     return loss
 
 
-def _make_leaves(setting: Setting, weights: Weights | None) -> dict[str, Tensor]:
+def _make_leaves(context: Context, weights: Weights | None) -> dict[str, Tensor]:
     given = weights or {}
-    measured = setting.problem.network.measured
+    measured = context.problem.network.measured
     return {name: given.get(name, value).to(value).detach().requires_grad_() for name, value in measured.items()}
 
 
-def _compute_outputs(setting: Setting, batch: Batch, leaves: Weights, is_moved: bool = False) -> tuple[Tensor, Tensor]:
+def _compute_outputs(context: Context, batch: Batch, leaves: Weights, is_moved: bool = False) -> tuple[Tensor, Tensor]:
     """Outputs and targets in float64; ``is_moved`` if the leaves are not the model's own weights."""
-    outputs, targets = setting.problem.network(batch, leaves=leaves).double(), cast_targets(batch.targets)
-    setting.problem.loss.check(outputs, targets)
+    outputs, targets = context.problem.network(batch, leaves=leaves).double(), cast_targets(batch.targets)
+    context.problem.loss.check(outputs, targets)
     if not is_moved:
-        setting.check_uncoupled(batch, outputs)
+        context.check_uncoupled(batch, outputs)
     return outputs, targets
 
 
-def find_hits(setting: Setting, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets are met, and which count."""
-    loss = setting.problem.loss
-    if isinstance(loss, NormalizedLogitsLoss):  # the largest logit stays the largest
-        loss = loss.inner
-    if isinstance(loss, BinaryCrossEntropy):
-        return (outputs > 0) == (targets > 0.5), torch.ones_like(targets, dtype=torch.bool)
-    if not isinstance(loss, CrossEntropy):
-        raise NotDefinedError(f"needs classes to be right or wrong about, which {type(loss).__name__} does not have")
-    axis = loss.find_class_axis(outputs, targets)
-    # Outputs that overflowed predict nothing.
-    found = outputs.argmax(axis).where(outputs.isfinite().all(axis), targets.new_full((), -1, dtype=torch.long))
-    if targets.is_floating_point():
-        return found == targets.argmax(axis), torch.ones_like(found, dtype=torch.bool)
-    return found == targets, targets != loss.ignore_index
-
-
-def _make_zeros(setting: Setting) -> dict[str, Tensor]:
-    measured = setting.problem.network.measured
+def _make_zeros(context: Context) -> dict[str, Tensor]:
+    measured = context.problem.network.measured
     return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in measured.items()}
 
 

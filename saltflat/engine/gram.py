@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from saltflat.engine.context import Setting
+from saltflat.engine.context import Context
 from saltflat.engine.data import Batch
 from saltflat.engine.per_example import Emit
 from saltflat.engine.statistic import Statistic
 from saltflat.engine.sweep import SweepTotals
-from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient
-from saltflat.gradients.scratch import use_scratch
+from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient, use_scratch
 
 Forms = Mapping[str, FactoredGradient]
 _GRADIENT = Statistic(
@@ -21,11 +20,11 @@ _GRADIENT = Statistic(
 )
 
 
-def compute_gram_matrix(setting: Setting, chosen: Tensor) -> Tensor:
+def compute_gram_matrix(context: Context, chosen: Tensor) -> Tensor:
     """``(P, P)``: inner products between the gradients of the chosen examples' losses, in float64.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         chosen: sorted numbers of examples.
 
     Gradients of as many examples as fit in memory are kept at a time, and those of the others pass by them: one sweep
@@ -34,29 +33,29 @@ def compute_gram_matrix(setting: Setting, chosen: Tensor) -> Tensor:
     result, start = torch.zeros(len(chosen), len(chosen), dtype=torch.float64), 0
     with use_scratch():
         while start < len(chosen):
-            start = _fill_window(setting, chosen, start, result)
+            start = _fill_window(context, chosen, start, result)
     # The upper half was filled.
     return result.triu() + result.triu(1).mT
 
 
-def iterate_gradients(setting: Setting) -> Iterator[Tensor]:
+def iterate_gradients(context: Context) -> Iterator[Tensor]:
     """The gradients of single examples' losses over all parameters, ``(examples, parameters)``, in float64."""
-    keeper = _GradientKeeper(setting)
+    keeper = _GradientKeeper(context)
     keeper.written = dict.fromkeys(keeper.sites, True)
     with use_scratch():
-        for batch in setting.problem.read_batches():
+        for batch in context.problem.read_batches():
             for _, forms in keeper.collect_gradients(batch):
                 if forms:
-                    yield forms[""].to_dense()[0].double().cpu() / setting.mean_share
+                    yield forms[""].to_dense()[0].double().cpu() / context.mean_share
 
 
-def _fill_window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -> int:
+def _fill_window(context: Context, chosen: Tensor, start: int, result: Tensor) -> int:
     """Fill the rows of the examples kept from ``start`` on; says where they end."""
     kept: list[tuple[int, Forms]] = []
-    room, end = setting.limit // 4, len(chosen)
-    with setting.reserve(3 * room):
-        keeper = _GradientKeeper(setting)
-    for batch in _select_batches(setting, chosen, start):
+    room, end = context.limit // 4, len(chosen)
+    with context.reserve(3 * room):
+        keeper = _GradientKeeper(context)
+    for batch in _select_batches(context, chosen, start):
         for first, forms in keeper.collect_gradients(batch):
             count = next(iter(forms.values())).examples if forms else 0
             if first < end:
@@ -68,14 +67,14 @@ def _fill_window(setting: Setting, chosen: Tensor, start: int, result: Tensor) -
                 for name in before.keys() & forms.keys():
                     block = before[name].compute_gram(forms[name]).double().cpu()
                     result[row : row + block.shape[0], first : first + block.shape[1]] += block
-        setting.tick("Gradients of single examples", min(batch.first + batch.examples, len(chosen)), len(chosen))
-    result[start:end] /= setting.mean_share**2
+        context.tick("Gradients of single examples", min(batch.first + batch.examples, len(chosen)), len(chosen))
+    result[start:end] /= context.mean_share**2
     return end
 
 
-def _select_batches(setting: Setting, chosen: Tensor, start: int) -> Iterator[Batch]:
+def _select_batches(context: Context, chosen: Tensor, start: int) -> Iterator[Batch]:
     """The chosen examples from number ``start`` of them on, numbered among themselves."""
-    for batch in setting.problem.read_batches():
+    for batch in context.problem.read_batches():
         here = (chosen >= batch.first) & (chosen < batch.first + batch.examples)
         which = torch.nonzero(here)[:, 0]
         which = which[which >= start]
@@ -89,8 +88,8 @@ class _GradientKeeper(SweepTotals):
     Those that take less room written out than in factors are, side by side in one array: one product for all of them.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, [_GRADIENT])
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, [_GRADIENT])
         self.found: dict[int, dict[str, FactoredGradient]] = {}
         self.written: dict[str, bool] = {}
 

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import Field, dataclass, fields, is_dataclass
+from hashlib import blake2b
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saltflat.engine.output_curvature import Curvature, DiagonalCurvature, SoftmaxCurvature
-from saltflat.errors import LabelError, OptionError
+from saltflat.errors import LabelError, NotDefinedError, OptionError, make_unknown_name_error
 
 # Largest logarithm of a sum of probabilities that is still rounding, also in float32.
 LOG_ONE = 1e-4
@@ -56,7 +57,7 @@ class Loss(ABC):
         """Second derivative of ``total``."""
 
 
-# What the user may pass as ``loss=``; see :func:`saltflat.engine.custom_losses.parse_loss`.
+# What the user may pass as ``loss=``; see :func:`saltflat.engine.losses.parse_loss`.
 LossLike: TypeAlias = "str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor]"
 
 
@@ -253,3 +254,70 @@ class BinaryCrossEntropy(_PerOutputLoss):
         return DiagonalCurvature(
             self._compute_softplus_weight(outputs, targets) * torch.sigmoid(outputs) * torch.sigmoid(-outputs)
         )
+
+
+def find_hits(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets are met, and which count."""
+    loss = getattr(loss, "inner", loss)  # with normalized logits, the largest one stays the largest
+    if isinstance(loss, BinaryCrossEntropy):
+        return (outputs > 0) == (targets > 0.5), torch.ones_like(targets, dtype=torch.bool)
+    if not isinstance(loss, CrossEntropy):
+        raise NotDefinedError(f"needs classes to be right or wrong about, which {type(loss).__name__} does not have")
+    axis = loss.find_class_axis(outputs, targets)
+    # Outputs that overflowed predict nothing.
+    found = outputs.argmax(axis).where(outputs.isfinite().all(axis), targets.new_full((), -1, dtype=torch.long))
+    if targets.is_floating_point():
+        return found == targets.argmax(axis), torch.ones_like(found, dtype=torch.bool)
+    return found == targets, targets != loss.ignore_index
+
+
+LOSSES: dict[str, Callable[[], Loss]] = {
+    "cross_entropy": CrossEntropy,
+    "mse": SquaredError,
+    "bce_with_logits": BinaryCrossEntropy,
+}
+
+
+def format_loss(loss: Loss) -> str:
+    """The name of a loss, and its options that are not the usual ones: reports with equal ones have equal losses.
+
+    >>> format_loss(CrossEntropy(label_smoothing=0.1, weight=torch.tensor([1.0, 2.5])))
+    'cross_entropy(label_smoothing=0.1, weight=[1, 2.5])'
+    """
+    function = getattr(loss, "function", None)
+    if function is not None:
+        function = getattr(function, "func", function)  # of a partial
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+    name = next((name for name, kind in LOSSES.items() if kind is type(loss)), type(loss).__name__)
+    said = []
+    options: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
+    for option in options:
+        value = getattr(loss, option.name)
+        if isinstance(value, Tensor):
+            numbers = [f"{number:g}" for number in value.flatten().tolist()]
+            mark = blake2b(" ".join(numbers).encode(), digest_size=4).hexdigest()  # of too many to read
+            shown = f"[{', '.join(numbers)}]" if len(numbers) <= 8 else f"[{len(numbers)} numbers, {mark}]"
+            said.append(f"{option.name}={shown}")
+        elif value != option.default and option.name != "classes_second":
+            said.append(f"{option.name}={value!r}")
+    return f"{name}({', '.join(said)})" if said else name
+
+
+def parse_loss(given: LossLike) -> Loss:
+    """The loss meant by a name, a loss of ours, a loss module of torch, or a function."""
+    if isinstance(given, Loss):
+        return given
+    if isinstance(given, str):
+        if given not in LOSSES:
+            raise make_unknown_name_error("loss", given, LOSSES)
+        return LOSSES[given]()
+    if not callable(given):
+        raise make_unknown_name_error("loss", given, LOSSES)
+    if isinstance(given, type):
+        raise OptionError(
+            f"Expected one of its instances, but got the class {given.__name__} as the loss. Try passing "
+            f"{given.__name__}()."
+        )
+    from saltflat.engine.custom_losses import convert_loss  # which builds on this module
+
+    return convert_loss(given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_map
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, format_shape
-from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.errors import ModelError
 
 TOLERANCE = 1e-5  # relative; the model takes its own loss in float32
@@ -28,7 +27,7 @@ def check_model_loss(problem: Problem, batches: Sequence[Batch]) -> None:
     A loss that was passed as a function is the user's word, and not compared. The first of the (small) batches with
     labels that are not all ignored decides.
     """
-    if isinstance(problem.loss, CustomLoss) or not _can_accept_labels(problem.model, batches[0]):
+    if isinstance(problem.loss, CustomLoss) or not can_accept_labels(problem.model, batches[0]):
         return
     for batch in batches:
         with torch.no_grad(), problem.network.use_parameters(problem.network.constants):
@@ -86,16 +85,6 @@ def compute_model_loss(
     if found is None and isinstance(outputs, tuple):
         found = outputs[0]
     return float(found) if isinstance(found, Tensor) and found.dim() == 0 else None
-
-
-def _can_accept_labels(model: nn.Module, batch: Batch) -> bool:
-    """Whether forward takes labels by name; wrappers that pass on whatever they get may, if inputs go by name, too."""
-    try:
-        parameters = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):  # some callables have none
-        return False
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    return "labels" not in batch.kwargs and ("labels" in parameters or (anything and bool(batch.kwargs)))
 
 
 def _compute_mean_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> float:

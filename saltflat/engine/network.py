@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from saltflat.engine.attributes import AttributeSnapshot, get_tensor_version
 from saltflat.engine.data import Batch, find_unsupported_kind
-from saltflat.engine.session import mark_running
+from saltflat.engine.session import AttributeSnapshot, get_tensor_version
 from saltflat.errors import ModelError, OptionError, ParameterError, PrecisionError, make_unknown_name_error
 from saltflat.layers import LayerRule, find_layer_rule
 from saltflat.layers.normalization import normalize_with_fixed_statistics
+from saltflat.validation import mark_running
 
 # (module, what it was given, what it gave) -> what it gives instead
 Tap = Callable[[nn.Module, Tensor, Tensor], Tensor]

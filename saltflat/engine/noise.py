@@ -13,27 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltflat.engine.context import Setting
+from saltflat.engine.context import Context
 from saltflat.results.jackknife import compute_student_factor
 
 
-def draw_normals(setting: Setting, draw: int) -> dict[str, Tensor]:
+def draw_normals(context: Context, draw: int) -> dict[str, Tensor]:
     """Standard normal numbers in the shape of every parameter, float64."""
-    return _draw_per_parameter(setting, draw, lambda generator, shape: generator.standard_normal(shape))
+    return _draw_per_parameter(context, draw, lambda generator, shape: generator.standard_normal(shape))
 
 
-def draw_signs(setting: Setting, draw: int) -> dict[str, Tensor]:
+def draw_signs(context: Context, draw: int) -> dict[str, Tensor]:
     """Plus or minus one, alike likely, in the shape of every parameter, float64."""
-    return _draw_per_parameter(setting, draw, lambda generator, shape: 1.0 - 2.0 * generator.integers(2, size=shape))
+    return _draw_per_parameter(context, draw, lambda generator, shape: 1.0 - 2.0 * generator.integers(2, size=shape))
 
 
 def _draw_per_parameter(
-    setting: Setting, draw: int, sample: Callable[[np.random.Generator, torch.Size], object]
+    context: Context, draw: int, sample: Callable[[np.random.Generator, torch.Size], object]
 ) -> dict[str, Tensor]:
     found = {}
-    for name, value in setting.problem.network.measured.items():
+    for name, value in context.problem.network.measured.items():
         own = int.from_bytes(sha256(f"{draw}/{name}".encode()).digest()[:8], "little")
-        generator = np.random.Generator(np.random.Philox(key=[setting.seed, own]))
+        generator = np.random.Generator(np.random.Philox(key=[context.seed, own]))
         numbers = torch.as_tensor(sample(generator, value.shape), dtype=torch.float64)
         found[name] = numbers.reshape(value.shape).to(value.device)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import log
@@ -10,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.custom_losses import CustomLoss, parse_loss
-from saltflat.engine.data import Batch, Data
-from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, NegativeLogLikelihood
+from saltflat.engine.custom_losses import CustomLoss
+from saltflat.engine.data import Batch, Data, prepare_data, read_batches
+from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, NegativeLogLikelihood, parse_loss
 from saltflat.engine.network import Network, check_precision
 from saltflat.engine.progress import count_examples
-from saltflat.engine.read_data import prepare_data, read_batches
 from saltflat.errors import DeviceError, EmptyDataError, ModelError, NonFiniteError, PrecisionError
 from saltflat.results.caveats import GUESSING
 
@@ -297,3 +297,13 @@ def _find_linear_loss_note(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
 def _differentiate(value: Tensor, by: Tensor) -> Tensor | None:
     """The derivative; None where it is zero because nothing depends on it."""
     return torch.autograd.grad(value, by, allow_unused=True)[0] if value.requires_grad else None
+
+
+def can_accept_labels(model: nn.Module, batch: Batch) -> bool:
+    """Whether forward takes labels by name; wrappers that pass on whatever they get may, if inputs go by name, too."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):  # some callables have none
+        return False
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return "labels" not in batch.kwargs and ("labels" in parameters or (anything and bool(batch.kwargs)))

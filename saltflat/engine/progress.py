@@ -16,7 +16,8 @@ from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from saltflat.engine.read_data import DataSelection, RepeatableData
+from saltflat.engine.data import RepeatableData
+from saltflat.engine.read_data import DataSelection
 from saltflat.errors import OptionError
 
 EVERY = 10.0  # seconds between two lines of progress in a file

@@ -1,14 +1,15 @@
-"""A session on the user's model: one at a time, under fixed conditions, and the model given back as it was."""
+"""Plain tensors and containers on modules: restored after forward passes that write to them."""
 
 from __future__ import annotations
 
 import os
 import random
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import is_dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +17,140 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import checkpoint
 
-from saltflat.engine.attributes import AttributeSnapshot
 from saltflat.engine.data import find_unsupported_kind
 from saltflat.errors import DeviceError, ModelError, OptionError
 from saltflat.results.caveats import TRAIN_MODE
-from saltflat.validation import is_choice
+from saltflat.validation import _reset_in_child, borrow_model, is_choice
+
+# What every module has: parameters, buffers, submodules and hooks, which others take care of.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+# Containers with more entries are compared by their length between passes, and entry by entry only at the end.
+FEW = 64
+
+Container = list[Any] | dict[Any, Any] | set[Any] | deque[Any]
+
+
+class AttributeSnapshot:
+    """The lists, dicts, sets, arrays and tensors that modules hold beside their parameters and buffers.
+
+    A forward pass may append to a list or write into a tensor. Attributes that are bound anew need nothing of this:
+    whoever runs the module keeps its ``vars``.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self._registered = {
+            id(value): value
+            for module in modules
+            for value in (*module._parameters.values(), *module._buffers.values())
+            if value is not None
+        }
+        self._containers: list[tuple[Container, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor, list[int]]] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._aliases: list[Container] = []
+        self._seen: set[int] = set()
+        for module in modules:
+            own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+            if any(id(value) in self._registered for value in own.values()):
+                self._aliases.append(vars(module))
+            for value in own.values():
+                self._visit_value(value)
+
+    def _visit_value(self, value: Any) -> None:
+        if id(value) in self._seen or id(value) in self._registered:
+            return
+        if isinstance(value, Tensor):
+            if value.layout == torch.strided and value.device.type != "meta" and not value.is_nested:
+                self._seen.add(id(value))
+                self._tensors.append((value, value.detach().clone(), [get_tensor_version(value)]))
+        elif isinstance(value, np.ndarray):
+            self._seen.add(id(value))
+            self._arrays.append((value, value.copy()))
+        elif isinstance(value, list | dict | set | deque | tuple):
+            self._seen.add(id(value))
+            entries = list(value.values()) if isinstance(value, dict) else list(value)
+            if not isinstance(value, tuple):
+                self._containers.append((value, _copy_container(value)))
+                if not isinstance(value, set) and any(id(entry) in self._registered for entry in entries):
+                    self._aliases.append(value)
+            for entry in entries:
+                self._visit_value(entry)
+        elif isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+            self._visit_value(getattr(value, "__dict__", None))
+
+    def replace_aliases(self, values: Mapping[int, Tensor]) -> None:
+        """Put other tensors in the place of parameters that are held by an attribute or a container as well."""
+        for container in self._aliases:
+            keys = container.keys() if isinstance(container, dict) else range(len(container))
+            for key in list(keys):
+                if id(container[key]) in values:  # type: ignore[index]
+                    container[key] = values[id(container[key])]  # type: ignore[index]
+
+    def restore_aliases(self) -> None:
+        """Undo :meth:`replace_aliases` in containers; a module's are put back with all of its attributes."""
+        kept = {id(container): copy for container, copy in self._containers}
+        for container in self._aliases:
+            if id(container) in kept:
+                _refill_container(container, kept[id(container)])
+
+    def restore(self, thorough: bool = False) -> None:
+        """Give everything its contents again; ``thorough`` also finds writes that leave no trace."""
+        for container, copy in self._containers:
+            if len(container) != len(copy) or (
+                (thorough or len(copy) <= FEW) and not _has_same_entries(container, copy)
+            ):
+                _refill_container(container, copy)
+        for tensor, copy, version in self._tensors:
+            if (
+                get_tensor_version(tensor) != version[0]
+                or tensor.shape != copy.shape
+                or (thorough and not _is_same_tensor(tensor, copy))
+            ):
+                _write_tensor(tensor, copy)
+                version[0] = get_tensor_version(tensor)
+        if thorough:
+            for array, saved in self._arrays:
+                np.copyto(array, saved)
+
+
+def get_tensor_version(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _is_same_tensor(tensor: Tensor, copy: Tensor) -> bool:
+    return bool(((tensor == copy) | (copy != copy)).all())
+
+
+def _write_tensor(tensor: Tensor, copy: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != copy.shape:
+            tensor.data = copy.clone()
+        else:
+            tensor.detach().copy_(copy)
+
+
+def _copy_container(container: Container) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _has_same_entries(container: Container, copy: Any) -> bool:
+    def is_identical(one: Iterable[Any], two: Iterable[Any]) -> bool:
+        return all(a is b for a, b in zip(one, two, strict=True))
+
+    if isinstance(container, dict):
+        return is_identical(container, copy) and is_identical(container.values(), copy.values())
+    if isinstance(container, set):
+        return all(entry in container for entry in copy)
+    return is_identical(container, copy)
+
+
+def _refill_container(container: Container, copy: Any) -> None:
+    add: Callable[[Any], Any] = container.extend if isinstance(container, list | deque) else container.update
+    container.clear()
+    add(copy)
 
 
 def snapshot_rng() -> Callable[[], None]:
@@ -46,115 +176,7 @@ def snapshot_rng() -> Callable[[], None]:
     return restore_rng
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class _TurnState:
-    """What the thread that holds the lock is doing; no other thread changes it."""
-
-    lock = threading.RLock()
-    borrowed = 0  # models that are borrowed: more than one where a loss function measures another model
-    is_running = False  # whether a borrowed model's forward pass is running
-    # The parameters that are moved at present, by their ids, and the thread that moved them.
-    moved: list[tuple[threading.Thread, frozenset[int]]] = []  # noqa: RUF012
-
-
-def _reset_in_child() -> None:
-    # A process that is forked while another thread measures has no such thread to wait for.
-    _TurnState.lock = threading.RLock()
-    _TurnState.borrowed, _TurnState.is_running = 0, False
-
-
 os.register_at_fork(after_in_child=_reset_in_child)
-
-
-def take_turns(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function wait until no other thread is in a function made so."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        _check_can_wait()
-        with _TurnState.lock:
-            return function(*args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def borrow_model(model: nn.Module) -> Iterator[None]:
-    """Wait for the turn; inside, the model is this thread's alone.
-
-    A call from the model's own forward or backward pass is refused: that would find other tensors in the place of the
-    parameters, or never end.
-    """
-    _check_can_wait()
-    with _TurnState.lock:
-        if _TurnState.is_running or (_TurnState.borrowed and _is_in_backward()):
-            raise OptionError(
-                "Expected a call outside of a model's forward and backward pass, but got one from inside of a pass "
-                "that saltflat itself is running (from a hook, or from the forward pass). "
-                "Try calling before or after the other call, or removing the hook for its time."
-            )
-        check_not_moved(model.parameters())
-        try:
-            _TurnState.borrowed += 1
-            yield
-        finally:
-            _TurnState.borrowed -= 1
-
-
-@contextmanager
-def mark_running() -> Iterator[None]:
-    """Around the forward pass of a borrowed model."""
-    before = _TurnState.is_running
-    try:
-        _TurnState.is_running = True
-        yield
-    finally:
-        _TurnState.is_running = before
-
-
-@contextmanager
-def mark_moved(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep other threads from measuring or moving these parameters: inside, they are not where they belong."""
-    check_not_moved(parameters)
-    entry = threading.current_thread(), frozenset(map(id, parameters))
-    try:
-        _TurnState.moved.append(entry)
-        yield
-    finally:
-        _TurnState.moved.remove(entry)
-
-
-def check_not_moved(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that another thread has moved; the thread that did so knows what it does."""
-    own = threading.current_thread()
-    away = [ids for thread, ids in list(_TurnState.moved) if thread is not own]
-    if away and any(id(each) in ids for each in parameters for ids in away):
-        raise ModelError(
-            "Expected weights where they belong, but another thread has shifted them: it is between first_step() and "
-            "second_step(). Try again later, or train with step(closure), which other threads wait for."
-        )
-
-
-def _check_can_wait() -> None:
-    """Refuse to wait inside of a backward pass, which the thread that holds the lock may itself be waiting for.
-
-    On a GPU hooks run in a thread of torch's own.
-    """
-    if not _is_in_backward():
-        return
-    if not _TurnState.lock.acquire(blocking=False):
-        raise OptionError(
-            "Expected a call outside of a backward pass, but got one from inside while another call is running, which "
-            "may be waiting for this very pass. Try calling after backward() has returned."
-        )
-    _TurnState.lock.release()
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

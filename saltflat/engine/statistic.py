@@ -11,9 +11,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from saltflat.engine.context import StatisticResult
-from saltflat.engine.geometry import Geometry
 from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.gradients.base import ColumnLayout, FactoredGradient
+from saltflat.layers.geometry import Geometry
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from saltflat.engine import per_example
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
 from saltflat.engine.model_loss import check_model_loss
-from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.per_example import OperationRecorder
+from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.engine.reference_gradients import (
     GROUP,
     PAIRS,
@@ -43,12 +42,12 @@ from saltflat.errors import (
 )
 from saltflat.gradients.base import FactoredGradient
 
-Way = Callable[..., tuple[Tensor, per_example.Backward]]  # of a network and a batch
+Strategy = Callable[..., tuple[Tensor, per_example.Backward]]  # of a network and a batch
 
-# The ways to take a chunk's gradients, the quickest first; `single` is `together` with chunks of one example.
+# The strategies to take a chunk's gradients, the quickest first; `single` is `together` with chunks of one example.
 LOOPED = "single, columns in a loop"
 PLAIN = "single, without rules of layers"
-WAYS: dict[str, Way] = {
+STRATEGIES: dict[str, Strategy] = {
     "together": per_example.run_batched,
     "mapped": per_example.run_vmapped,
     "single": per_example.run_batched,
@@ -65,8 +64,8 @@ class Probe:
     """How to sweep a problem, and what that takes.
 
     Attributes:
-        way: a key of :data:`WAYS`.
-        fallback: the same for an example of a chunk whose examples turn out not to be told apart by ``way``.
+        strategy: a key of :data:`STRATEGIES`.
+        fallback: the same for an example of a chunk whose examples turn out not to be told apart by ``strategy``.
         fixed: bytes per example, whatever the number of columns.
         moving: bytes per example and column.
         widest: bytes of the largest activation of one example.
@@ -74,7 +73,7 @@ class Probe:
         tolerance: of differences between outputs that are still rounding.
     """
 
-    way: str
+    strategy: str
     fallback: str
     fixed: int
     moving: int
@@ -95,13 +94,15 @@ class Probe:
         """How many columns to propagate at once with so many examples."""
         return max(1, (compute_working_memory(limit) // examples - self.fixed) // self.moving)
 
-    def forward(self, problem: Problem, batch: Batch, way: str | None = None) -> tuple[Tensor, per_example.Backward]:
+    def forward(
+        self, problem: Problem, batch: Batch, strategy: str | None = None
+    ) -> tuple[Tensor, per_example.Backward]:
         """Outputs, checked, and the backward pass."""
-        way = way or self.way
-        if way == "together" and batch.examples > 1:
+        strategy = strategy or self.strategy
+        if strategy == "together" and batch.examples > 1:
             outputs, backward = per_example.run_batched(problem.network, batch, expected=self.calls)
         else:
-            outputs, backward = WAYS[way](problem.network, batch)
+            outputs, backward = STRATEGIES[strategy](problem.network, batch)
         problem.check_outputs(outputs, batch)
         return outputs, backward
 
@@ -112,14 +113,15 @@ def compute_working_memory(limit: int) -> int:
 
 
 def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
-    """Run examples of a batch in pairs and alone, and choose the quickest way that gives what single examples give.
+    """Run examples of a batch in pairs and alone, and choose the quickest strategy that gives what single examples give.
 
     More than two are run at once only if as many fit into ``limit`` bytes: else no chunk will have them.
     """
     pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
     outputs, noticed = compute_checked_outputs(problem, pairs[0])
     _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
-    check_model_loss(problem, pairs)
+    if can_accept_labels(problem.model, pairs[0]):
+        check_model_loss(problem, pairs)
     coarsest = noticed.coarsest
     truths = [_ReferenceGradients.compute(problem, pairs[0], coarsest)]
     _check_fixed_function(problem, truths[0], outputs)
@@ -130,19 +132,19 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
             break
         truths.append(_verify_reference(problem, _ReferenceGradients.compute(problem, pair, coarsest)))
     checks = [truth for truth in truths if truth.batch.examples > 1]
-    ways = ["together", "mapped"]
+    strategies = ["together", "mapped"]
     if not checks or len(_find_silent_parameters(truths)) == len(problem.network.measured) or noticed.sizes:
         # Examples that take different paths through the layers have to take them alone.
-        ways = []
+        strategies = []
     elif noticed.order:
         # Ones that are put into another order can be mapped.
-        ways.remove("together")
+        strategies.remove("together")
     first = truths[0].select_example(0)
     results = noticed.bytes // pairs[0].examples
     needs, fallback = _measure_example_cost(problem, first, LOOPED, results), LOOPED
     if needs is None:
         # What a rule says of its layer is not all that the model does with it.
-        needs, fallback, ways = _measure_example_cost(problem, first, PLAIN, results), PLAIN, []
+        needs, fallback, strategies = _measure_example_cost(problem, first, PLAIN, results), PLAIN, []
     assert needs is not None
     # What a CPU's heap holds is up to four times what is in use: arrays of many sizes leave gaps. On a GPU the kernels
     # of convolutions take working memory of their own.
@@ -154,12 +156,16 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     fitting = int(limit // (held * (needs.fixed + min(few, all_of_them) + columns)))
     group = batch.cut(0, min(GROUP, max(2, fitting)))
     _check_uncoupled(problem, group, coarsest)
-    if ways and group.examples > 2:
+    if strategies and group.examples > 2:
         checks += _make_group_references(problem, group, truths[0])
-    way = next((way for way in ways if all(_is_way_consistent(problem, way, check) for check in checks)), None)
-    way = way or ("single" if fallback == LOOPED and _is_way_consistent(problem, "single", first) else fallback)
-    moving = columns + (few if way in ("together", "single") else all_of_them)
-    return Probe(way, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls, first.tolerance)
+    strategy = next(
+        (strategy for strategy in strategies if all(_is_consistent(problem, strategy, check) for check in checks)), None
+    )
+    strategy = strategy or ("single" if fallback == LOOPED and _is_consistent(problem, "single", first) else fallback)
+    moving = columns + (few if strategy in ("together", "single") else all_of_them)
+    return Probe(
+        strategy, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls, first.tolerance
+    )
 
 
 def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
@@ -176,8 +182,8 @@ def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: 
         raise _make_coupled_error()
 
 
-def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _OperationRecorder]:
-    """Outputs of a few examples, and what was noticed on the way; what model, data or loss do not fit is said."""
+def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, OperationRecorder]:
+    """Outputs of a few examples, and what was noticed; what model, data or loss do not fit is said."""
     outputs, noticed = _compute_first_outputs(problem, pair)
     problem.check_outputs(outputs, pair)
     try:
@@ -193,19 +199,19 @@ def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Ope
     return outputs, noticed
 
 
-def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _OperationRecorder]:
-    """Outputs of the model as it is, and what was noticed on the way."""
+def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, OperationRecorder]:
+    """Outputs of the model as it is, and what was noticed."""
     network = problem.network
     try:
         try:
-            with torch.no_grad(), _OperationRecorder() as noticed:
+            with torch.no_grad(), OperationRecorder() as noticed:
                 outputs = network(pair, as_is=True)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
             # The model differentiates in its forward pass.
             network.needs_graph = True
-            with torch.no_grad(), _OperationRecorder() as noticed:
+            with torch.no_grad(), OperationRecorder() as noticed:
                 outputs = network(pair, as_is=True)
     except SaltflatError:
         raise
@@ -217,37 +223,6 @@ def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, _Oper
         ) from error
     network.find_writes()
     return outputs, noticed
-
-
-class _OperationRecorder(TorchDispatchMode):
-    """Notices operations that may treat the examples of a batch by their values.
-
-    ``sizes``: results whose size depends on values (masks, experts). ``order``: sorting, and numbers read from tensors.
-    ``coarsest``: the shortest floating-point type among all results. ``bytes``: of all results.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = self.order = False
-        self.coarsest, self.bytes = torch.float64, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
-        if torch.Tag.dynamic_output_shape in func.tags:
-            # Indexing by numbers has the size of the numbers.
-            masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
-            self.sizes |= masks
-        elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk) or (
-            func is aten._local_scalar_dense.default and args[0].dtype != torch.bool
-        ):
-            self.order = True
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(each, Tensor):
-                self.bytes += each.numel() * each.element_size()
-                if each.is_floating_point() and torch.finfo(each.dtype).bits < torch.finfo(self.coarsest).bits:
-                    self.coarsest = each.dtype
-        return result
 
 
 def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Batch) -> None:
@@ -311,17 +286,17 @@ def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
         )
 
 
-def _is_way_consistent(problem: Problem, way: str, truth: _ReferenceGradients) -> bool:
-    """Whether a way gives every example its own gradients, for each parameter."""
+def _is_consistent(problem: Problem, strategy: str, truth: _ReferenceGradients) -> bool:
+    """Whether a strategy gives every example its own gradients, for each parameter."""
     comparison = _GradientComparison(problem, truth)
     try:
-        _, backward = WAYS[way](problem.network, truth.batch)
+        _, backward = STRATEGIES[strategy](problem.network, truth.batch)
         backward(truth.columns, comparison.emit, True)
     except SaltflatError:
         raise
     except Exception:
-        # Whatever keeps this way from working (an operation without a vectorised form, examples that cannot be told
-        # apart, control flow on values), the slower ways are there for it.
+        # Whatever keeps this strategy from working (an operation without a vectorised form, examples that cannot be told
+        # apart, control flow on values), the slower strategies are there for it.
         return False
     return comparison.is_consistent()
 
@@ -363,8 +338,10 @@ class _ExampleCost:
     calls: per_example.LayerCalls
 
 
-def _measure_example_cost(problem: Problem, truth: _ReferenceGradients, way: str, results: int) -> _ExampleCost | None:
-    """What an example takes, from a pass of it alone in one of the looped ways; None if that gives other gradients.
+def _measure_example_cost(
+    problem: Problem, truth: _ReferenceGradients, strategy: str, results: int
+) -> _ExampleCost | None:
+    """What an example takes, from a pass of it alone in one of the looped strategies; None if that gives other gradients.
 
     ``results`` are the bytes of all results of its forward pass.
     """
@@ -393,22 +370,22 @@ def _measure_example_cost(problem: Problem, truth: _ReferenceGradients, way: str
     try:
         try:
             with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
-                outputs, backward = WAYS[way](network, single, record=record)
+                outputs, backward = STRATEGIES[strategy](network, single, record=record)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
             # Transforms of torch.func inside of a model do not allow them. No more is saved than there are results.
             record.clear()
-            outputs, backward = WAYS[way](network, single, record=record)
+            outputs, backward = STRATEGIES[strategy](network, single, record=record)
             saved[0] = results
         backward(truth.columns, emit, True)
     except SaltflatError:
         raise
     except Exception:
-        if way == PLAIN:
+        if strategy == PLAIN:
             raise
         return None
-    if way != PLAIN and not comparison.is_consistent():
+    if strategy != PLAIN and not comparison.is_consistent():
         return None
     for _, x, _ in record:
         record_saved(x)

@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 
 from saltflat.engine import per_example
-from saltflat.engine.context import Setting
+from saltflat.engine.context import ExampleGroups, Context, find_geometries, iterate_groups
 from saltflat.engine.data import Batch
-from saltflat.engine.geometry import find_geometries
 from saltflat.engine.output_curvature import Columns, ExampleRNG, make_columns, wrap_columns
 from saltflat.engine.problem import cast_targets, is_finite
-from saltflat.engine.sampling import ExampleGroups, iterate_groups
 from saltflat.engine.statistic import ParameterSite, Statistic
 from saltflat.engine.strategy import Probe
 from saltflat.errors import EmptyDataError, NonFiniteError
-from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient
-from saltflat.gradients.scratch import use_scratch
+from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient, use_scratch
 from saltflat.results.jackknife import compute_standard_error
 
 PIECES = 64  # of each parameter's values for single examples, before they are put together
@@ -39,7 +36,7 @@ class SweepTotals:
     """Sums over the examples seen so far, in float64.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         wanted: the statistics.
         deviations: standard deviations of the layers' inputs, for statistics that ask for them.
         replicate: keep every random draw's part of a sum, instead of the scatter within single examples.
@@ -49,18 +46,18 @@ class SweepTotals:
 
     def __init__(
         self,
-        setting: Setting,
+        context: Context,
         wanted: Sequence[Statistic],
         deviations: Mapping[str, Tensor] | None = None,
         replicate: bool = False,
         only: Collection[str] | None = None,
         groups: ExampleGroups | None = None,
     ) -> None:
-        self.setting, self.problem, self.wanted, self.replicate = setting, setting.problem, wanted, replicate
+        self.context, self.problem, self.wanted, self.replicate = context, context.problem, wanted, replicate
         self.groups, self.group = groups, 0
         # Which axes count what is asked for by statistics of rows or columns only.
         by_unit = any(each.kind == "matrix" for each in wanted)
-        shapes = setting.geometries if by_unit else find_geometries(self.problem.network)
+        shapes = context.geometries if by_unit else find_geometries(self.problem.network)
         deviations = deviations or {}
         self.sites = {
             name: ParameterSite(name, value, shapes.get(name), deviations.get(name))
@@ -72,20 +69,20 @@ class SweepTotals:
         self.seen = [GroupCounts() for _ in range(groups.count if groups else 1)]
         # Sums of every group of examples; of all examples in one place where they would not fit in memory. Half of it
         # is for them, an eighth for the examples of a window and their group, the rest for passes.
-        self.window = setting.limit // 16 if groups else 0
-        self.room = setting.limit - 2 * self.window
+        self.window = context.limit // 16 if groups else 0
+        self.room = context.limit - 2 * self.window
         self.sums: dict[str, list[dict[str, Tensor]]] = {each.name: self._make_sums(each) for each in wanted}
         self.parts: dict[str, list[dict[str, Tensor]]] = {each.name: [] for each in wanted}
         self.rows: dict[str, list[tuple[str, Tensor, Tensor]]] = {each.name: [] for each in wanted}
         self.variances: dict[str, dict[str, Tensor]] = {
-            each.name: {} for each in wanted if setting.plan.is_random and each.of == "curvature" and each.spread
+            each.name: {} for each in wanted if context.plan.is_random and each.of == "curvature" and each.spread
         }
 
     def _make_sums(self, statistic: Statistic) -> list[dict[str, Tensor]]:
         if not statistic.by_group or len(self.seen) == 1:
             return [{}]
         left = self.room - count_sum_bytes(statistic, self.sites.values()) * len(self.seen)
-        if left < self.setting.limit // 2 - 2 * self.window:
+        if left < self.context.limit // 2 - 2 * self.window:
             return [{}]
         self.room = left
         return [{} for _ in self.seen]
@@ -104,7 +101,7 @@ class SweepTotals:
 
     def add_batch(self, batch: Batch) -> Iterator[None]:
         """Cut a batch into chunks that fit and add them one by one."""
-        found = self.setting.get_probe(batch)
+        found = self.context.get_probe(batch)
         start, size = 0, self._compute_chunk_size(batch, found)
         size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small rest would cost as much
         while start < batch.examples:
@@ -121,7 +118,7 @@ class SweepTotals:
             self.seen[self.group].examples += chunk.examples
             self._join_rows()
             yield
-            self.setting.heap.release()
+            self.context.heap.release()
 
     def _join_rows(self) -> None:
         """Keep single examples' values in few tensors: one takes half a kilobyte beside its numbers."""
@@ -144,17 +141,17 @@ class SweepTotals:
             for self.group, batch in grouped:
                 for _ in self.add_batch(batch):
                     report(self.examples)
-        self.setting.check_picked()
+        self.context.check_picked()
         return self
 
     def _probe_batches(self) -> Iterator[Batch]:
         """The data, looked at before groups take single examples out of batches."""
         for batch in self.problem.read_batches():
-            self.setting.get_probe(batch)
+            self.context.get_probe(batch)
             yield batch
 
     def _compute_chunk_size(self, batch: Batch, found: Probe) -> int:
-        if found.way.startswith("single"):
+        if found.strategy.startswith("single"):
             return 1
         # How many columns there are is known once one example of these shapes has been seen.
         inputs = per_example.LayerCalls.from_batch(batch, []).inputs
@@ -173,16 +170,16 @@ class SweepTotals:
         kinds = {each.of for each in self.wanted}
         if "curvature" in kinds:
             curvature = self.problem.loss.curvature(outputs, targets)
-            found = make_columns(curvature, self.setting.plan, ExampleRNG(self.setting.seed, batch.first, batch.places))
+            found = make_columns(curvature, self.context.plan, ExampleRNG(self.context.seed, batch.first, batch.places))
             sets += [("curvature", columns) for columns in found]
         if "gradient" in kinds:
             gradient = self.problem.loss.gradient(outputs, targets)
             sets.append(("gradient", wrap_columns(gradient.unsqueeze(0), ColumnLayout(fixed=1))))
         return sets
 
-    def _add_chunk(self, batch: Batch, found: Probe, way: str | None = None) -> None:
-        raw, backward = found.forward(self.problem, batch, way)
-        self.setting.check_uncoupled(batch, raw)
+    def _add_chunk(self, batch: Batch, found: Probe, strategy: str | None = None) -> None:
+        raw, backward = found.forward(self.problem, batch, strategy)
+        self.context.check_uncoupled(batch, raw)
         outputs, targets = raw.double(), cast_targets(batch.targets)
         self.problem.loss.check(outputs, targets)
         loss = self.problem.loss.total(outputs, targets).sum()

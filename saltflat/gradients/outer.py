@@ -13,10 +13,10 @@ from saltflat.gradients.base import (
     MatrixGeometry,
     compute_piece_size,
     compute_squared_lengths,
+    get_scratch_array,
     sum_column_squares,
     sum_groups,
 )
-from saltflat.gradients.scratch import get_scratch_array
 from saltflat.results.jackknife import compute_variance_of_mean
 
 

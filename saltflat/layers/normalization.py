@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saltflat.gradients.base import DenseGradient, FactoredGradient
-from saltflat.gradients.scratch import get_scratch_array
+from saltflat.gradients.base import DenseGradient, FactoredGradient, get_scratch_array
 from saltflat.layers import layer
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d

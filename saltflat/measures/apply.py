@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from saltflat.engine.context import NotDefinedError, Setting, StatisticResult
-from saltflat.engine.geometry import Geometry, find_geometries
+from saltflat.engine.context import Context, StatisticResult, find_geometries
 from saltflat.engine.statistic import COMPUTED, STATISTICS
+from saltflat.errors import NotDefinedError
+from saltflat.layers.geometry import Geometry
 from saltflat.measures.registry import Measure, MeasureRequest, MeasureResult
 from saltflat.results.jackknife import Jackknife, compute_student_factor
 from saltflat.results.report import Reading
@@ -30,10 +31,10 @@ class Evaluation:
     reading: Reading
 
 
-def evaluate_measure(request: MeasureRequest, found: Mapping[str, StatisticResult], setting: Setting) -> Evaluation:
+def evaluate_measure(request: MeasureRequest, found: Mapping[str, StatisticResult], context: Context) -> Evaluation:
     """A measure's reading; its error by leaving out one draw at a time."""
     needed = {name: found[need.key] for name, need in request.needs.items()}
-    shapes = _select_geometries(request, setting)
+    shapes = _select_geometries(request, context)
     whole = compute_parts(request, {name: each.value for name, each in needed.items()}, shapes)
     if not whole:
         raise NotDefinedError("needs weights of two or more axes: there are none among the measured parameters")
@@ -76,10 +77,10 @@ def evaluate_measure(request: MeasureRequest, found: Mapping[str, StatisticResul
     return Evaluation(request, needed, whole, reading)
 
 
-def add_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) -> dict[str, Reading]:
+def add_sampling_errors(evaluations: Sequence[Evaluation], context: Context) -> dict[str, Reading]:
     """The readings with standard errors over examples, where all their statistics are known by groups."""
     readings = {each.request.key: each.reading for each in evaluations}
-    sizes = setting.sizes
+    sizes = context.sizes
     if not sizes:
         return readings
     known = [
@@ -98,7 +99,7 @@ def add_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) -> 
                     cache[id(found)] = found.without(group)
             values = {name: cache[id(found)] for name, found in each.needed.items()}
             parts[each.request.key].append(
-                _compute_parts_without(each, values, _select_geometries(each.request, setting))
+                _compute_parts_without(each, values, _select_geometries(each.request, context))
             )
     for each in known:
         without, layers = parts[each.request.key], each.reading.layers
@@ -117,8 +118,8 @@ def add_sampling_errors(evaluations: Sequence[Evaluation], setting: Setting) -> 
     return readings
 
 
-def _select_geometries(request: MeasureRequest, setting: Setting) -> Mapping[str, Geometry]:
-    return setting.geometries if is_axis_dependent(request) else find_geometries(setting.problem.network)
+def _select_geometries(request: MeasureRequest, context: Context) -> Mapping[str, Geometry]:
+    return context.geometries if is_axis_dependent(request) else find_geometries(context.problem.network)
 
 
 def _compute_parts_without(

@@ -1,4 +1,10 @@
-"""Collect the statistics that measures ask for, each once."""
+"""Groups of examples, which standard errors over examples are found with.
+
+The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
+statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
+The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
+error of their *difference* comes from the differences group by group, in which most of the scatter cancels.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +16,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.engine.context import NotDefinedError, Setting, StatisticResult
+from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.data import Batch
-from saltflat.engine.full_loss import find_hits
-from saltflat.engine.losses import CrossEntropy
+from saltflat.engine.losses import CrossEntropy, find_hits
 from saltflat.engine.progress import Forecast, StepProgress
-from saltflat.engine.sampling import Fingerprint
 from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic
 from saltflat.engine.sweep import SweepTotals, count_sum_bytes
-from saltflat.errors import ModelError, SaltflatError, format_error_line
+from saltflat.errors import ModelError, NotDefinedError, SaltflatError, format_error_line
 from saltflat.measures.apply import Evaluation, add_sampling_errors, evaluate_measure
 from saltflat.measures.registry import MeasureRequest, StatisticRequest
 from saltflat.results.jackknife import TOO_SMALL
 from saltflat.results.report import Reading
+
+
+class Fingerprint:
+    """A number that tells whether two passes saw the same examples in the same order.
+
+    It does not depend on how the examples were batched, on the device, or on the precision they were measured in.
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def add(self, batch: Batch) -> None:
+        for place, leaf in enumerate([*batch.list_tensors(), batch.targets]):
+            if not batch.has_example_axis(leaf):
+                continue
+            step = max(1, (1 << 18) // max(1, leaf[0].numel()))
+            for start in range(0, batch.examples, step):
+                rows = _convert_to_integers(leaf[start : start + step])
+                factors = _scramble_integers(torch.arange(rows.shape[1], device=rows.device) * 2 + 2 * place + 1) | 1
+                each = _scramble_integers((rows * factors).sum(1))
+                where = _scramble_integers(batch.example_indices[start : start + step].to(rows.device)) | 1
+                self._sum = (self._sum + int((each * where).sum())) % 2**64
+
+    def __str__(self) -> str:
+        return f"{self._sum:016x}"
+
+
+def _convert_to_integers(rows: Tensor) -> Tensor:
+    flat = rows.detach().reshape(len(rows), -1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.to(torch.complex64)).flatten(1)
+    if flat.is_floating_point():
+        # Positive and negative zero are the same number.
+        flat = (flat.to(torch.float32) + 0.0).contiguous().view(torch.int32)
+    return flat.to(torch.int64)
+
+
+def _scramble_integers(values: Tensor) -> Tensor:
+    """Scramble 64-bit integers (the finalizer of SplitMix64, as far as signed shifts allow)."""
+    values = (values ^ (values >> 30)) * -4658895280553007687
+    values = (values ^ (values >> 27)) * -7723592293110705685
+    return values ^ (values >> 31)
+
 
 # Where measures take the curvature diagonal from: the sweep, or an estimate.
 DIAGONALS = {
@@ -51,7 +98,7 @@ class ReportTotals(SweepTotals):
     def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
         self.fingerprint.add(batch)
         try:
-            met, kept = find_hits(self.setting, outputs, targets)
+            met, kept = find_hits(self.context.problem.loss, outputs, targets)
         except NotDefinedError:
             self.right = None
         else:
@@ -84,7 +131,7 @@ class ReportTotals(SweepTotals):
         ]
 
     def _describe_sample(self) -> dict[str, Any]:
-        found = {"fingerprint": str(self.fingerprint), "groups": list(self.setting.sizes)}
+        found = {"fingerprint": str(self.fingerprint), "groups": list(self.context.sizes)}
         # Groups are drawn for so many examples; data that does not say how many it has is split in another way.
         return {**found, "split": self.groups.examples} if self.groups else found
 
@@ -93,13 +140,13 @@ class StatisticCollector:
     """The statistics found so far, and why others could not be.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         diagonal: where the curvature diagonal comes from, if not from the sweep.
         certificate: whether there will be one, which takes copies of the model.
     """
 
-    def __init__(self, setting: Setting, diagonal: StatisticRequest | None, certificate: bool = False) -> None:
-        self.setting, self.diagonal, self.certificate = setting, diagonal, certificate
+    def __init__(self, context: Context, diagonal: StatisticRequest | None, certificate: bool = False) -> None:
+        self.context, self.diagonal, self.certificate = context, diagonal, certificate
         self.found: dict[str, StatisticResult] = {}
         self.reasons: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
@@ -125,7 +172,7 @@ class StatisticCollector:
         # Every report says whether the network sits at a minimum of the data.
         swept += [STATISTICS[name] for name in ("mean_gradient", "gradient_norms") if name not in needs]
         computed = [need for need in needs.values() if need.name in COMPUTED]
-        self.setting.warn_of_results(self._estimate_result_bytes(swept, computed, asked))
+        self.context.warn_of_results(self._estimate_result_bytes(swept, computed, asked))
         self._make_forecast(computed)
         # The shared sweep may use what is known of the features.
         for need in computed:
@@ -133,13 +180,13 @@ class StatisticCollector:
                 self._compute_statistic(need, need.key in strict)
         deviations = self.found["feature_deviation"].value if "feature_deviation" in self.found else {}
         with self.time_step("sweep"):
-            totals = ReportTotals(self.setting, swept, deviations, replicate=True, groups=self.setting.groups)
-            total = self.setting.problem.num_examples
-            totals.sweep(lambda done: self.setting.tick("Sweeping examples", done, total))
+            totals = ReportTotals(self.context, swept, deviations, replicate=True, groups=self.context.groups)
+            total = self.context.problem.num_examples
+            totals.sweep(lambda done: self.context.tick("Sweeping examples", done, total))
             values = totals.compute_values()
-            self.setting.store_counts(totals.examples, totals.share, totals.loss)
+            self.context.store_counts(totals.examples, totals.share, totals.loss)
             self.forecast.examples = totals.examples
-        exact = not self.setting.plan.is_random
+        exact = not self.context.plan.is_random
         for each in swept:
             drawn, notes = (
                 totals.compute_replicates(each),
@@ -165,7 +212,7 @@ class StatisticCollector:
         Counted in vectors of all measured parameters in float64: copies of the model in both precisions, the sums,
         means and changes of each statistic, what searches and the balancing of matrices work with.
         """
-        network = self.setting.problem.network
+        network = self.context.problem.network
         entries = 8 * sum(value.numel() for value in network.measured.values())
         constants = sum(value.numel() * value.element_size() for value in network.constants.values())
         sites = [ParameterSite(name, value) for name, value in network.measured.items()]
@@ -179,7 +226,7 @@ class StatisticCollector:
 
     def _make_forecast(self, computed: Sequence[StatisticRequest]) -> None:
         """Time a forward pass, where somebody waits for the result, to say how long everything will take."""
-        tick = self.setting.tick
+        tick = self.context.tick
         if not isinstance(tick, StepProgress) or not tick.is_visible:
             return
         first = [need for need in computed if need.name == "feature_deviation"]
@@ -187,28 +234,28 @@ class StatisticCollector:
         steps |= {"sweep": None}
         steps |= {need.key: _estimate_passes(need) for need in computed}
         self.forecast = tick.forecast = Forecast(steps)
-        self.forecast.examples = self.setting.problem.num_examples
-        self.forecast.per_example = _time_example(self.setting)
+        self.forecast.examples = self.context.problem.num_examples
+        self.forecast.per_example = _time_example(self.context)
 
     def _add_given_weights(self) -> None:
-        measured = self.setting.problem.network.measured
+        measured = self.context.problem.network.measured
         self.found["weight"] = StatisticResult(measured, without=lambda group: measured)
-        if self.setting.initial is None:
+        if self.context.initial is None:
             self.reasons["initial_weight"] = "needs the parameters before training: pass initial="
         else:
-            initial = self.setting.initial
+            initial = self.context.initial
             self.found["initial_weight"] = StatisticResult(initial, without=lambda group: initial)
 
     def _compute_statistic(self, need: StatisticRequest, strict: bool) -> None:
         with self.time_step(need.key):
             try:
-                self.found[need.key] = COMPUTED[need.name].function(self.setting, **dict(need.options))
+                self.found[need.key] = COMPUTED[need.name].function(self.context, **dict(need.options))
             except NotDefinedError as reason:
                 self.reasons[need.key] = str(reason)
             except SaltflatError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
-                if error is getattr(self.setting.tick, "error", None):
+                if error is getattr(self.context.tick, "error", None):
                     raise
                 # Models may hold operations that cannot be differentiated twice, or run out of memory in one of many
                 # searches: that is no reason to lose the others.
@@ -228,7 +275,7 @@ class StatisticCollector:
             yield
         finally:
             self.forecast.end()
-            self.setting.heap.trim()
+            self.context.heap.trim()
             self.seconds[step] = time.perf_counter() - started
 
     def compute_readings(self, asked: Sequence[MeasureRequest]) -> tuple[dict[str, Reading], dict[str, str]]:
@@ -237,13 +284,13 @@ class StatisticCollector:
         undefined: dict[str, Reading] = {}
         left_out: dict[str, str] = {}
         # A pass may have written to the weights; measures are of the user's.
-        self.setting.problem.network.undo_writes()
+        self.context.problem.network.undo_writes()
         with self.time_step("measures"):
             for request in asked:
                 missing = [self.reasons[need.key] for need in request.needs.values() if need.key in self.reasons]
                 if not missing:
                     try:
-                        evaluations.append(evaluate_measure(request, self.found, self.setting))
+                        evaluations.append(evaluate_measure(request, self.found, self.context))
                         continue
                     except NotDefinedError as reason:
                         missing = [str(reason)]
@@ -252,7 +299,7 @@ class StatisticCollector:
                 else:
                     left_out[request.key] = missing[0]
         with self.time_step("errors over examples"):
-            readings = add_sampling_errors(evaluations, self.setting) | undefined
+            readings = add_sampling_errors(evaluations, self.context) | undefined
         return {request.key: readings[request.key] for request in asked if request.key in readings}, left_out
 
 
@@ -263,15 +310,15 @@ def _estimate_passes(need: StatisticRequest) -> float | None:
         return None
 
 
-def _time_example(setting: Setting) -> float | None:
+def _time_example(context: Context) -> float | None:
     """How long a forward pass takes, by the quickest of three on the first examples."""
     seconds = []
     try:
-        batch = next(iter(setting.problem.read_batches())).cut(0, TIMED)
+        batch = next(iter(context.problem.read_batches())).cut(0, TIMED)
         with torch.no_grad():
             for _ in range(3):
                 started = time.perf_counter()
-                float(setting.problem.network(batch).sum())  # waits for the device
+                float(context.problem.network(batch).sum())  # waits for the device
                 seconds.append(time.perf_counter() - started)
     except Exception:  # whatever is wrong is said, in better words, where the numbers are made
         return None

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.engine.certificate import certify
-from saltflat.engine.context import Setting
-from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.context import Context, describe_context
+from saltflat.engine.custom_losses import normalize_logits
+from saltflat.engine.losses import parse_loss
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem, find_input_notes, is_finite
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
-from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.session import open_session
 from saltflat.engine.statistic import STATISTICS
 from saltflat.errors import NonFiniteError, OptionError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.collect import DIAGONALS, StatisticCollector
 from saltflat.measures.registry import REFERENCES, MeasureRequest, parse_measures
 from saltflat.results.report import Reading, Report
-from saltflat.statistics.compute import describe_setting
-from saltflat.validation import check_flag, check_seed, is_choice, parse_bytes
+from saltflat.validation import check_flag, check_seed, is_choice, parse_bytes, take_turns
 
 __all__ = ["measure"]
 
@@ -106,13 +106,13 @@ def measure(
     chosen = normalize_logits(parse_loss(loss), logits)
     with open_session(model, mode, data) as notes, show_steps(progress) as tick:
         problem = Problem.build(model, data, chosen, layers, dtype, mode)
-        setting = Setting(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
-        search = StatisticCollector(setting, DIAGONALS[diagonal], certificate)
+        context = Context(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
+        search = StatisticCollector(context, DIAGONALS[diagonal], certificate)
         search.gather(asked)
         readings, left_out = search.compute_readings(asked)
-        examples, mean_loss = setting.examples, setting.mean_loss
-        if setting.first is not None:
-            notes += find_input_notes(problem, setting.first, mean_loss)
+        examples, mean_loss = context.examples, context.mean_loss
+        if context.first is not None:
+            notes += find_input_notes(problem, context.first, mean_loss)
         notes += search.notes
     agreement = None
     if certificate:
@@ -129,7 +129,7 @@ def measure(
         model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         examples=examples,
         loss=mean_loss,
-        settings={**describe_setting(setting), "logits": logits, "diagonal": diagonal},
+        settings={**describe_context(context), "logits": logits, "diagonal": diagonal},
         versions={
             "saltflat": get_package_version(),
             "torch": torch.__version__,
@@ -137,7 +137,7 @@ def measure(
             "scipy": scipy.__version__,
             "python": platform.python_version(),
         },
-        device=_format_device(setting),
+        device=_format_device(context),
         seconds=time.perf_counter() - started,
         seconds_by_step=search.seconds,
         certificate=agreement,
@@ -228,6 +228,6 @@ def _make_legend(request: MeasureRequest, reading: Reading) -> dict[str, Any]:
     }
 
 
-def _format_device(setting: Setting) -> str:
-    device = next(iter(setting.problem.network.measured.values())).device
+def _format_device(context: Context) -> str:
+    device = next(iter(context.problem.network.measured.values())).device
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

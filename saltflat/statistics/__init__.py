@@ -8,10 +8,10 @@ Most are contractions of per-example gradients (:mod:`saltflat.gradients`), summ
 
 ``of`` says which columns it is about: ``"curvature"`` (columns whose squares make the loss's curvature at the outputs)
 or ``"gradient"`` (the one column that is the loss's gradient). Others need passes of their own and are functions of a
-:class:`~saltflat.engine.context.Setting`:
+:class:`~saltflat.engine.context.Context`:
 
     @statistic(per="network", meaning="...")
-    def average_rise(setting, *, radius=0.05, draws=20): ...
+    def average_rise(context, *, radius=0.05, draws=20): ...
 """
 
 from __future__ import annotations

@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.context import Setting, StatisticResult
-from saltflat.engine.geometry import Convolution, Transposed
+from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.statistic import ParameterSite, Statistic, register_statistic, statistic
 from saltflat.errors import OptionError
 from saltflat.gradients.base import ColumnLayout, FactoredGradient
+from saltflat.layers.geometry import Convolution, Transposed
 from saltflat.results.jackknife import compute_variance_of_mean
 
 
-def compute_input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Standard deviation over examples and positions of each input channel, by weight; and notes about odd ones.
 
     A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
     not zero cannot be normalised and gets 1.
     """
-    network = setting.problem.network
+    network = context.problem.network
     # A tied weight has the channels that the module sees which owns its name.
     owned = {
         module: layer.names["weight"]
@@ -37,7 +37,7 @@ def compute_input_deviations(setting: Setting) -> tuple[dict[str, Tensor], tuple
         return y
 
     with torch.no_grad():
-        for batch in setting.read_chunks(0):
+        for batch in context.read_chunks(0):
             network(batch, record_input)
     deviations, notes = {}, []
     for name, moments in found.items():
@@ -124,9 +124,9 @@ curvature_trace = register_statistic(
 
 
 @statistic(per="layer", meaning="How far each input channel of a layer varies over the data.", passes=1)
-def feature_deviation(setting: Setting) -> StatisticResult:
+def feature_deviation(context: Context) -> StatisticResult:
     """``(channels,)`` for each weight of a Linear layer or a convolution."""
-    deviations, notes = compute_input_deviations(setting)
+    deviations, notes = compute_input_deviations(context)
     return StatisticResult(deviations, notes=notes, without=lambda group: deviations)
 
 

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.context import Setting
-from saltflat.engine.custom_losses import NormalizedLogitsLoss, format_loss
+from saltflat.engine.context import Context, describe_context
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem, find_input_notes
 from saltflat.engine.progress import Progress, show_progress
 from saltflat.engine.read_data import select_examples
-from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.session import open_session
 from saltflat.engine.statistic import find_statistics
 from saltflat.engine.sweep import SweepTotals
 from saltflat.statistics.averages import compute_input_deviations
-from saltflat.validation import check_seed, parse_bytes
+from saltflat.validation import check_seed, parse_bytes, take_turns
 
 
 @dataclass(frozen=True)
@@ -107,33 +106,14 @@ def compute_statistics(
     seed, data = check_seed(seed), select_examples(data, limit=limit)
     with open_session(model, mode, data) as notes:
         problem = Problem.build(model, data, loss, layers, dtype, mode)
-        setting = Setting(problem, plan, seed, room)
-        deviations = compute_input_deviations(setting)[0] if any(each.features for each in wanted) else {}
-        totals = SweepTotals(setting, wanted, deviations)
+        context = Context(problem, plan, seed, room)
+        deviations = compute_input_deviations(context)[0] if any(each.features for each in wanted) else {}
+        totals = SweepTotals(context, wanted, deviations)
         with show_progress(progress, problem.data) as report:
             totals.sweep(report)
-        if setting.first is not None:
-            notes += find_input_notes(problem, setting.first, totals.compute_mean_loss())
+        if context.first is not None:
+            notes += find_input_notes(problem, context.first, totals.compute_mean_loss())
     values, errors = totals.compute_values(), totals.compute_errors()
-    settings = describe_setting(totals.setting)
+    settings = describe_context(totals.context)
     seconds = time.perf_counter() - started
     return Statistics(values, errors, totals.examples, totals.compute_mean_loss(), seconds, settings, tuple(notes))
-
-
-def describe_setting(setting: Setting) -> dict[str, Any]:
-    """How it was measured, in words that can be written down."""
-    problem = setting.problem
-    first = next(iter(problem.network.measured.values()))
-    return {
-        "columns": str(setting.plan),
-        "dtype": str(first.dtype).removeprefix("torch."),
-        "device": str(first.device),
-        "layers": list(problem.network.measured),
-        "loss": format_loss(problem.loss.inner if isinstance(problem.loss, NormalizedLogitsLoss) else problem.loss),
-        "memory": setting.limit,
-        "results_bytes": setting.results_bytes,
-        "example_bytes": setting.example_bytes,
-        "mode": problem.mode,
-        "seed": setting.seed,
-        "way": " + ".join(dict.fromkeys(found.way for found in setting.probes.values())),
-    }

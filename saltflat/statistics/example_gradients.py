@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from saltflat.engine.context import NotDefinedError, Setting, StatisticResult
+from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.data import Batch
+from saltflat.engine.full_loss import GroupedMean
 from saltflat.engine.gram import compute_gram_matrix, iterate_gradients
 from saltflat.engine.losses import CrossEntropy
-from saltflat.engine.sampling import GroupedMean
 from saltflat.engine.statistic import statistic
-from saltflat.errors import OptionError
+from saltflat.errors import NotDefinedError, OptionError
 
 LARGEST = 2000
 
@@ -21,19 +21,19 @@ LARGEST = 2000
 @statistic(
     per="network", meaning="Mean over examples of gradient times gradient', over all parameters at once.", passes=5
 )
-def fisher_matrix(setting: Setting) -> StatisticResult:
+def fisher_matrix(context: Context) -> StatisticResult:
     """``(W, W)`` in float64 for W parameters."""
-    size = sum(value.numel() for value in setting.problem.network.measured.values())
+    size = sum(value.numel() for value in context.problem.network.measured.values())
     if size > LARGEST:
         raise NotDefinedError(f"is for models of at most {LARGEST} parameters, and this one has {size}")
     total = torch.zeros(size, size, dtype=torch.float64)
-    for rows in iterate_gradients(setting):
+    for rows in iterate_gradients(context):
         total += rows.mT @ rows
-    return StatisticResult(total / setting.examples)
+    return StatisticResult(total / context.examples)
 
 
 @statistic(per="network", meaning="Inner products between single examples' gradients, of a pool of examples.", passes=5)
-def gradient_gram(setting: Setting, *, pool: int = 1000) -> StatisticResult:
+def gradient_gram(context: Context, *, pool: int = 1000) -> StatisticResult:
     """``gram``, ``(P, P)`` in float64, with P the smaller of ``pool`` and the number of examples.
 
     Beside it ``eps``, the rounding of the precision the gradients were taken in, and the ``seed`` to draw subsets with.
@@ -41,36 +41,36 @@ def gradient_gram(setting: Setting, *, pool: int = 1000) -> StatisticResult:
     if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1:
         raise OptionError(f"Expected at least 1, but got pool={pool!r}. Try leaving it out for 1000.")
     # Counted, not expected: a loader may drop the last examples or sample some of them.
-    examples = setting.examples
-    noise = torch.Generator().manual_seed(setting.seed)
+    examples = context.examples
+    noise = torch.Generator().manual_seed(context.seed)
     chosen = torch.randperm(examples, generator=noise)[:pool].sort().values
-    eps = max(torch.finfo(value.dtype).eps for value in setting.problem.network.measured.values())
-    return StatisticResult({"gram": compute_gram_matrix(setting, chosen), "eps": eps, "seed": setting.seed})
+    eps = max(torch.finfo(value.dtype).eps for value in context.problem.network.measured.values())
+    return StatisticResult({"gram": compute_gram_matrix(context, chosen), "eps": eps, "seed": context.seed})
 
 
 @statistic(
     per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.", passes=25
 )
-def input_jacobian(setting: Setting) -> StatisticResult:
+def input_jacobian(context: Context) -> StatisticResult:
     """The mean over the examples of the largest squared singular value of d softmax(f(x)) / dx, as a number."""
-    loss = setting.problem.loss
+    loss = context.problem.loss
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
-    by_group, done, room = GroupedMean(setting.groups), 0, setting.limit // 2
-    with setting.reserve(room):
-        for batch in setting.read_chunks(0):
-            for part in _split_batch(setting, batch, room):
-                found = _compute_squared_norms(setting, loss, part)
+    by_group, done, room = GroupedMean(context.groups), 0, context.limit // 2
+    with context.reserve(room):
+        for batch in context.read_chunks(0):
+            for part in _split_batch(context, batch, room):
+                found = _compute_squared_norms(context, loss, part)
                 by_group.add(part, found, torch.ones_like(found))
                 done += part.examples
-                setting.tick("Derivatives by the inputs", done, None)
+                context.tick("Derivatives by the inputs", done, None)
     return StatisticResult(by_group.compute_mean(), without=by_group.make_leave_one_out())
 
 
-def _split_batch(setting: Setting, batch: Batch, room: int) -> Iterator[Batch]:
+def _split_batch(context: Context, batch: Batch, room: int) -> Iterator[Batch]:
     """Parts of a chunk whose Jacobians fit in so many bytes."""
     with torch.no_grad():
-        outputs = setting.problem.network(batch.cut(0, 1))
+        outputs = context.problem.network(batch.cut(0, 1))
     # The rows as they are found, stacked, and in float64.
     size = 24 * outputs.numel() * _get_only_input(batch)[0].numel()
     step = max(1, room // size)
@@ -87,10 +87,10 @@ def _get_only_input(batch: Batch) -> Tensor:
     return tensors[0]
 
 
-def _compute_squared_norms(setting: Setting, loss: CrossEntropy, batch: Batch) -> Tensor:
+def _compute_squared_norms(context: Context, loss: CrossEntropy, batch: Batch) -> Tensor:
     free = _get_only_input(batch).detach().requires_grad_()
     args, kwargs = batch.map_tensors(lambda tensor: free)
-    outputs = setting.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
+    outputs = context.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
     axis = loss.find_class_axis(outputs, batch.targets)
     probabilities = outputs.softmax(axis).reshape(batch.examples, -1).sum(0)
     rows = [torch.autograd.grad(each, free, retain_graph=True)[0].reshape(batch.examples, -1) for each in probabilities]

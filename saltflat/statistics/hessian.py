@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltflat.engine.context import Setting, StatisticResult
+from saltflat.engine.context import Context, StatisticResult, find_geometries
 from saltflat.engine.eigenvalues import (
     compute_curvature_replicates,
     draw_start_vectors,
@@ -27,7 +27,6 @@ from saltflat.engine.full_loss import (
     compute_norm,
     compute_scales,
 )
-from saltflat.engine.geometry import find_geometries
 from saltflat.engine.lanczos import TopEigenvalue, Vectors, find_top_eigenvalues
 from saltflat.engine.noise import draw_normals, draw_signs
 from saltflat.engine.statistic import ParameterSite, Statistic, statistic
@@ -38,11 +37,11 @@ from saltflat.validation import check_count, check_positive
 
 
 @statistic(per="network", meaning="Largest eigenvalue of the Hessian of the mean loss over all parameters.", passes=90)
-def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | None = None) -> StatisticResult:
+def hessian_top(context: Context, *, scaled: str = "none", tolerance: float | None = None) -> StatisticResult:
     r"""The largest eigenvalue of H, or of :math:`D^{1/2} H D^{1/2}` with :math:`D = |W_l|^2` for every parameter.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         scaled: ``"none"`` or ``"quotient"``.
         tolerance: of the bound on the eigenvalue's error, relative; what the precision allows if None.
 
@@ -50,9 +49,9 @@ def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | No
         ``value``; ``residual``, the distance of Hv from its multiple of v relative to it; ``bound``, how far the
         eigenvalue may be off, relative; ``products`` with the Hessian; and ``converged``.
     """
-    tolerance = get_rounding_tolerance(setting) if tolerance is None else tolerance
+    tolerance = get_rounding_tolerance(context) if tolerance is None else tolerance
     check_positive(tolerance=tolerance)
-    measured = setting.problem.network.measured
+    measured = context.problem.network.measured
     if scaled not in ("none", "quotient"):
         raise make_unknown_name_error("scaling", scaled, ("none", "quotient"))
     roots = {name: each.double().norm() if scaled == "quotient" else 1.0 for name, each in measured.items()}
@@ -63,13 +62,13 @@ def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | No
         nonlocal done
         parts = zip(measured.items(), vector.split(sizes), strict=True)
         found = compute_hessian_product(
-            setting, {name: roots[name] * part.reshape(each.shape) for (name, each), part in parts}
+            context, {name: roots[name] * part.reshape(each.shape) for (name, each), part in parts}
         )
         done += 1
-        setting.tick("Largest eigenvalue of the Hessian", done, None)
+        context.tick("Largest eigenvalue of the Hessian", done, None)
         return torch.cat([(roots[name] * each).flatten() for name, each in found.items()])
 
-    start = torch.cat([each.flatten() for each in draw_normals(setting, 0).values()])
+    start = torch.cat([each.flatten() for each in draw_normals(context, 0).values()])
     moved: list[Tensor] = []
 
     def multiply_and_record(vectors: Vectors) -> Vectors:
@@ -77,10 +76,10 @@ def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | No
         del moved[1:-1]  # the first is kept for the check, the last is on its way
         return {"": moved[-1]}
 
-    with reserve_basis(setting, measured) as basis:
+    with reserve_basis(context, measured) as basis:
         top = find_top_eigenvalues(multiply_and_record, {"": start}, tolerance, basis=basis)[""]
     check_symmetric(
-        setting, _compute_asymmetry(start / start.norm(), moved[0], top.vector, multiply_hessian(top.vector))
+        context, _compute_asymmetry(start / start.norm(), moved[0], top.vector, multiply_hessian(top.vector))
     )
     notes = () if top.converged else (f"The Hessian's eigenvalue may be larger by {top.bound:.1e} of itself.",)
     found = {
@@ -95,7 +94,7 @@ def hessian_top(setting: Setting, *, scaled: str = "none", tolerance: float | No
         for (name, each), part in zip(measured.items(), top.vector.split(sizes), strict=True)
     }
     # To first order the eigenvalue moves as v' H v does with the vector as it is.
-    left_out = compute_grouped_curvature(setting, scaled_vector).make_leave_one_out() if setting.groups else None
+    left_out = compute_grouped_curvature(context, scaled_vector).make_leave_one_out() if context.groups else None
     without = None if left_out is None else lambda group: {**found, "value": left_out(group)}
     return StatisticResult(found, notes=notes, without=without)
 
@@ -129,23 +128,23 @@ def _compute_asymmetry(u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
 
 
 @statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.", passes=100)
-def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: int = 500) -> StatisticResult:
+def top_eigenvalue(context: Context, *, tolerance: float | None = None, steps: int = 500) -> StatisticResult:
     """``(5,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, steps, converged.
 
     ``tolerance`` is of that bound; what the precision allows if None.
     """
     check_count(1, steps=steps)
-    tolerance = get_rounding_tolerance(setting) if tolerance is None else tolerance
+    tolerance = get_rounding_tolerance(context) if tolerance is None else tolerance
     check_positive(tolerance=tolerance)
-    names = find_geometries(setting.problem.network)
-    starts = draw_start_vectors(setting, names)
-    with reserve_basis(setting, names) as basis:
+    names = find_geometries(context.problem.network)
+    starts = draw_start_vectors(context, names)
+    with reserve_basis(context, names) as basis:
         tops = find_top_eigenvalues(
-            make_block_product(setting),
+            make_block_product(context),
             starts,
             tolerance,
             steps,
-            lambda done, total: setting.tick("Largest eigenvalues of the layers", done, total),
+            lambda done, total: context.tick("Largest eigenvalues of the layers", done, total),
             basis,
         )
 
@@ -154,27 +153,27 @@ def top_eigenvalue(setting: Setting, *, tolerance: float | None = None, steps: i
         return torch.tensor([float(value), top.residual, top.bound, top.steps, top.converged], dtype=torch.float64)
 
     replicates = None
-    if setting.plan.is_random:
-        found = compute_curvature_replicates(setting, {name: top.vector for name, top in tops.items()})
+    if context.plan.is_random:
+        found = compute_curvature_replicates(context, {name: top.vector for name, top in tops.items()})
         replicates = tuple({name: make_row(each[name], name) for name in names} for each in found or ()) or None
     silent = [name for name, top in tops.items() if top.value == 0]
     notes = (f"no curvature at all in {', '.join(silent[:4])}{' and others' * (len(silent) > 4)}",) if silent else ()
-    if setting.plan.is_random:
+    if context.plan.is_random:
         notes = (*notes, "random columns bias a largest eigenvalue upwards: it picks out what is large by chance")
     return StatisticResult(
         {name: make_row(top.value, name) for name, top in tops.items()},
         replicates,
-        exact=not setting.plan.is_random,
+        exact=not context.plan.is_random,
         notes=notes,
-        without=_make_leave_out(setting, {name: top.vector for name, top in tops.items()}, make_row),
+        without=_make_leave_out(context, {name: top.vector for name, top in tops.items()}, make_row),
     )
 
 
 def _make_leave_out(
-    setting: Setting, vectors: Mapping[str, Tensor], row: Callable[[float | Tensor, str], Tensor]
+    context: Context, vectors: Mapping[str, Tensor], row: Callable[[float | Tensor, str], Tensor]
 ) -> Callable[[int], dict[str, Tensor]] | None:
     """The eigenvalues with one group of examples left out, to first order: v' G v with the vectors as they are."""
-    if setting.groups is None:
+    if context.groups is None:
         return None
 
     def sum_curvature(form: FactoredGradient, site: ParameterSite) -> Tensor:
@@ -182,7 +181,7 @@ def _make_leave_out(
 
     along = Statistic("along", of="curvature", total=sum_curvature, spread=None, meaning="v' G v", kind="scalar")
     left_out = (
-        SweepTotals(setting, [along], only=vectors.keys(), groups=setting.groups).sweep().make_leave_one_out(along)
+        SweepTotals(context, [along], only=vectors.keys(), groups=context.groups).sweep().make_leave_one_out(along)
     )
     if left_out is None:
         return None
@@ -198,7 +197,7 @@ KINDS = ("corrected", "printed", "hutchinson")
     passes=lambda draws, **_: 6 * draws,
 )
 def finite_difference(
-    setting: Setting, *, kind: str = "corrected", step: float = 1e-2, epsilon: float = 0.0, draws: int = 10
+    context: Context, *, kind: str = "corrected", step: float = 1e-2, epsilon: float = 0.0, draws: int = 10
 ) -> StatisticResult:
     r"""The mean over random signs s of :math:`s \circ (\nabla L(w + r D s) - \nabla L(w - r D s)) / (2 r D)`.
 
@@ -207,7 +206,7 @@ def finite_difference(
     the limit of small steps with D = 1, :math:`s \circ H s`, by differentiating twice.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         kind: one of the three.
         step: r, relative to the weights.
         epsilon: what is added to the size of the weights; only without it is the estimate independent of their scale.
@@ -221,39 +220,39 @@ def finite_difference(
         raise OptionError(f"Expected at least 0, but got epsilon={epsilon!r}. Try leaving it out for 0.")
     each = []
     for draw in range(draws):
-        each.append(estimate_diagonal_once(setting, draw_signs(setting, draw), kind, step, epsilon))
-        setting.tick("Differences of gradients", draw + 1, draws)
+        each.append(estimate_diagonal_once(context, draw_signs(context, draw), kind, step, epsilon))
+        context.tick("Differences of gradients", draw + 1, draws)
     if kind == "hutchinson":
-        _check_products_symmetric(setting, each)
+        _check_products_symmetric(context, each)
     sums = {name: torch.stack([one[name] for one in each]).sum(0) for name in each[0]}
     replicates = tuple({name: (sums[name] - one[name]) / (draws - 1) for name in sums} for one in each)
     zeros = 0
     if kind != "hutchinson" and epsilon == 0:
-        zeros = sum(int((value == 0).sum()) for value in setting.problem.network.measured.values())
+        zeros = sum(int((value == 0).sum()) for value in context.problem.network.measured.values())
     note = f"{zeros} parameters are zero and were not moved: their curvature is given as zero."
     mean = {name: total / draws for name, total in sums.items()}
     return StatisticResult(mean, replicates, exact=False, notes=(note,) if zeros else ())
 
 
-def estimate_diagonal_once(setting: Setting, s: Weights, kind: str, step: float, epsilon: float) -> dict[str, Tensor]:
+def estimate_diagonal_once(context: Context, s: Weights, kind: str, step: float, epsilon: float) -> dict[str, Tensor]:
     """The estimate from one choice of signs."""
     if kind == "hutchinson":
-        product = compute_hessian_product(setting, s)
+        product = compute_hessian_product(context, s)
         return {name: s[name] * product[name] for name in product}
-    scales = compute_scales(setting)
+    scales = compute_scales(context)
     size = {name: each + epsilon for name, each in scales.items()}
     extra = {name: s[name] * epsilon if kind == "corrected" else epsilon for name in s}
     move = {name: step * (each * s[name] + extra[name]) for name, each in scales.items()}
-    _, there = compute_gradient_at(setting, compute_moved_weights(setting, move))
-    _, back = compute_gradient_at(setting, compute_moved_weights(setting, {name: -each for name, each in move.items()}))
+    _, there = compute_gradient_at(context, compute_moved_weights(context, move))
+    _, back = compute_gradient_at(context, compute_moved_weights(context, {name: -each for name, each in move.items()}))
     found = {name: s[name] * (there[name] - back[name]) / (2 * step * size[name]) for name in s}
     return {name: each.where(size[name] > 0, torch.zeros_like(each)) for name, each in found.items()}
 
 
-def _check_products_symmetric(setting: Setting, each: list[dict[str, Tensor]]) -> None:
+def _check_products_symmetric(context: Context, each: list[dict[str, Tensor]]) -> None:
     """The products with two choices of signs, which s o Hs gives back, must be those of a symmetric matrix."""
-    u, v = draw_signs(setting, 0), draw_signs(setting, 1)
+    u, v = draw_signs(context, 0), draw_signs(context, 1)
     Hu, Hv = ({name: s[name] * one[name] for name in s} for s, one in zip((u, v), each, strict=False))
     off = sum(float((u[name] * Hv[name]).sum() - (v[name] * Hu[name]).sum()) for name in u)
     size = compute_norm(u) * (compute_norm(Hu) + compute_norm(Hv))
-    check_symmetric(setting, abs(off) / size if size else 0.0)
+    check_symmetric(context, abs(off) / size if size else 0.0)

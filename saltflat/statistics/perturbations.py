@@ -7,7 +7,7 @@ from math import fsum, inf, isfinite, nan, sqrt
 import torch
 from torch import Tensor
 
-from saltflat.engine.context import Setting, StatisticResult
+from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.full_loss import (
     Weights,
     check_finite_loss,
@@ -29,13 +29,13 @@ from saltflat.validation import check_count, check_positive
     meaning="Mean rise of the loss under random relative changes of all parameters.",
     passes=lambda draws, **_: draws + 1,
 )
-def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> StatisticResult:
+def average_rise(context: Context, *, radius: float = 0.05, draws: int = 20) -> StatisticResult:
     r"""E L(w + d) - L(w) with :math:`d_i = \rho w_i \xi_i` and standard normal :math:`\xi`.
 
     Draws come in pairs :math:`\pm\xi`, so that the slope of the loss cancels; their scatter gives the error.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         radius: :math:`\rho`, the relative size of the changes.
         draws: how many; an even number.
 
@@ -48,20 +48,20 @@ def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> 
         raise OptionError(
             f"Expected an even number, but got draws={draws}. They come in pairs. Try taking {draws + 1}."
         )
-    start = compute_grouped_losses(setting)
+    start = compute_grouped_losses(context)
     here = check_finite_loss(start.compute_mean())
     pairs, by_group = [], []
     for draw in range(draws // 2):
         # Relative to the weights from the start, so that rescaled networks are disturbed in the same way.
-        noise = draw_normals(setting, draw)
-        step = {name: radius * each * noise[name] for name, each in setting.problem.network.measured.items()}
-        there = compute_grouped_losses(setting, compute_moved_weights(setting, step))
+        noise = draw_normals(context, draw)
+        step = {name: radius * each * noise[name] for name, each in context.problem.network.measured.items()}
+        there = compute_grouped_losses(context, compute_moved_weights(context, step))
         back = compute_grouped_losses(
-            setting, compute_moved_weights(setting, {name: -each for name, each in step.items()})
+            context, compute_moved_weights(context, {name: -each for name, each in step.items()})
         )
         pairs.append((there.compute_mean() + back.compute_mean()) / 2 - here)
         by_group.append((there.make_leave_one_out(), back.make_leave_one_out()))
-        setting.tick("Loss under random changes", 2 * (draw + 1), draws)
+        context.tick("Loss under random changes", 2 * (draw + 1), draws)
     if not all(map(isfinite, pairs)):
         note = "The loss overflows at some of the changed weights."
         return StatisticResult({"value": nan, "stderr": nan, "pairs": pairs}, exact=False, notes=(note,))
@@ -83,7 +83,7 @@ def average_rise(setting: Setting, *, radius: float = 0.05, draws: int = 20) -> 
     meaning="Largest rise of the loss that was found within a ball around the weights.",
     passes=lambda steps, **_: 3 * steps,
 )
-def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adaptive: bool = True) -> StatisticResult:
+def worst_rise(context: Context, *, radius: float = 0.05, steps: int = 20, adaptive: bool = True) -> StatisticResult:
     r"""The largest L(w + d) - L(w) found with :math:`|d / c|_2 \le \rho`; c is \|w\|, or 1 if not ``adaptive``.
 
     Projected ascent in the coordinates u = d / c. The first step leads to SAM's (or ASAM's) point; a step that raises
@@ -91,7 +91,7 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
     does not is taken back and tried shorter.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         radius: :math:`\rho`.
         steps: how many gradients to take.
         adaptive: whether the ball is measured relative to the weights.
@@ -102,13 +102,13 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
     """
     check_positive(radius=radius)
     check_count(1, steps=steps)
-    scales = compute_scales(setting)
+    scales = compute_scales(context)
     if not adaptive:
         scales = {name: torch.ones_like(each) for name, each in scales.items()}
 
     def compute_loss_and_gradient(u: Weights) -> tuple[float, dict[str, Tensor]]:
         loss, gradient = compute_gradient_at(
-            setting, compute_moved_weights(setting, {name: scales[name] * u[name] for name in u})
+            context, compute_moved_weights(context, {name: scales[name] * u[name] for name in u})
         )
         return loss, {name: scales[name] * each for name, each in gradient.items()}
 
@@ -118,7 +118,7 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
     slope, first = compute_norm(uphill), 0.0
     # At a minimum the slope is rounding: any direction serves to start from, provided that it is not a special one.
     if slope * radius <= 1e-12 * max(abs(here), 1e-12):
-        uphill = draw_normals(setting, 0)
+        uphill = draw_normals(context, 0)
     step = radius
     for number in range(steps):
         length = compute_norm(uphill)
@@ -132,7 +132,7 @@ def worst_rise(setting: Setting, *, radius: float = 0.05, steps: int = 20, adapt
             u, best, uphill, step = tried, loss, there, 2 * step
         else:
             step /= 4
-        setting.tick("Search for the largest rise", number + 1, steps)
+        context.tick("Search for the largest rise", number + 1, steps)
     rise = max(best - here, 0.0)
     promised = radius * compute_norm(uphill) - sum(float((uphill[name] * u[name]).sum()) for name in u)
     gap = max(promised, 0.0) / rise if rise > 0 else 0.0
@@ -153,13 +153,13 @@ def _project_into_ball(u: Weights, radius: float) -> dict[str, Tensor]:
     passes=lambda case, draws, steps, **_: 3 * steps if case == "worst" else draws + 1,
 )
 def adaptive_rise(
-    setting: Setting, *, case: str = "average", radius: float = 0.05, draws: int = 20, steps: int = 20
+    context: Context, *, case: str = "average", radius: float = 0.05, draws: int = 20, steps: int = 20
 ) -> StatisticResult:
     """:func:`average_rise` or :func:`worst_rise`, whichever ``case`` names."""
     if case == "average":
-        return average_rise(setting, radius=radius, draws=draws)
+        return average_rise(context, radius=radius, draws=draws)
     if case == "worst":
-        return worst_rise(setting, radius=radius, steps=steps)
+        return worst_rise(context, radius=radius, steps=steps)
     raise make_unknown_name_error("case", case, ("average", "worst"))
 
 
@@ -173,7 +173,7 @@ HALVINGS = 30
     passes=lambda draws, depth, **_: draws * (depth + 5),
 )
 def noise_tolerance(
-    setting: Setting,
+    context: Context,
     *,
     drop: float = 0.1,
     draws: int = 10,
@@ -187,7 +187,7 @@ def noise_tolerance(
     draws serve every :math:`\sigma`, which makes the search a bisection between two that were tried.
 
     Args:
-        setting: what is measured.
+        context: what is measured.
         drop: of the accuracy, a fraction.
         draws: of the noise.
         magnitude_aware: whether the noise is relative to the weights.
@@ -204,21 +204,21 @@ def noise_tolerance(
             f"Expected True or False, but got magnitude_aware={magnitude_aware!r}. Try leaving it out for False."
         )
     check_count(1, draws=draws, depth=depth)
-    measured = setting.problem.network.measured
-    here, done = compute_accuracy_at(setting), 0
+    measured = context.problem.network.measured
+    here, done = compute_accuracy_at(context), 0
 
     def compute_noisy_accuracy(sigma: float) -> float:
         nonlocal done
         found = 0.0
         for draw in range(draws):
-            noise = draw_normals(setting, draw)
+            noise = draw_normals(context, draw)
             step = {
                 name: _compute_noise_size(each, sigma, magnitude_aware, epsilon) * noise[name]
                 for name, each in measured.items()
             }
-            found += compute_accuracy_at(setting, compute_moved_weights(setting, step)) / draws
+            found += compute_accuracy_at(context, compute_moved_weights(context, step)) / draws
         done += 1
-        setting.tick("Noise that the accuracy bears", done, None)
+        context.tick("Noise that the accuracy bears", done, None)
         return found
 
     def is_tolerated(accuracy: float) -> bool:

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.engine.context import NotDefinedError, Setting
-from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.context import Context
+from saltflat.engine.custom_losses import normalize_logits
 from saltflat.engine.full_loss import (
     compute_accuracy_at,
     compute_gradient_at,
@@ -29,11 +29,12 @@ from saltflat.engine.full_loss import (
     compute_loss_at,
     compute_moved_weights,
 )
+from saltflat.engine.losses import parse_loss
 from saltflat.engine.noise import draw_normals
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.session import open_session
-from saltflat.errors import EmptyDataError, OptionError, UnknownNameError
+from saltflat.errors import EmptyDataError, NotDefinedError, OptionError, UnknownNameError
 from saltflat.statistics.example_gradients import input_jacobian
 from saltflat.statistics.hessian import estimate_diagonal_once, find_top_eigenvalue, finite_difference, hessian_top
 from saltflat.statistics.perturbations import adaptive_rise, average_rise, noise_tolerance, worst_rise
@@ -56,10 +57,10 @@ BEFORE_AND_AFTER = {"biased_mlp": ("0", "2"), "squared_error": ("2", "4")}
 @contextmanager
 def setting_of(
     case: Case, batches: Sequence[Batch] | None = None, seed: int = 0, limit: int = 1 << 30, dtype: Any = None
-) -> Iterator[Setting]:
+) -> Iterator[Context]:
     data = batches or case.batches
     with open_session(case.model, "eval", data):
-        yield Setting(Problem.build(case.model, data, case.loss, dtype=dtype), parse_column_plan("exact"), seed, limit)
+        yield Context(Problem.build(case.model, data, case.loss, dtype=dtype), parse_column_plan("exact"), seed, limit)
 
 
 @cache
@@ -109,11 +110,11 @@ def rescaled(case: Case, first: str, second: str) -> Case:
 def test_the_loss_and_its_derivatives_are_the_dense_ones(name: str) -> None:
     case = CASES[name]()
     value, slope, hessian = dense(name)
-    with setting_of(case) as setting:
-        loss, gradient = compute_gradient_at(setting)
-        vector = draw_normals(setting, 0)
-        bent = compute_hessian_product(setting, vector)
-        assert compute_loss_at(setting) == pytest.approx(value, rel=1e-10, abs=0)
+    with setting_of(case) as context:
+        loss, gradient = compute_gradient_at(context)
+        vector = draw_normals(context, 0)
+        bent = compute_hessian_product(context, vector)
+        assert compute_loss_at(context) == pytest.approx(value, rel=1e-10, abs=0)
     assert loss == pytest.approx(value, rel=1e-10, abs=0)
     assert list(gradient) == list(oracle.trainable(case.model))
     assert_close(in_a_row(gradient), slope, rtol=0, atol=1e-10 * float(slope.abs().max()))
@@ -122,12 +123,12 @@ def test_the_loss_and_its_derivatives_are_the_dense_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_TWICE)
 def test_second_derivatives_that_torch_does_not_have_are_not_made_up(name: str) -> None:
-    with setting_of(CASES[name]()) as setting:
+    with setting_of(CASES[name]()) as context:
         with pytest.raises(NotDefinedError, match=NOT_TWICE[name]):
-            hessian_top(setting)
+            hessian_top(context)
         with pytest.raises(NotDefinedError, match=NOT_TWICE[name]):
-            finite_difference(setting, kind="hutchinson")
-        assert worst_rise(setting).value["value"] > 0
+            finite_difference(context, kind="hutchinson")
+        assert worst_rise(context).value["value"] > 0
 
 
 class Cube(torch.autograd.Function):
@@ -181,18 +182,18 @@ def cubed(function: type[torch.autograd.Function]) -> Case:
 def test_an_autograd_function_that_hides_its_second_derivative_is_refused(
     function: type[torch.autograd.Function], reason: str, dtype: torch.dtype
 ) -> None:
-    with setting_of(cubed(function), dtype=dtype) as setting, pytest.raises(NotDefinedError, match=reason) as caught:
-        compute_hessian_product(setting, draw_normals(setting, 0))
+    with setting_of(cubed(function), dtype=dtype) as context, pytest.raises(NotDefinedError, match=reason) as caught:
+        compute_hessian_product(context, draw_normals(context, 0))
     assert function.__name__ in str(caught.value)
 
 
 def test_an_autograd_function_with_a_second_derivative_is_not_refused() -> None:
-    with setting_of(cubed(Cube)) as setting:
-        vector = draw_normals(setting, 0)
-        found = in_a_row(compute_hessian_product(setting, vector))
+    with setting_of(cubed(Cube)) as context:
+        vector = draw_normals(context, 0)
+        found = in_a_row(compute_hessian_product(context, vector))
         step = 1e-5
         ends = [
-            compute_gradient_at(setting, compute_moved_weights(setting, {n: s * step * v for n, v in vector.items()}))[
+            compute_gradient_at(context, compute_moved_weights(context, {n: s * step * v for n, v in vector.items()}))[
                 1
             ]
             for s in (1, -1)
@@ -207,9 +208,9 @@ def test_splitting_the_data_changes_nothing(name: str) -> None:
     examples = examples_of(case.batches)
     rises, tops = [], []
     for batches, limit in ((batched(examples, [len(examples)]), 1 << 30), (examples, 1 << 30), (case.batches, 1)):
-        with setting_of(case, batches, limit=limit) as setting:
-            rises.append([average_rise(setting).value["value"], worst_rise(setting).value["value"]])
-            tops.append(hessian_top(setting).value["value"])
+        with setting_of(case, batches, limit=limit) as context:
+            rises.append([average_rise(context).value["value"], worst_rise(context).value["value"]])
+            tops.append(hessian_top(context).value["value"])
     assert_close(rises[1:], [rises[0]] * 2, rtol=1e-9, atol=0)
     assert_close(tops[1:], [tops[0]] * 2, rtol=1e-9, atol=0)
 
@@ -219,11 +220,11 @@ def test_the_users_model_is_left_as_it_was(name: str) -> None:
     case = CASES[name]()
     before = {key: value.clone() for key, value in case.model.state_dict().items()}
     kept = {key: value.data_ptr() for key, value in case.model.state_dict().items()}
-    with setting_of(case) as setting:
-        worst_rise(setting, steps=3)
-        hessian_top(setting)
-        finite_difference(setting, draws=2)
-        noise_tolerance(setting, depth=2)
+    with setting_of(case) as context:
+        worst_rise(context, steps=3)
+        hessian_top(context)
+        finite_difference(context, draws=2)
+        noise_tolerance(context, depth=2)
     after = case.model.state_dict()
     assert_close(after, before, rtol=0, atol=0)
     assert {key: value.data_ptr() for key, value in after.items()} == kept
@@ -237,8 +238,8 @@ def test_the_largest_eigenvalue_is_the_dense_one(name: str, scaled: str) -> None
     _, _, hessian = dense(name)
     roots = [each.detach().norm().expand(each.numel()) for each in oracle.trainable(case.model).values()]
     root = torch.cat(roots) if scaled == "quotient" else torch.ones(len(hessian), dtype=torch.float64)
-    with setting_of(case) as setting:
-        found = hessian_top(setting, scaled=scaled).value
+    with setting_of(case) as context:
+        found = hessian_top(context, scaled=scaled).value
     wanted = float(torch.linalg.eigvalsh(root[:, None] * hessian * root)[-1])
     assert found["value"] == pytest.approx(wanted, rel=1e-8, abs=0)
     assert found["converged"]
@@ -266,8 +267,8 @@ def test_the_average_rise_for_small_radii_is_half_the_weighted_diagonal(name: st
     _, _, hessian = dense(name)
     wanted = float((hessian.diagonal() * weights_of(case).square()).sum()) / 2
     radius = 1e-3
-    with setting_of(case) as setting:
-        found = average_rise(setting, radius=radius, draws=800).value
+    with setting_of(case) as context:
+        found = average_rise(context, radius=radius, draws=800).value
     value, stderr = found["value"] / radius**2, found["stderr"] / radius**2
     assert stderr < 0.2 * abs(wanted)
     assert abs(value - wanted) < 4 * stderr
@@ -277,11 +278,11 @@ def test_the_average_rise_for_small_radii_is_half_the_weighted_diagonal(name: st
 def test_error_bars_of_the_average_rise_cover_the_truth_as_often_as_they_say() -> None:
     case = CASES["biased_mlp"]()
     covered = 0
-    with setting_of(case, [joined(case.batches)], seed=10**6) as setting:
-        truth = average_rise(setting, draws=2000).value
+    with setting_of(case, [joined(case.batches)], seed=10**6) as context:
+        truth = average_rise(context, draws=2000).value
         for seed in range(200):
-            setting.seed = seed
-            found = average_rise(setting, draws=8).value
+            context.seed = seed
+            found = average_rise(context, draws=8).value
             covered += abs(found["value"] - truth["value"]) < 1.96 * found["stderr"]
     assert 180 <= covered <= 198  # 190 expected, with a standard deviation of 3
 
@@ -294,8 +295,8 @@ def test_the_worst_rise_for_small_radii_is_that_of_the_quadratic_model(name: str
     scale = weights_of(case).abs() if adaptive else torch.ones_like(slope)
     g, A = scale * slope, scale[:, None] * hessian * scale
     radius = 1e-3
-    with setting_of(case) as setting:
-        found = worst_rise(setting, radius=radius, adaptive=adaptive).value
+    with setting_of(case) as context:
+        found = worst_rise(context, radius=radius, adaptive=adaptive).value
     along = g / g.norm()
     # The maximum is at the gradient's direction, to first order in the radius: there the curvature is taken.
     wanted = radius * g.norm() + radius**2 / 2 * (along @ A @ along)
@@ -327,9 +328,9 @@ def test_at_a_minimum_the_worst_rise_is_half_the_largest_eigenvalue(adaptive: bo
     rows = torch.cat([names["weight"].detach(), names["bias"].detach()[:, None]], 1).flatten()
     scale = rows.abs() if adaptive else torch.ones_like(rows)
     wanted = 0.05**2 / 2 * float(torch.linalg.eigvalsh(scale[:, None] * hessian * scale)[-1])
-    with setting_of(case) as setting:
-        found = worst_rise(setting, radius=0.05, steps=60, adaptive=adaptive).value
-        few = worst_rise(setting, radius=0.05, adaptive=adaptive).value
+    with setting_of(case) as context:
+        found = worst_rise(context, radius=0.05, steps=60, adaptive=adaptive).value
+        few = worst_rise(context, radius=0.05, adaptive=adaptive).value
     assert found["value"] == pytest.approx(wanted, rel=1e-6)
     assert 0.9 * wanted < few["value"] <= wanted * (1 + 1e-9)
     assert found["gap"] < 1e-3
@@ -344,8 +345,8 @@ def test_where_the_loss_has_a_maximum_inside_the_ball_it_is_found() -> None:
         model.weight.fill_(1.0)
     ones = torch.ones(1, 1, dtype=torch.float64)
     case = Case(model, [(ones, 1.3 * ones)], hill, hill)
-    with setting_of(case) as setting:
-        found = worst_rise(setting, radius=1.0, steps=40).value
+    with setting_of(case) as context:
+        found = worst_rise(context, radius=1.0, steps=40).value
     assert found["value"] == pytest.approx(0.09, rel=1e-9)
     assert found["gap"] < 1e-3
 
@@ -356,13 +357,13 @@ def test_adaptive_rises_do_not_change_with_the_scale_of_units_and_the_plain_one_
     two = rescaled(one, *BEFORE_AND_AFTER[name])
     found = []
     for case in (one, two):
-        with setting_of(case) as setting:
+        with setting_of(case) as context:
             found.append(
                 [
-                    average_rise(setting).value["value"],
-                    worst_rise(setting).value["value"],
-                    worst_rise(setting, adaptive=False).value["value"],
-                    hessian_top(setting).value["value"],
+                    average_rise(context).value["value"],
+                    worst_rise(context).value["value"],
+                    worst_rise(context, adaptive=False).value["value"],
+                    hessian_top(context).value["value"],
                 ]
             )
     assert_close(found[1][:2], found[0][:2], rtol=1e-9, atol=0)
@@ -379,18 +380,18 @@ def test_the_quotient_eigenvalue_does_not_change_with_the_scale_of_layers() -> N
         two.model.get_parameter("2.weight").div_(30)
     values = []
     for case in (one, two):
-        with setting_of(case) as setting:
-            values.append(hessian_top(setting, scaled="quotient").value["value"])
+        with setting_of(case) as context:
+            values.append(hessian_top(context, scaled="quotient").value["value"])
     assert values[1] == pytest.approx(values[0], rel=1e-8)
 
 
 def test_the_noise_of_a_parameter_does_not_depend_on_the_others() -> None:
     case = CASES["biased_mlp"]()
-    with setting_of(case) as setting:
-        every, other = draw_normals(setting, 3), draw_normals(setting, 4)
+    with setting_of(case) as context:
+        every, other = draw_normals(context, 3), draw_normals(context, 4)
     with open_session(case.model, "eval"):
         chosen = Problem.build(case.model, case.batches, case.loss, layers=["2"])
-        some = draw_normals(Setting(chosen, parse_column_plan("exact"), 0, 1 << 30), 3)
+        some = draw_normals(Context(chosen, parse_column_plan("exact"), 0, 1 << 30), 3)
     assert list(some) == ["2.weight", "2.bias"]
     for name, each in some.items():
         assert torch.equal(each, every[name])
@@ -405,8 +406,8 @@ def accuracy(case: Case, model: nn.Module) -> float:
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_the_accuracy_is_the_fraction_of_right_classes(name: str) -> None:
     case = CASES[name]()
-    with setting_of(case) as setting:
-        assert compute_accuracy_at(setting) == pytest.approx(accuracy(case, case.model), rel=1e-12)
+    with setting_of(case) as context:
+        assert compute_accuracy_at(context) == pytest.approx(accuracy(case, case.model), rel=1e-12)
 
 
 def test_ignored_positions_count_neither_as_right_nor_as_wrong() -> None:
@@ -414,20 +415,20 @@ def test_ignored_positions_count_neither_as_right_nor_as_wrong() -> None:
     inputs, targets = joined(case.batches)
     kept = targets != -100
     wanted = (case.model(inputs).argmax(-1) == targets)[kept].double().mean()
-    with setting_of(case) as setting:
-        assert compute_accuracy_at(setting) == pytest.approx(float(wanted), rel=1e-12)
+    with setting_of(case) as context:
+        assert compute_accuracy_at(context) == pytest.approx(float(wanted), rel=1e-12)
 
 
 def test_probabilities_count_by_their_largest_and_binary_targets_one_by_one() -> None:
     case = CASES["probability_targets"]()
     inputs, targets = joined(case.batches)
-    with setting_of(case) as setting:
+    with setting_of(case) as context:
         wanted = (case.model(inputs).argmax(1) == targets.argmax(1)).double().mean()
-        assert compute_accuracy_at(setting) == pytest.approx(float(wanted), rel=1e-12)
+        assert compute_accuracy_at(context) == pytest.approx(float(wanted), rel=1e-12)
     case = CASES["binary_cross_entropy"]()
     inputs, targets = joined(case.batches)
-    with setting_of(case) as setting:
-        assert compute_accuracy_at(setting) == pytest.approx(
+    with setting_of(case) as context:
+        assert compute_accuracy_at(context) == pytest.approx(
             float(((case.model(inputs) > 0) == (targets > 0.5)).double().mean()), rel=1e-12
         )
 
@@ -448,9 +449,9 @@ def certain() -> Case:
 @pytest.mark.parametrize("aware", [True, False])
 def test_noise_is_borne_up_to_sigma_and_not_beyond(aware: bool) -> None:
     case = certain()
-    with setting_of(case) as setting:
-        found = noise_tolerance(setting, magnitude_aware=aware).value
-        noise = [draw_normals(setting, draw) for draw in range(10)]
+    with setting_of(case) as context:
+        found = noise_tolerance(context, magnitude_aware=aware).value
+        noise = [draw_normals(context, draw) for draw in range(10)]
 
     def mean_drop(sigma: float) -> float:
         drops = []
@@ -474,16 +475,16 @@ def test_an_accuracy_that_cannot_drop_has_no_sigma() -> None:
     case = certain()
     inputs, targets = joined(case.batches)
     wrong: list[Batch] = [(inputs, (targets + 1) % 3)]
-    with setting_of(case, wrong) as setting:
-        found = noise_tolerance(setting)
+    with setting_of(case, wrong) as context:
+        found = noise_tolerance(context)
     assert isnan(found.value["sigma"])
     assert "cannot drop" in found.notes[0]
 
 
 def test_an_accuracy_that_never_drops_has_no_sigma() -> None:
     case = certain()
-    with setting_of(case) as setting:
-        found = noise_tolerance(setting, drop=0.99)
+    with setting_of(case) as context:
+        found = noise_tolerance(context, drop=0.99)
     assert isnan(found.value["sigma"])
     assert "never drops" in found.notes[0]
     assert found.value["bracket"][0] > 10
@@ -491,8 +492,8 @@ def test_an_accuracy_that_never_drops_has_no_sigma() -> None:
 
 def test_an_accuracy_that_drops_at_once_has_no_sigma() -> None:
     case = certain()
-    with setting_of(case) as setting:
-        found = noise_tolerance(setting, magnitude_aware=True, epsilon=100.0)
+    with setting_of(case) as context:
+        found = noise_tolerance(context, magnitude_aware=True, epsilon=100.0)
     assert isnan(found.value["sigma"])
     assert "as small as" in found.notes[0]
 
@@ -506,19 +507,19 @@ def test_the_input_jacobian_is_that_of_the_probabilities(name: str) -> None:
         jacobian: Tensor = torch.autograd.functional.jacobian(lambda x: case.model(x).softmax(1), example[0])
         squares.append(float(torch.linalg.matrix_norm(jacobian.reshape(3, -1), 2)) ** 2)
     for limit in (1 << 30, 1):
-        with setting_of(case, limit=limit) as setting:
-            assert input_jacobian(setting).value == pytest.approx(float(np.mean(squares)), rel=1e-10)
+        with setting_of(case, limit=limit) as context:
+            assert input_jacobian(context).value == pytest.approx(float(np.mean(squares)), rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["squared_error", "tied_embedding_and_output", "bilinear_layer_of_two_inputs"])
 def test_without_probabilities_or_a_real_input_there_is_no_input_jacobian(name: str) -> None:
-    with setting_of(CASES[name]()) as setting, pytest.raises(NotDefinedError, match="needs"):
-        input_jacobian(setting)
+    with setting_of(CASES[name]()) as context, pytest.raises(NotDefinedError, match="needs"):
+        input_jacobian(context)
 
 
 def test_without_classes_there_is_no_noise_tolerance() -> None:
-    with setting_of(CASES["squared_error"]()) as setting, pytest.raises(NotDefinedError, match="SquaredError"):
-        noise_tolerance(setting)
+    with setting_of(CASES["squared_error"]()) as context, pytest.raises(NotDefinedError, match="SquaredError"):
+        noise_tolerance(context)
 
 
 def small_regression() -> Case:
@@ -534,9 +535,9 @@ def test_over_all_signs_the_finite_differences_average_to_what_they_should(kind:
     diagonal = 2 * inputs.square().mean(0)
     sizes = weights_of(case).abs()
     wanted = diagonal * sizes / (sizes + epsilon) if kind == "printed" else diagonal
-    with setting_of(case) as setting:
+    with setting_of(case) as context:
         each = [
-            estimate_diagonal_once(setting, {"weight": torch.tensor([s], dtype=torch.float64)}, kind, 1e-2, epsilon)[
+            estimate_diagonal_once(context, {"weight": torch.tensor([s], dtype=torch.float64)}, kind, 1e-2, epsilon)[
                 "weight"
             ]
             for s in product([-1.0, 1.0], repeat=4)
@@ -549,8 +550,8 @@ def test_over_all_signs_the_finite_differences_average_to_what_they_should(kind:
 def test_finite_differences_estimate_the_true_hessians_diagonal(name: str, kind: str) -> None:
     case = CASES[name]()
     draws = 200
-    with setting_of(case) as setting:
-        found = finite_difference(setting, kind=kind, step=1e-4, draws=draws)
+    with setting_of(case) as context:
+        found = finite_difference(context, kind=kind, step=1e-4, draws=draws)
     mean = in_a_row(found.value)
     assert found.replicates is not None
     left_out = torch.stack([in_a_row(each) for each in found.replicates])
@@ -571,8 +572,8 @@ def test_finite_differences_with_epsilon_zero_follow_the_scale_of_the_weights() 
     for epsilon in (0.0, 0.1):
         values = []
         for case in (one, two):
-            with setting_of(case) as setting:
-                found = in_a_row(finite_difference(setting, epsilon=epsilon, draws=2).value)
+            with setting_of(case) as context:
+                found = in_a_row(finite_difference(context, epsilon=epsilon, draws=2).value)
             values.append(found * weights_of(case).square())
         scaled[epsilon] = values
     assert_close(scaled[0.0][1], scaled[0.0][0], rtol=1e-9, atol=1e-12)
@@ -583,8 +584,8 @@ def test_weights_of_zero_are_named_and_do_not_spoil_the_others() -> None:
     case = small_regression()
     with torch.no_grad():
         case.model.get_parameter("weight")[0, 1] = 0
-    with setting_of(case) as setting:
-        found = finite_difference(setting)
+    with setting_of(case) as context:
+        found = finite_difference(context)
     assert found.value["weight"].isfinite().all()
     assert found.value["weight"][0, 1] == 0
     assert "1 parameters are zero" in found.notes[0]
@@ -592,63 +593,63 @@ def test_weights_of_zero_are_named_and_do_not_spoil_the_others() -> None:
 
 def test_a_case_is_one_of_the_two_rises() -> None:
     case = CASES["biased_mlp"]()
-    with setting_of(case) as setting:
-        assert adaptive_rise(setting, radius=0.1).value == average_rise(setting, radius=0.1).value
-        assert adaptive_rise(setting, case="worst", steps=3).value == worst_rise(setting, steps=3).value
+    with setting_of(case) as context:
+        assert adaptive_rise(context, radius=0.1).value == average_rise(context, radius=0.1).value
+        assert adaptive_rise(context, case="worst", steps=3).value == worst_rise(context, steps=3).value
         with pytest.raises(UnknownNameError, match="average"):
-            adaptive_rise(setting, case="mean")
+            adaptive_rise(context, case="mean")
 
 
 def test_a_loss_that_overflows_is_no_number_on_average_and_no_maximum() -> None:
-    with setting_of(CASES["biased_mlp"]()) as setting:
-        found = average_rise(setting, radius=1e200)
-        worst = worst_rise(setting, radius=1e200).value["value"]
+    with setting_of(CASES["biased_mlp"]()) as context:
+        found = average_rise(context, radius=1e200)
+        worst = worst_rise(context, radius=1e200).value["value"]
     assert isnan(found.value["value"])
     assert "overflows" in found.notes[0]
     assert 0 <= worst < float("inf")
 
 
 def test_options_that_mean_nothing_are_refused() -> None:
-    with setting_of(CASES["biased_mlp"]()) as setting:
+    with setting_of(CASES["biased_mlp"]()) as context:
         for wrong in ({"radius": 0.0}, {"radius": float("nan")}, {"draws": 7}, {"draws": 2}, {"draws": 4.0}):
             with pytest.raises(OptionError, match=next(iter(wrong))):
-                average_rise(setting, **wrong)
+                average_rise(context, **wrong)
         for other in ({"draws": 1}, {"step": -1.0}, {"epsilon": -1.0}):
             with pytest.raises(OptionError, match=next(iter(other))):
-                finite_difference(setting, **other)
+                finite_difference(context, **other)
         with pytest.raises(UnknownNameError, match="corrected"):
-            finite_difference(setting, kind="correct")
+            finite_difference(context, kind="correct")
         with pytest.raises(UnknownNameError, match="quotient"):
-            hessian_top(setting, scaled="quotients")
+            hessian_top(context, scaled="quotients")
 
 
 def test_data_that_is_all_ignored_has_no_loss() -> None:
     case = CASES["sequence_with_ignored_positions"]()
     inputs, targets = joined(case.batches)
-    with setting_of(case, [(inputs, torch.full_like(targets, -100))]) as setting, pytest.raises(EmptyDataError):
-        compute_loss_at(setting)
+    with setting_of(case, [(inputs, torch.full_like(targets, -100))]) as context, pytest.raises(EmptyDataError):
+        compute_loss_at(context)
 
 
 def test_single_precision_gives_the_same_to_its_rounding() -> None:
     case = CASES["biased_mlp"]()
     found = []
     for dtype in (torch.float64, torch.float32):
-        with setting_of(case, dtype=dtype) as setting:
-            top = hessian_top(setting).value
+        with setting_of(case, dtype=dtype) as context:
+            top = hessian_top(context).value
             assert top["converged"]
-            found.append([top["value"], worst_rise(setting).value["value"], average_rise(setting).value["value"]])
+            found.append([top["value"], worst_rise(context).value["value"], average_rise(context).value["value"]])
     assert_close(found[1], found[0], rtol=1e-4, atol=0)
 
 
 def test_moved_weights_are_the_parameters_plus_the_step() -> None:
     case = CASES["biased_mlp"]()
     names = oracle.trainable(case.model)
-    with setting_of(case) as setting:
-        there = compute_moved_weights(setting, {name: torch.ones_like(each) for name, each in names.items()})
+    with setting_of(case) as context:
+        there = compute_moved_weights(context, {name: torch.ones_like(each) for name, each in names.items()})
         with torch.no_grad():
             for each in names.values():
                 each.add_(1)
-        assert compute_loss_at(setting, there) == pytest.approx(float(oracle.loss_at(case, _outputs(case))), rel=1e-10)
+        assert compute_loss_at(context, there) == pytest.approx(float(oracle.loss_at(case, _outputs(case))), rel=1e-10)
 
 
 def _outputs(case: Case) -> Tensor:
@@ -661,10 +662,10 @@ def test_measures_ask_for_the_search_that_they_are_about() -> None:
     case = certain()
     names = ["adaptive_sharpness(radius=0.1)", "adaptive_sharpness(case='worst')", "sharpness", "pac_bayes_flatness"]
     report = saltflat.measure(case.model, case.batches, case.loss, names, seed=3, certificate=False)
-    with setting_of(case, seed=3) as setting:
-        average = average_rise(setting, radius=0.1).value
-        relative, absolute = (worst_rise(setting, adaptive=adaptive).value for adaptive in (True, False))
-        tolerance = noise_tolerance(setting).value
+    with setting_of(case, seed=3) as context:
+        average = average_rise(context, radius=0.1).value
+        relative, absolute = (worst_rise(context, adaptive=adaptive).value for adaptive in (True, False))
+        tolerance = noise_tolerance(context).value
     assert report[names[0]].value == pytest.approx(average["value"], rel=1e-12)
     assert report[names[0]].stderr == pytest.approx(average["stderr"], rel=1e-12)
     assert report[names[1]].value == pytest.approx(relative["value"], rel=1e-12)
@@ -688,5 +689,5 @@ def test_normalised_logits_leave_the_accuracy_alone() -> None:
     case = CASES["biased_mlp"]()
     with open_session(case.model, "eval", case.batches):
         scaled = Problem.build(case.model, case.batches, normalize_logits(parse_loss("cross_entropy"), "std"))
-        found = compute_accuracy_at(Setting(scaled, parse_column_plan("exact"), 0, 1 << 30))
+        found = compute_accuracy_at(Context(scaled, parse_column_plan("exact"), 0, 1 << 30))
     assert found == pytest.approx(accuracy(case, case.model), rel=1e-12)

@@ -13,12 +13,12 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 
 import saltflat
-from saltflat.engine.context import Setting
-from saltflat.engine.geometry import PermutedGeometry
+from saltflat.engine.context import Context
 from saltflat.engine.noise import draw_normals
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.landscape.directions import normalize_by_filter
+from saltflat.layers.geometry import PermutedGeometry
 from saltflat.training import penalty
 
 BY_UNIT = (
@@ -323,8 +323,8 @@ def test_a_penalty_has_the_value_of_the_measure() -> None:
 
 def test_filters_of_a_landscape_are_the_weights_into_a_unit() -> None:
     odd, _, data = built("inputs_before_outputs")
-    setting = Setting(Problem.build(odd, data), parse_column_plan("exact"), seed=0, limit=1 << 30)
-    direction = normalize_by_filter(setting, draw_normals(setting, 0))["A"]
+    context = Context(Problem.build(odd, data), parse_column_plan("exact"), seed=0, limit=1 << 30)
+    direction = normalize_by_filter(context, draw_normals(context, 0))["A"]
     assert_close(direction.norm(dim=0), odd.get_parameter("A").detach().norm(dim=0))
 
 

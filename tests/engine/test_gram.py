@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat
-from saltflat.engine.context import Setting
+from saltflat.engine.context import Context
 from saltflat.engine.gram import compute_gram_matrix, iterate_gradients
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
@@ -42,8 +42,8 @@ def test_the_gram_matrix_is_that_of_the_dense_gradients(name: str, limit: int) -
     expected = dense.gradients(case)
     chosen = torch.arange(0, len(expected), 2) if len(expected) > 4 else torch.arange(len(expected))
     with open_session(case.model, "eval", case.batches):
-        setting = Setting(Problem.build(case.model, case.batches, case.loss), parse_column_plan("exact"), 0, limit)
-        found = compute_gram_matrix(setting, chosen)
+        context = Context(Problem.build(case.model, case.batches, case.loss), parse_column_plan("exact"), 0, limit)
+        found = compute_gram_matrix(context, chosen)
     rows = torch.from_numpy(expected)[chosen]
     torch.testing.assert_close(found, rows @ rows.mT, rtol=1e-10, atol=1e-12 * float(rows.square().sum(1).max()))
 
@@ -73,9 +73,9 @@ def test_a_parameter_that_is_first_used_late_is_in_its_place() -> None:
         rows.append(torch.cat([(p * 0 if g is None else g).detach().flatten() for g, p in pairs]))
     expected = torch.stack(rows)
     with open_session(net, "eval", None):
-        setting = Setting(Problem.build(net, (x, y)), parse_column_plan("exact"), 0, 1 << 30)
-        torch.testing.assert_close(compute_gram_matrix(setting, torch.arange(6)), expected @ expected.mT)
-        torch.testing.assert_close(torch.cat(list(iterate_gradients(setting))), expected)
+        context = Context(Problem.build(net, (x, y)), parse_column_plan("exact"), 0, 1 << 30)
+        torch.testing.assert_close(compute_gram_matrix(context, torch.arange(6)), expected @ expected.mT)
+        torch.testing.assert_close(torch.cat(list(iterate_gradients(context))), expected)
 
 
 @pytest.mark.parametrize("options", [{"drop_last": True}, {"sampler": range(14)}])

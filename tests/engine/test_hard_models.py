@@ -296,7 +296,7 @@ def test_examples_that_agree_on_what_their_masks_decide_are_mapped(padded: tuple
     data = [((torch.randn(4, 5, 4).double(), mask), torch.tensor([0, 1, 2, 0]))]
     measures = ["hessian_trace", "fisher_frobenius"]
     found, wanted = (saltflat.measure(each, data, measures=measures, certificate=False) for each in (looks, plain))
-    assert found.settings["way"] == way
+    assert found.settings["strategy"] == way
     for name in measures:
         assert found[name].value == pytest.approx(wanted[name].value, rel=1e-9)
 

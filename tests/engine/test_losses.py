@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import saltflat
-from saltflat.engine.custom_losses import CustomLoss, format_loss, parse_loss
-from saltflat.engine.losses import CrossEntropy, NegativeLogLikelihood
+from saltflat.engine.custom_losses import CustomLoss
+from saltflat.engine.losses import CrossEntropy, NegativeLogLikelihood, format_loss, parse_loss
 from saltflat.errors import LabelError, OptionError
 from saltflat.statistics.compute import Statistics
 from saltflat.training.objective import make_objective

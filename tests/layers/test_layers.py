@@ -97,7 +97,7 @@ def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
 def test_a_model_is_swept_the_quickest_way_it_allows(name: str, way: str) -> None:
     case = CASES[name]()
     found = saltflat.compute_statistics(case.model, case.batches, "curvature_trace", loss=case.loss)
-    assert way in found.settings["way"].split(" + ")
+    assert way in found.settings["strategy"].split(" + ")
 
 
 WIDE: dict[str, Callable[[], convolution.Convolution]] = {

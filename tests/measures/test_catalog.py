@@ -85,7 +85,7 @@ def test_a_new_measure_is_one_decorated_function() -> None:
 
 @pytest.mark.usefixtures("register")
 def test_a_misspelt_statistic_fails_where_it_is_written() -> None:
-    with pytest.raises(UnknownNameError, match=r"unit_trase.*use 'unit_trace'"):
+    with pytest.raises(UnknownNameError, match=r"unit_trase.*Try 'unit_trace'"):
 
         @measure(on="weights", reference="petzka2021relative", formula="anything at all")
         def wrong(unit_trase: Tensor) -> Tensor:
@@ -184,11 +184,11 @@ def test_a_preset_is_no_name_for_a_measure(register: None) -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
-        ("rhoo", UnknownNameError, "use 'rho'"),
-        ("quik", UnknownNameError, "use 'quick'"),
+        ("rhoo", UnknownNameError, "Try 'rho'"),
+        ("quik", UnknownNameError, "Try 'quick'"),
         ("quick()", OptionError, "one measure is wanted"),
         (["all", "fast"], UnknownNameError, "'fast'"),
-        ("rho(axes='row')", UnknownNameError, "use 'axis'"),
+        ("rho(axes='row')", UnknownNameError, "Try 'axis'"),
         ("rho('row')", OptionError, "name=value"),
         ("rho(axis=", OptionError, "name=value"),
         ("rho(axis=__import__('os'))", OptionError, "name=value"),

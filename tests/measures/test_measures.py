@@ -208,7 +208,7 @@ def test_what_runs_before_the_sweep_does_not_slow_it_down() -> None:
     """Forward passes need no gradients, but the look at the model that comes first does."""
     case = CHAINS["convolutions_with_biases"]()
     report = saltflat.measure(case.model, case.batches, measures=["relative_flatness", "input_robustness"])
-    assert report.settings["way"] == "together"
+    assert report.settings["strategy"] == "together"
 
 
 def test_readings_that_are_not_the_hessians_say_so() -> None:

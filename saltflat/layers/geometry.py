@@ -1,4 +1,4 @@
-"""A weight as matrices: which of its entries belong to which input and output channel.
+"""How a layer's weight is a stack of matrices: which entries belong to which input and output channel.
 
 What the axes of a parameter count is known for layers of torch that use their own weight as they always do. For all
 others it is read from the operations that use the parameter: see :mod:`saltflat.symmetry.axes`.
@@ -6,15 +6,11 @@ others it is read from the operations that use the parameter: see :mod:`saltflat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from saltflat._late import load_later
-from saltflat.engine.data import Batch
-from saltflat.engine.network import Network
 from saltflat.errors import OptionError
 
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -115,22 +111,6 @@ class PermutedGeometry(Geometry):
 def _check_unit_axis(axis: str) -> None:
     if axis not in ("column", "row"):
         raise OptionError(f"Expected 'column' or 'row', but got axis={axis!r}. Try leaving it out for columns.")
-
-
-def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:
-    """The measured parameters of two or more axes.
-
-    With a batch, as the operations use them that the model does with it; without, as the module sees them that owns
-    their name.
-    """
-    if batch is not None:
-        found: Mapping[str, Geometry] = load_later("symmetry.axes").find_used_geometries(network, batch)
-        return found
-    return {
-        name: infer_geometry(network.model.get_submodule(name.rpartition(".")[0]), value.shape)
-        for name, value in network.measured.items()
-        if value.dim() > 1
-    }
 
 
 def infer_geometry(owner: nn.Module, shape: torch.Size) -> Geometry:
