@@ -31,7 +31,7 @@ from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, run_probe
 from saltflat.errors import MemoryLimitWarning, warn_caller
 from saltflat.gradients.base import HeapTrimmer
-from saltflat.layers.geometry import Geometry, infer_geometry
+from saltflat.layers import Geometry, infer_geometry
 
 MOST_GROUPS = 20
 LEAST_GROUPS = 8

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from saltflat.engine.context import ExampleGroups, Context, iterate_groups
+from saltflat.engine.context import Context, ExampleGroups, iterate_groups
 from saltflat.engine.data import Batch
 from saltflat.engine.losses import find_hits
 from saltflat.engine.problem import cast_targets

@@ -13,7 +13,7 @@ from torch import Tensor
 from saltflat.engine.context import StatisticResult
 from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.gradients.base import ColumnLayout, FactoredGradient
-from saltflat.layers.geometry import Geometry
+from saltflat.layers import Geometry
 
 
 @dataclass(frozen=True)

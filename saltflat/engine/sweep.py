@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saltflat.engine import per_example
-from saltflat.engine.context import ExampleGroups, Context, find_geometries, iterate_groups
+from saltflat.engine.context import Context, ExampleGroups, find_geometries, iterate_groups
 from saltflat.engine.data import Batch
 from saltflat.engine.output_curvature import Columns, ExampleRNG, make_columns, wrap_columns
 from saltflat.engine.problem import cast_targets, is_finite

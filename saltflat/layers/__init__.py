@@ -11,6 +11,9 @@ example would have shown the layer behind their leading axes: ``x`` is ``(exampl
 
 A rule may name a ``forward``: the same values by operations whose backward pass is cheaper for many columns at once.
 Layers without a rule need none: their parameters are then differentiated example by example (``saltflat.engine.per_example``).
+
+What the axes of a weight count is known for layers of torch that use their own weight as usual (:class:`Geometry`). For
+all others it is determined from the operations that use the parameter: see :mod:`saltflat.symmetry.axes`.
 """
 
 from __future__ import annotations
@@ -21,9 +24,121 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from saltflat.errors import OptionError
 from saltflat.gradients.base import FactoredGradient
+
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+# What an axis of a parameter counts: units that the parameter feeds, units that feed it, parts whose units do not see
+# each other, or places that share the units.
+OUT, IN, GROUP, POSITION = "out", "in", "group", "position"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a parameter of two or more axes is a stack of matrices.
+
+    Attributes:
+        shape: of the parameter.
+        groups: of channels that do not see each other.
+        inputs_first: whether the first axis counts inputs, as in transposed convolutions and embeddings.
+        doubt: why rescaling units may multiply its entries by more than factors of rows and columns; empty if not.
+        guessed: whether it is not known which axes count inputs.
+    """
+
+    shape: torch.Size
+    groups: int = 1
+    inputs_first: bool = False
+    doubt: str = ""
+    guessed: bool = False
+
+    def view_as_matrices(self, values: Tensor) -> Tensor:
+        """An array of the parameter's shape as ``(groups, out, in, positions)``."""
+        stacked: Tensor = values.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], -1)
+        return stacked.transpose(1, 2) if self.inputs_first else stacked
+
+    def index_units(self, axis: str) -> tuple[Tensor, int]:
+        """For every entry of the parameter the number of its unit, and how many units there are.
+
+        ``"column"`` counts the units that feed the layer, ``"row"`` those that the layer feeds.
+        """
+        _check_unit_axis(axis)
+        first, second = self.shape[:2]
+        by_first = (axis == "column") == self.inputs_first
+        leading = torch.arange(first)[:, None]
+        # Within a group the second axis counts on: group g's channels come after those of the groups before.
+        following = leading // (first // self.groups) * second + torch.arange(second)
+        number = leading.expand(first, second) if by_first else following
+        spread = number.reshape(first, second, *([1] * (len(self.shape) - 2))).expand(self.shape)
+        return spread.contiguous(), first if by_first else second * self.groups
+
+
+@dataclass(frozen=True)
+class PermutedGeometry(Geometry):
+    """The same for any order of axes, some of which may be several in one.
+
+    Attributes:
+        sizes: of the axes, where an axis of the parameter may be split into several.
+        roles: what each of them counts.
+
+    Example:
+        Two heads, each from three inputs to four outputs.
+
+        >>> heads = PermutedGeometry.from_roles(torch.Size([2, 3, 4]), (2, 3, 4), ("out", "in", "out"))
+        >>> heads.view_as_matrices(torch.zeros(2, 3, 4)).shape
+        torch.Size([1, 8, 3, 1])
+    """
+
+    sizes: tuple[int, ...] = ()
+    roles: tuple[str, ...] = ()
+
+    @classmethod
+    def from_roles(cls, shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> PermutedGeometry:
+        # Forms of gradients with shortcuts for plain matrices must not take them.
+        return cls(shape, inputs_first=True, sizes=sizes, roles=roles)
+
+    @property
+    def _axis_order(self) -> list[int]:
+        return [axis for role in (GROUP, OUT, IN, POSITION) for axis, each in enumerate(self.roles) if each == role]
+
+    def _count_role(self, role: str) -> int:
+        return torch.Size(size for size, each in zip(self.sizes, self.roles, strict=True) if each == role).numel()
+
+    def view_as_matrices(self, values: Tensor) -> Tensor:
+        return (
+            values.reshape(self.sizes)
+            .permute(self._axis_order)
+            .reshape([self._count_role(r) for r in (GROUP, OUT, IN, POSITION)])
+        )
+
+    def index_units(self, axis: str) -> tuple[Tensor, int]:
+        _check_unit_axis(axis)
+        groups, rows, columns, _ = sizes = [self._count_role(role) for role in (GROUP, OUT, IN, POSITION)]
+        count = groups * (columns if axis == "column" else rows)
+        number = torch.arange(count).reshape(groups, *((1, columns) if axis == "column" else (rows, 1)), 1)
+        laid = number.expand(sizes).reshape([self.sizes[place] for place in self._axis_order])
+        back = sorted(range(len(self.sizes)), key=self._axis_order.__getitem__)
+        return laid.permute(back).reshape(self.shape).contiguous(), count
+
+
+def _check_unit_axis(axis: str) -> None:
+    if axis not in ("column", "row"):
+        raise OptionError(f"Expected 'column' or 'row', but got axis={axis!r}. Try leaving it out for columns.")
+
+
+def infer_geometry(owner: nn.Module, shape: torch.Size) -> Geometry:
+    """A parameter as the module sees it that owns its name."""
+    if isinstance(owner, Transposed):
+        return Geometry(shape, owner.groups, inputs_first=True)
+    if isinstance(owner, Convolution):
+        return Geometry(shape, owner.groups)
+    # Reading row i of a table is multiplying it with the i-th unit vector from the left.
+    return Geometry(shape, inputs_first=isinstance(owner, nn.Embedding | nn.EmbeddingBag))
+
 
 Factor = Callable[[Any, Tensor, Tensor], dict[str, FactoredGradient]]
 Forward = Callable[[Any, Tensor], Tensor]

@@ -165,7 +165,7 @@ class StatisticCollector:
                 strict.add(self.diagonal.key)
         self._add_given_weights()
         swept = [
-            STATISTICS[need.name].bind(key, dict(need.options))
+            STATISTICS[need.name].bind(key, dict(need.options)) if need.options else STATISTICS[need.name]
             for key, need in needs.items()
             if need.name in STATISTICS
         ]

@@ -99,11 +99,13 @@ def measure(
     started = time.perf_counter()
     asked = parse_measures(measures)
     plan, room, seed = parse_column_plan(columns), parse_bytes(memory), check_seed(seed)
-    data = select_examples(data, limit=limit)
+    data = data if limit is None else select_examples(data, limit=limit)
     check_flag(certificate=certificate, sampling=sampling)
     if not is_choice(diagonal, DIAGONALS):
         raise make_unknown_name_error("diagonal", diagonal, DIAGONALS)
-    chosen = normalize_logits(parse_loss(loss), logits)
+    chosen = parse_loss(loss)
+    if not isinstance(logits, str) or logits != "none":
+        chosen = normalize_logits(chosen, logits)
     with open_session(model, mode, data) as notes, show_steps(progress) as tick:
         problem = Problem.build(model, data, chosen, layers, dtype, mode)
         context = Context(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
