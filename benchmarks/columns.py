@@ -70,7 +70,9 @@ def main() -> None:
     for repeat in track(range(options.repeats + 1), "Measuring"):
         for choice in CHOICES:
             started = time.perf_counter()
-            found[choice] = saltflat.compute_statistics(net, data, "curvature_trace", columns=choice, progress=False)
+            found[choice] = saltflat.compute_statistics(
+                net, data, names="curvature_trace", columns=choice, progress=False
+            )
             if repeat:  # the first round warms up
                 seconds[choice].append(time.perf_counter() - started)
 

@@ -41,7 +41,7 @@ def saltflat(task: Problem, statistic: str, setting: Setting) -> Call:
 
     def call() -> Values:
         data = (task.inputs, task.targets)
-        found = package.compute_statistics(model, data, statistic, memory=setting.way, progress=False)
+        found = package.compute_statistics(model, data, names=statistic, memory=setting.way, progress=False)
         values: Values = found[statistic]
         return values
 

@@ -34,7 +34,7 @@ GRIDS = {
     3_000: (4, 4, 4, 4, 4, 3),
     10_000: (5, 5, 5, 5, 4, 4),
 }
-AXES = ("lr", "batch", "l2", "momentum", "width", "label_noise")
+AXES = ("lr", "batch_size", "weight_decay", "momentum", "width", "label_noise")
 # Seconds of processor time and bytes that all scores of the largest study may take.
 MOST_SECONDS, MOST_MEMORY = 60.0, 2 * 10**9
 

@@ -25,12 +25,12 @@ from saltflat.studies.training.train_one import train_alone
 
 # How many times quicker than one at a time was hoped for, on two cores.
 GOAL = 3.0
-DIGITS = Recipe(network="mlp", architecture={"widths": (64, 32)}, lr=0.05, momentum=0.9, batch=64)
+DIGITS = Recipe(network="mlp", architecture={"widths": (64, 32)}, lr=0.05, momentum=0.9, batch_size=64)
 # What the papers train, and how many at once: 64 LeNets, and 11 shares of random labels with 5 seeds each.
 STACKS = {
-    "lenet5": (Recipe(network="lenet5", lr=0.01, momentum=0.9, batch=128), "cifar10", 50_000, 64),
-    "ibayashi_lenet": (Recipe(network="ibayashi_lenet", lr=0.01, momentum=0.9, batch=1024), "mnist", 60_000, 55),
-    "ibayashi_mlp": (Recipe(network="ibayashi_mlp", lr=0.1, momentum=0.9, batch=1024), "mnist", 60_000, 55),
+    "lenet5": (Recipe(network="lenet5", lr=0.01, momentum=0.9, batch_size=128), "cifar10", 50_000, 64),
+    "ibayashi_lenet": (Recipe(network="ibayashi_lenet", lr=0.01, momentum=0.9, batch_size=1024), "mnist", 60_000, 55),
+    "ibayashi_mlp": (Recipe(network="ibayashi_mlp", lr=0.1, momentum=0.9, batch_size=1024), "mnist", 60_000, 55),
 }
 
 
@@ -58,7 +58,7 @@ def digits(networks: Sequence[int], epochs: int, repeats: int, device: str) -> l
                     "network": "digits MLP 64-64-32-10",
                     "data": "1200 digits",
                     "networks": count,
-                    "batch": DIGITS.batch,
+                    "batch": DIGITS.batch_size,
                     "way": name,
                     "seconds_per_epoch": median(each) / epochs,
                     "model_epochs_per_second": count * epochs / median(each),
@@ -88,7 +88,7 @@ def stack(
         "network": name,
         "data": found.source,
         "networks": count,
-        "batch": recipe.batch,
+        "batch": recipe.batch_size,
         "way": f"{way}, {precision}",
         "seconds_per_epoch": seconds,
         "model_epochs_per_second": count / seconds,

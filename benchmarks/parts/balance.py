@@ -52,7 +52,7 @@ def trained(widths: tuple[int, ...], inputs: Tensor, labels: Tensor, steps: int)
 
 def sides(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Sides]:
     found = saltflat.compute_statistics(
-        model, (inputs, labels), "curvature_diagonal", dtype=torch.float64, progress=False
+        model, (inputs, labels), names="curvature_diagonal", dtype=torch.float64, progress=False
     )
     weights = {name: value.detach().double() for name, value in model.named_parameters() if value.dim() == 2}
     return {name: Sides(found["curvature_diagonal"][name], value.square()) for name, value in weights.items()}

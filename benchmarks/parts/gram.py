@@ -18,7 +18,7 @@ import saltflat
 from parts import Options, Outcome, Target
 from parts.clock import in_turns, seconds_of
 from saltflat.engine import problem
-from saltflat.engine.context import Setting
+from saltflat.engine.context import Context
 from saltflat.engine.gram import compute_gram_matrix
 from saltflat.engine.output_curvature import parse_column_plan
 
@@ -40,8 +40,8 @@ def ours(task: Problem, chunk: int) -> Call:
     def call() -> Tensor:
         # Everything anew each time, as a user's call would have it.
         looked_at = problem.Problem.build(task.model, (task.inputs, task.targets))
-        setting = Setting(looked_at, parse_column_plan("exact"), seed=0, limit=2**30)
-        return compute_gram_matrix(setting, torch.arange(len(task.inputs)))
+        context = Context(looked_at, parse_column_plan("exact"), seed=0, limit=2**30)
+        return compute_gram_matrix(context, torch.arange(len(task.inputs)))
 
     return call
 

@@ -46,14 +46,14 @@ def run(options: Options) -> Outcome:
     data = source.inputs, source.labels
     options.tell("minimum: sweeping")
     diagonal = dict(
-        saltflat.compute_statistics(model, data, "curvature_diagonal", progress=False)["curvature_diagonal"]
+        saltflat.compute_statistics(model, data, names="curvature_diagonal", progress=False)["curvature_diagonal"]
     )
     group = saltflat.find_symmetries(model, source.inputs[:2])
     best = minimize_trace_by_unit(group, diagonal)
     steps = 20 if options.quick else 2000
     theirs: list[float] = []
     calls = {
-        "the sweep": lambda: saltflat.compute_statistics(model, data, "curvature_diagonal", progress=False),
+        "the sweep": lambda: saltflat.compute_statistics(model, data, names="curvature_diagonal", progress=False),
         "finding the rescalings": lambda: saltflat.find_symmetries(model, source.inputs[:2]),
         "balancing": lambda: minimize_trace_by_unit(group, diagonal),
     }

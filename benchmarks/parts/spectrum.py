@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from parts import Options, Outcome, Target
 from parts.images import images
 from saltflat.engine import problem
-from saltflat.engine.context import Setting
+from saltflat.engine.context import Context
 from saltflat.engine.eigenvalues import draw_start_vectors, make_block_product
-from saltflat.engine.geometry import find_geometries
+from saltflat.engine.context import find_geometries
 from saltflat.engine.lanczos import TopEigenvalue, Vectors, find_top_eigenvalues
 from saltflat.engine.output_curvature import parse_column_plan
 
@@ -37,8 +37,8 @@ def search(task: Problem, layers: Collection[str] | None = None, starts: Vectors
     started = time.perf_counter()
     chosen = None if layers is None else list(layers)
     looked_at = problem.Problem.build(task.model, (task.inputs, task.targets), layers=chosen)
-    setting = Setting(looked_at, parse_column_plan("exact"), seed=0, limit=2**30)
-    product, sweeps = make_block_product(setting), 0
+    context = Context(looked_at, parse_column_plan("exact"), seed=0, limit=2**30)
+    product, sweeps = make_block_product(context), 0
 
     def counted(vectors: Vectors) -> Vectors:
         nonlocal sweeps
@@ -46,7 +46,7 @@ def search(task: Problem, layers: Collection[str] | None = None, starts: Vectors
         return product(vectors)
 
     tops = find_top_eigenvalues(
-        counted, starts or draw_start_vectors(setting, list(find_geometries(looked_at.network)))
+        counted, starts or draw_start_vectors(context, list(find_geometries(looked_at.network)))
     )
     return Search(tops, sweeps, time.perf_counter() - started)
 

@@ -77,7 +77,7 @@ def loop(task: Problem, limit: float | None) -> Loop:
 
 def trace(task: Problem) -> float:
     data = task.inputs, task.targets
-    found = saltflat.compute_statistics(task.model, data, "curvature_trace", progress=False)
+    found = saltflat.compute_statistics(task.model, data, names="curvature_trace", progress=False)
     return sum(float(value) for value in found["curvature_trace"].values())
 
 
@@ -86,7 +86,7 @@ def difference(task: Problem, found: Loop) -> float:
     mine = trace(task)
     if not found.whole:
         data = task.inputs, task.targets
-        diagonal = saltflat.compute_statistics(task.model, data, "curvature_diagonal", progress=False)[
+        diagonal = saltflat.compute_statistics(task.model, data, names="curvature_diagonal", progress=False)[
             "curvature_diagonal"
         ]
         mine = float(torch.cat([each.flatten() for each in diagonal.values()])[found.entries].sum())

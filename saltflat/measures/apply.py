@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
 from saltflat.engine.context import Context, StatisticResult, find_geometries
 from saltflat.engine.statistic import COMPUTED, STATISTICS
 from saltflat.errors import NotDefinedError
@@ -12,9 +16,6 @@ from saltflat.layers import Geometry
 from saltflat.measures.registry import Measure, MeasureRequest, MeasureResult
 from saltflat.results.jackknife import Jackknife, compute_student_factor
 from saltflat.results.report import Reading
-from torch import Tensor
-from typing import Any
-
 
 # What was found for each parameter of a measure: by layers, or of the network.
 Values = Mapping[str, Any]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from saltflat.engine.certificate import certify
 from saltflat.engine.context import Context, describe_context
 from saltflat.engine.custom_losses import normalize_logits
-from saltflat.engine.losses import parse_loss
+from saltflat.engine.data import Data
+from saltflat.engine.losses import LossLike, parse_loss
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem, find_input_notes, is_finite
 from saltflat.engine.progress import show_steps
@@ -37,8 +38,8 @@ __all__ = ["measure"]
 @take_turns
 def measure(
     model: nn.Module,
-    data: Any,
-    loss: Any = "cross_entropy",
+    data: Data,
+    loss: LossLike = "cross_entropy",
     measures: str | Sequence[str] | None = None,
     *,
     columns: str = "exact",
@@ -60,7 +61,8 @@ def measure(
     Args:
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
-        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.custom_losses`, the matching loss
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of
+            :mod:`saltflat.engine.losses`, the matching loss
             module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
         measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; ``"quick"`` (as None),
             all that one sweep over the data gives; ``"invariant"``, all that rescaling layers leaves unchanged;

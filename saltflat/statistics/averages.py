@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
+
 from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.statistic import ParameterSite, Statistic, register_statistic, statistic
 from saltflat.errors import OptionError
 from saltflat.gradients.base import ColumnLayout, FactoredGradient
 from saltflat.layers import Convolution, Transposed
 from saltflat.results.jackknife import compute_variance_of_mean
-from torch import Tensor, nn
 
 
 def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple[str, ...]]:

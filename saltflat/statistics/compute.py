@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.engine.context import Context, describe_context
+from saltflat.engine.data import Data
+from saltflat.engine.losses import LossLike
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem, find_input_notes
 from saltflat.engine.progress import Progress, show_progress
@@ -58,9 +60,10 @@ class Statistics(Mapping[str, Mapping[str, Tensor]]):
 @take_turns
 def compute_statistics(
     model: nn.Module,
-    data: Any,
-    names: str | Sequence[str],
-    loss: Any = "cross_entropy",
+    data: Data,
+    loss: LossLike = "cross_entropy",
+    names: str | Sequence[str] = ("curvature_diagonal", "curvature_trace"),
+    *,
     columns: str = "exact",
     layers: Sequence[str] | str | None = None,
     memory: str | int = "1GiB",
@@ -75,10 +78,11 @@ def compute_statistics(
     Args:
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of
+            :mod:`saltflat.engine.losses`, the matching loss
+            module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
         names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``unit_forms``, ``unit_trace``,
             ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
-        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.custom_losses`, the matching loss
-            module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
         columns: ``"exact"``, ``"top"`` (or ``"top:5"``) or ``"sampled"`` (or ``"sampled:16"``); see
             :mod:`saltflat.engine.output_curvature`.
         layers: names of modules or parameters; all parameters that require a gradient if None.
@@ -95,7 +99,7 @@ def compute_statistics(
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
         >>> data = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.zeros(2, 1)
-        >>> found = compute_statistics(net, data, ["curvature_diagonal", "curvature_trace"], loss="mse")
+        >>> found = compute_statistics(net, data, names=["curvature_diagonal", "curvature_trace"], loss="mse")
         >>> found["curvature_diagonal"]["weight"].round(decimals=4).tolist()  # 2 mean(x^2)
         [[10.0, 4.0]]
         >>> round(float(found["curvature_trace"]["weight"]), 4)

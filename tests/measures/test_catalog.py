@@ -77,7 +77,7 @@ def test_a_new_measure_is_one_decorated_function() -> None:
 
     case = CHAINS["convolutions_with_biases"]()
     report = saltflat.measure(case.model, case.batches, measures="sharpest_weight")
-    diagonal = saltflat.compute_statistics(case.model, case.batches, "curvature_diagonal")["curvature_diagonal"]
+    diagonal = saltflat.compute_statistics(case.model, case.batches, names="curvature_diagonal")["curvature_diagonal"]
     expected = {name: float(value.max()) for name, value in diagonal.items() if value.dim() > 1}
     assert dict(report["sharpest_weight"].layers) == pytest.approx(expected)
     assert any(entry.name == "sharpest_weight" for entry in saltflat.list_measures())

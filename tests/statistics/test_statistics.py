@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 
 def measured(case: Case, batches: Sequence[Batch] | None = None) -> Statistics:
-    return saltflat.compute_statistics(case.model, batches or case.batches, STATISTICS, loss=case.loss)
+    return saltflat.compute_statistics(case.model, batches or case.batches, names=STATISTICS, loss=case.loss)
 
 
 def assert_agree(actual: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float) -> None:
@@ -53,7 +53,7 @@ def mean_over_examples(case: Case) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_a_statistic_agrees_with_its_definition(name: str, statistic: str) -> None:
     case = CASES[name]()
-    result = saltflat.compute_statistics(case.model, case.batches, statistic, loss=case.loss, columns="exact")
+    result = saltflat.compute_statistics(case.model, case.batches, names=statistic, loss=case.loss, columns="exact")
     assert_agree(result[statistic], DEFINITIONS[statistic](case), 1e-10)
     loss = float(oracle.loss(case))
     assert result.loss == pytest.approx(loss, rel=1e-10, abs=0)
@@ -64,7 +64,9 @@ def test_a_statistic_agrees_with_its_definition(name: str, statistic: str) -> No
 def test_every_example_has_its_own_gradient(name: str) -> None:
     """Sums over the examples do not notice examples that were taken for each other."""
     case = CASES[name]()
-    found = saltflat.compute_statistics(case.model, case.batches, "gradient_norms", loss=case.loss)["gradient_norms"]
+    found = saltflat.compute_statistics(case.model, case.batches, names="gradient_norms", loss=case.loss)[
+        "gradient_norms"
+    ]
     parts = oracle.linearized(case)
     shares = len(parts.slopes) * parts.slopes
     wanted = {
@@ -108,7 +110,7 @@ def test_a_loss_times_three_has_three_times_the_curvature_and_nine_times_the_sec
         return 3 * case.loss_function(outputs, targets)
 
     plain = measured(case)
-    scaled = saltflat.compute_statistics(case.model, case.batches, STATISTICS, loss=tripled)
+    scaled = saltflat.compute_statistics(case.model, case.batches, names=STATISTICS, loss=tripled)
     assert scaled.loss == pytest.approx(3 * plain.loss, rel=1e-10, abs=0)
     for statistic, factor in zip(STATISTICS, (3, 3, 9), strict=True):
         wanted = {name: factor * value for name, value in plain[statistic].items()}
@@ -120,7 +122,7 @@ def test_statistics_taken_together_are_those_taken_alone(name: str) -> None:
     case = CASES[name]()
     together = measured(case)
     for statistic in STATISTICS:
-        alone = saltflat.compute_statistics(case.model, case.batches, [statistic], loss=case.loss)
+        alone = saltflat.compute_statistics(case.model, case.batches, names=[statistic], loss=case.loss)
         assert list(alone) == [statistic]
         assert_agree(together[statistic], alone[statistic], 1e-12)
 
@@ -130,7 +132,7 @@ def test_traces_between_units_are_of_normalised_features() -> None:
     torch.manual_seed(0)
     net = nn.Linear(3, 2, bias=False).double()
     x, y = torch.randn(20, 3).double() * torch.tensor([1.0, 5.0, 0.2]), torch.randint(2, (20,))
-    found = saltflat.compute_statistics(net, (x, y), "unit_trace")["unit_trace"]["weight"][0]
+    found = saltflat.compute_statistics(net, (x, y), names="unit_trace")["unit_trace"]["weight"][0]
     p = net(x).softmax(1).detach()
     curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     sizes = (x / x.std(0, correction=0)).square().sum(1)
@@ -152,10 +154,10 @@ def test_a_layer_that_a_chunk_sends_no_rows_to_has_its_traces() -> None:
     torch.manual_seed(0)
     net, y = Experts().double(), torch.randint(3, (8,))
     x = torch.randn(8, 2).double().abs() * torch.tensor([1.0, -1.0]).repeat_interleave(4)[:, None]
-    found = saltflat.compute_statistics(net, [(x[:4], y[:4]), (x[4:], y[4:])], "unit_trace")["unit_trace"]
+    found = saltflat.compute_statistics(net, [(x[:4], y[:4]), (x[4:], y[4:])], names="unit_trace")["unit_trace"]
     alone = [net.one, net.two], [slice(0, 4), slice(4, 8)]
     for name, layer, part in zip(("one.weight", "two.weight"), *alone, strict=True):
-        wanted = saltflat.compute_statistics(layer, (x[part], y[part]), "unit_trace")["unit_trace"]["weight"]
+        wanted = saltflat.compute_statistics(layer, (x[part], y[part]), names="unit_trace")["unit_trace"]["weight"]
         assert_close(2 * found[name], wanted)
     assert not found["spare.weight"].any()
 
@@ -164,8 +166,8 @@ def test_inputs_that_require_gradients_are_measured_in_any_precision() -> None:
     torch.manual_seed(0)
     net, x, y = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(6, 3), torch.randint(3, (6,))
     for dtype in (None, torch.float64):
-        wanted = saltflat.compute_statistics(net, (x, y), STATISTICS, dtype=dtype)
-        found = saltflat.compute_statistics(net, (x.clone().requires_grad_(), y), STATISTICS, dtype=dtype)
+        wanted = saltflat.compute_statistics(net, (x, y), names=STATISTICS, dtype=dtype)
+        found = saltflat.compute_statistics(net, (x.clone().requires_grad_(), y), names=STATISTICS, dtype=dtype)
         for name in STATISTICS:
             assert_agree(found[name], wanted[name], 1e-12)
 
@@ -183,8 +185,8 @@ def test_traces_between_units_are_the_same_where_a_model_maps_itself_over_its_ex
     torch.manual_seed(0)
     layer, head = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
     data = torch.randn(6, 3).double(), torch.randint(3, (6,))
-    found = saltflat.compute_statistics(Mapped(layer, head), data, "unit_trace")["unit_trace"]
-    plain = saltflat.compute_statistics(nn.Sequential(layer, nn.Tanh(), head), data, "unit_trace")["unit_trace"]
+    found = saltflat.compute_statistics(Mapped(layer, head), data, names="unit_trace")["unit_trace"]
+    plain = saltflat.compute_statistics(nn.Sequential(layer, nn.Tanh(), head), data, names="unit_trace")["unit_trace"]
     assert_close(found["layer.weight"], plain["0.weight"])
     assert_close(found["head.weight"], plain["2.weight"])
 
@@ -201,9 +203,9 @@ class WithTemperature(nn.Module):
 @pytest.mark.filterwarnings("ignore")  # with errors for warnings torch takes another way to second derivatives
 def test_parameters_of_the_loss_are_constants() -> None:
     case = CASES["class_token_and_position_parameters"]()
-    found = saltflat.compute_statistics(case.model, case.batches, STATISTICS, loss=WithTemperature())
+    found = saltflat.compute_statistics(case.model, case.batches, names=STATISTICS, loss=WithTemperature())
     wanted = saltflat.compute_statistics(
-        case.model, case.batches, STATISTICS, loss=lambda o, t: nn.functional.cross_entropy(o / 2, t)
+        case.model, case.batches, names=STATISTICS, loss=lambda o, t: nn.functional.cross_entropy(o / 2, t)
     )
     for name in STATISTICS:
         assert_agree(found[name], wanted[name], 1e-12)
