@@ -18,7 +18,7 @@ import pytest
 import torch
 from executor_cases import Task, tasks, wait_until
 
-from saltflat.studies.executors import Executor, ExecutorError, Failure, LocalExecutor, Session
+from saltflat.studies.executors import Executor, ExecutorError, Failure, SerialExecutor, Session
 
 Law: TypeAlias = Callable[[Executor, Path], None]
 
@@ -52,7 +52,7 @@ def results_are_those_of_the_work(executor: Executor, folder: Path) -> None:
 def errors_are_the_same_failures_everywhere_and_stop_nothing(executor: Executor, folder: Path) -> None:
     given = tasks(5, 0, "x", 2)
     found = results(executor, given, cases.raising)
-    assert found == results(LocalExecutor(), given, cases.raising)
+    assert found == results(SerialExecutor(), given, cases.raising)
     assert (found["5"], found["2"]) == (2, 5)
     assert found["0"].error == "ZeroDivisionError: integer division or modulo by zero"
     assert found["x"].error == "ValueError: invalid literal for int() with base 10: 'x'"
@@ -202,7 +202,7 @@ def what_cannot_be_sent_is_a_failure_that_says_what_to_do(executor: Executor, fo
     assert "result that cannot be sent to another process: TypeError: cannot pickle" in found["bad"].error
     work = partial(_with, threading.Lock())
     assert (
-        'Do: put it at the top of a module and name it "package.module:function"'
+        'Try putting it at the top of a module, named as "package.module:function"'
         in results(executor, tasks("a"), work)["a"].error
     )
 

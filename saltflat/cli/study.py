@@ -50,7 +50,7 @@ app.add_typer(study, name="study")
 def run(
     definition: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study: name, data, axes, stop ...")],
     out: Annotated[Path, typer.Option(help="The folder for the runs; made if it is not there.")],
-    executor: Annotated[str, typer.Option(help="here, processes or ray.")] = "here",
+    executor: Annotated[str, typer.Option(help="serial, processes or ray.")] = "serial",
     workers: Annotated[int | None, typer.Option(help="How many processes.")] = None,
     address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")] = None,
     cpus: Annotated[float | None, typer.Option(help="Cores that one task needs, on a cluster.")] = None,
@@ -70,7 +70,7 @@ def run(
         float | None,
         typer.Option(
             help="Seconds that training a run may take, and measuring it; one that takes longer is stopped and has "
-            "failed. Not with --executor here. No limit if left out."
+            "failed. Not with --executor serial. No limit if left out."
         ),
     ] = None,
     quiet: inputs.Quiet = False,

@@ -138,7 +138,7 @@ KEPT = "Everything that was finished is kept: give the same command again to go 
 def run_study(
     study: Study,
     folder: str | os.PathLike[str],
-    executor: str | Executor = "here",
+    executor: str | Executor = "serial",
     device: str = "cpu",
     retry_failed: bool = False,
     progress: bool | ProgressDisplay | None = None,
@@ -153,10 +153,10 @@ def run_study(
     chosen = make_executor(executor) if isinstance(executor, str) else executor
     if timeout is not None:
         check_positive(timeout=timeout)
-        if chosen.name == "here":
+        if chosen.name == "serial":
             raise make_no_timeout_error(timeout)
     runs = study.runs()
-    place = resolve_device(device, here=chosen.name == "here")
+    place = resolve_device(device, here=chosen.name == "serial")
     needs = resolve_resources(chosen.name, place, resources or {})
     where = None if data_folder is None else os.fspath(data_folder)
     examples = study.data.examples(where, allow_code=True)  # to run a study is to run what it names
@@ -175,7 +175,7 @@ def run_study(
             place,
             every,
             tuple(sys.path),
-            display.update_epochs if chosen.name == "here" else None,
+            display.update_epochs if chosen.name == "serial" else None,
         )
         _StudyRunner(study, runs, store, plan, display, context, needs, timeout).run(chosen)
         results = Results.load(store.folder)

@@ -322,7 +322,7 @@ class Study:
     def run(
         self,
         folder: str | os.PathLike[str],
-        executor: str | Executor = "here",
+        executor: str | Executor = "serial",
         device: str = "cpu",
         retry_failed: bool = False,
         progress: bool | ProgressDisplay | None = None,
@@ -338,7 +338,7 @@ class Study:
 
         Args:
             folder: where runs are kept; made if it is not there. Call it again with the same folder to go on.
-            executor: ``"here"``, ``"processes"``, ``"ray"``, or one of :mod:`saltflat.studies.executors`.
+            executor: ``"serial"``, ``"processes"``, ``"ray"``, or one of :mod:`saltflat.studies.executors`.
             device: ``"cpu"``, ``"cuda"`` ..., or ``"auto"`` for a GPU if there is one.
             retry_failed: try the runs again that ended in an error.
             progress: True or False for progress bars; None for a terminal only.
@@ -346,7 +346,7 @@ class Study:
             resources: of one task, for clusters: ``{"cpus": 1, "gpus": 0}``, a GPU where the device is one.
             every: seconds between checkpoints of a training.
             timeout: seconds that training a run may take, and measuring it; networks that are trained together share
-                the sum of theirs. A run that takes longer is stopped, and has failed. None for no limit; ``"here"``
+                the sum of theirs. A run that takes longer is stopped, and has failed. None for no limit; ``"serial"``
                 cannot stop a run, and refuses one.
         """
         from saltflat.studies.runner import run_study  # at call time: it needs this module

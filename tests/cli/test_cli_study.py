@@ -127,7 +127,7 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path: Path) -> None:
     path = written(study(), tmp_path)
     refused(run("run", tmp_path / "none.yaml", "--out", tmp_path / "runs"), "none.yaml", "cannot be read")
     refused(run("run", path, "--out", tmp_path / "runs", "--executor", "proceses"), "use 'processes'")
-    refused(run("run", path, "--out", tmp_path / "runs", "--workers", 2), "workers=2", "'here'")
+    refused(run("run", path, "--out", tmp_path / "runs", "--workers", 2), "workers=2", "'serial'")
     refused(run("run", path, "--out", tmp_path / "runs", "--device", "cuda:77"), "cuda:77")
     refused(run("run", path, "--out", path), "is a file")
     refused(run("status", tmp_path), "study.json")

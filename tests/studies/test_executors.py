@@ -29,9 +29,9 @@ from saltflat.errors import OptionError, UnknownNameError
 from saltflat.studies.executors import (
     Executor,
     ExecutorError,
-    LocalExecutor,
     ProcessExecutor,
     RayExecutor,
+    SerialExecutor,
     make_executor,
 )
 from saltflat.studies.executors.processes import count_cores
@@ -102,8 +102,8 @@ def of(law: Law) -> str:
 
 
 @pytest.mark.parametrize("law", [*LAWS_OF_RESULTS, *LAWS_OF_SESSIONS], ids=of)
-def test_what_runs_here_keeps_to_the_laws(law: Law, tmp_path: Path) -> None:
-    law(LocalExecutor(), tmp_path)
+def test_the_serial_executor_keeps_to_the_laws(law: Law, tmp_path: Path) -> None:
+    law(SerialExecutor(), tmp_path)
 
 
 @pytest.mark.parametrize("law", [*LAWS_OF_RESULTS, *LAWS_OF_RESULTS_ELSEWHERE], ids=of)
@@ -116,7 +116,7 @@ def test_local_processes_keep_to_the_laws_of_sessions(law: Law, tmp_path: Path) 
     law(ProcessExecutor(workers=2), tmp_path)
 
 
-def test_here_does_nothing_before_it_is_asked() -> None:
+def test_the_serial_executor_does_nothing_before_a_result_is_requested() -> None:
     taken: list[str] = []
     done: list[str] = []
 
@@ -125,7 +125,7 @@ def test_here_does_nothing_before_it_is_asked() -> None:
             taken.append(task.key)
             yield task
 
-    running = LocalExecutor().run(coming(), lambda task: done.append(task.key))
+    running = SerialExecutor().run(coming(), lambda task: done.append(task.key))
     assert (taken, done) == ([], [])
     next(running)
     assert (taken, done) == (["a"], ["a"])
@@ -134,17 +134,17 @@ def test_here_does_nothing_before_it_is_asked() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_ctrl_c_and_leaving_python_end_what_runs_here(error: type[BaseException]) -> None:
+def test_ctrl_c_and_sys_exit_end_the_serial_executor(error: type[BaseException]) -> None:
     def work(task: Task) -> None:
         raise error
 
     with pytest.raises(error):
-        list(LocalExecutor().run(tasks("a"), work))
+        list(SerialExecutor().run(tasks("a"), work))
 
 
-def test_what_runs_here_cannot_be_stopped_and_refuses_a_time_limit() -> None:
-    with pytest.raises(OptionError, match=r"got timeout=3\.0 with executor='here'.*Try executor='processes'"):
-        list(LocalExecutor().run(tasks("a"), cases.upper, timeout=3.0))
+def test_the_serial_executor_cannot_stop_its_work_and_rejects_a_time_limit() -> None:
+    with pytest.raises(OptionError, match=r"got timeout=3\.0 with executor='serial'.*Try executor='processes'"):
+        list(SerialExecutor().run(tasks("a"), cases.upper, timeout=3.0))
 
 
 def test_a_machine_that_starts_no_more_processes_ends_the_session_and_fails_no_task(
@@ -163,7 +163,7 @@ def test_a_machine_that_starts_no_more_processes_ends_the_session_and_fails_no_t
 def test_work_that_cannot_be_imported_elsewhere_fails_with_what_to_do() -> None:
     found = results(ProcessExecutor(workers=1), tasks("a"), lambda task: task.key)
     assert "cannot be sent to another process" in found["a"].error
-    assert 'Do: put it at the top of a module and name it "package.module:function"' in found["a"].error
+    assert 'Try putting it at the top of a module, named as "package.module:function"' in found["a"].error
 
 
 @pytest.mark.skipif(count_cores() < 2, reason="needs two cores to share")
@@ -215,7 +215,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     with started(SCRIPT.replace('if __name__ == "__main__":', "if True:"), tmp_path) as script:
         _, said = script.communicate(timeout=cases.PATIENCE)
     assert script.returncode == 1
-    assert 'Do: put what the script does under `if __name__ == "__main__":`' in said.splitlines()[-1]
+    assert 'Try putting what the script does under `if __name__ == "__main__":`' in said.splitlines()[-1]
 
 
 def test_a_session_that_nobody_closes_does_not_keep_python_from_ending(tmp_path: Path) -> None:
@@ -233,24 +233,28 @@ def test_a_session_that_nobody_closes_does_not_keep_python_from_ending(tmp_path:
 @pytest.mark.parametrize("workers", [0, -1, 1.5, "two"])
 def test_a_number_of_workers_that_means_nothing_is_refused(workers: int) -> None:
     for executor in ("processes", "ray"):
-        with pytest.raises(OptionError, match="Want a whole number from 1"):
+        with pytest.raises(OptionError, match=r"Expected a whole number from 1, but got workers="):
             make_executor(executor, workers=workers)
 
 
 def test_executors_are_found_by_name_and_take_only_their_own_options() -> None:
-    assert isinstance(make_executor("here"), LocalExecutor)
+    assert isinstance(make_executor("serial"), SerialExecutor)
     assert isinstance(make_executor("processes", workers=3), ProcessExecutor)
     assert isinstance(make_executor("ray", address="auto", grows=True), RayExecutor)
-    with pytest.raises(UnknownNameError, match="use 'processes'"):
+    with pytest.raises(UnknownNameError, match=r"Try .*'processes'"):
         make_executor("process")
-    with pytest.raises(OptionError, match=r"Got workers=2 for the executor 'here'\. Want no options"):
-        make_executor("here", workers=2)
-    with pytest.raises(OptionError, match=r"Got address='auto' for the executor 'processes'\. Want workers"):
+    with pytest.raises(UnknownNameError, match=r"Try .*'serial'"):
+        make_executor("seriall")
+    with pytest.raises(UnknownNameError, match=r"'here'.*processes, ray, serial|processes, ray, serial.*'here'"):
+        make_executor("here")
+    with pytest.raises(OptionError, match=r"Expected no options for the executor 'serial', but got workers=2\."):
+        make_executor("serial", workers=2)
+    with pytest.raises(OptionError, match=r"Expected workers for the executor 'processes', but got address='auto'\."):
         make_executor("processes", address="auto")
-    with pytest.raises(OptionError, match="Got workers=2 and the address"):
+    with pytest.raises(OptionError, match="Expected either workers or an address, but got workers=2 and the address"):
         make_executor("ray", workers=2, address="auto")
 
 
 def test_any_object_with_a_key_and_resources_is_a_task() -> None:
     task = SimpleNamespace(key="a", resources={})
-    assert [result for _, result in LocalExecutor().run([task], lambda each: each.key)] == ["a"]
+    assert [result for _, result in SerialExecutor().run([task], lambda each: each.key)] == ["a"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import executor_cases as cases
@@ -140,7 +140,7 @@ def test_a_task_that_asks_for_more_than_there_is_fails_and_does_not_wait(kept: E
         "wide": "needs {'CPU': 3, 'GPU': 0}, and no machine of the Ray cluster has that: the most of each is {'CPU': 2",
         "gpu": "the most of each is {'CPU': 2.0, 'GPU': 0}",
         "odd": "'scanner': 1",
-        "less": "Want numbers that Ray takes",
+        "less": "Expected numbers that Ray accepts",
     }.items():
         assert isinstance(found[key], Failure)
         assert words in found[key].error
@@ -194,7 +194,7 @@ def test_a_cluster_that_does_not_start_in_time_is_one_clear_error_and_leaves_not
     unconnected: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = cases.descendants(os.getpid())
-    monkeypatch.setattr("saltflat.studies.executors.ray.START", 0.05)
+    monkeypatch.setattr("saltflat.studies.executors.ray.START_TIMEOUT", 0.05)
     with pytest.raises(
         ExecutorError, match=r"local Ray cluster to start, but got none within 0\.05 seconds\. Try again"
     ):
@@ -212,10 +212,17 @@ def errors_of_ray() -> list[type[Exception]]:
     return [each for each in found if issubclass(each, ray.exceptions.RayError) and each.__name__ != "RayTaskError"]
 
 
+def fake_ray() -> ModuleType:
+    """Return a module with Ray's exceptions that starts nothing."""
+    module = ModuleType("ray")
+    vars(module).update(exceptions=ray.exceptions, remote=lambda run: run)
+    return module
+
+
 @pytest.mark.parametrize("kind", errors_of_ray(), ids=lambda kind: kind.__name__)
 def test_of_rays_errors_only_a_dead_worker_is_held_against_a_task(kind: type[Exception]) -> None:
     said: list[tuple[object, ...]] = []
-    driver = RayDriver(SimpleNamespace(exceptions=ray.exceptions, remote=lambda run: run), said.append, [], False)
+    driver = RayDriver(fake_ray(), said.append, [], False)
     driver._pop_timeout_mark = lambda mark: mark == "late"  # type: ignore[method-assign]
     future: Future[bytes] = Future()
     future.set_exception(kind.__new__(kind))
@@ -229,7 +236,7 @@ def test_of_rays_errors_only_a_dead_worker_is_held_against_a_task(kind: type[Exc
 
 def test_a_task_that_could_not_read_its_work_is_not_to_blame() -> None:
     said: list[tuple[object, ...]] = []
-    driver = RayDriver(SimpleNamespace(exceptions=ray.exceptions, remote=lambda run: run), said.append, [], False)
+    driver = RayDriver(fake_ray(), said.append, [], False)
     gone = ray.exceptions.ObjectLostError("00ff", None, "")
     for cause in (gone, ModuleNotFoundError("No module named 'saltflat'")):
         future: Future[bytes] = Future()
@@ -295,5 +302,5 @@ def test_a_cluster_that_ends_the_process_connected_to_it_fails_no_task(
 
 def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ExecutorError, match=r"Do: pip install ray, or"):
+    with pytest.raises(ExecutorError, match=r"Expected Ray for the executor 'ray', .*Try pip install ray, or"):
         make_executor("ray").open_session()

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from saltflat.errors import DeviceError, StudyError
 from saltflat.studies import Results
-from saltflat.studies.executors import LocalExecutor, Session, Task
+from saltflat.studies.executors import SerialExecutor, Session, Task
 from saltflat.studies.grid import make_recipe
 from saltflat.studies.rebuild import load_trained_network
 from saltflat.studies.training.build import build_network
@@ -86,7 +86,7 @@ def test_what_cannot_be_made_again_is_told(finished: Results, tmp_path: Path) ->
         load_trained_network(bare, next(iter(bare.rows)), bare.study.data.examples())
 
 
-class Watched(LocalExecutor):
+class Watched(SerialExecutor):
     """In this process under the name of a cluster; keeps what the tasks ask for."""
 
     name = "ray"

@@ -17,11 +17,11 @@ from waiting_cases import FOLDER
 
 from saltflat.cli import app
 from saltflat.errors import OptionError
-from saltflat.studies.executors import LocalExecutor, Session, make_executor
+from saltflat.studies.executors import SerialExecutor, Session, make_executor
 from saltflat.studies.executors.executor import Task
 
 
-class Noting(LocalExecutor):
+class Noting(SerialExecutor):
     """In this process under another name; keeps the time limits of the tasks instead of keeping to them."""
 
     name = "processes"
@@ -89,7 +89,7 @@ def test_a_limit_that_is_no_positive_number_is_refused_before_any_work(timeout: 
 
 
 def test_this_process_cannot_stop_a_run_and_says_so_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"got timeout=5\.0 with executor='here'.*Try executor='processes'"):
+    with pytest.raises(OptionError, match=r"got timeout=5\.0 with executor='serial'.*Try executor='processes'"):
         own().run(tmp_path / "runs", progress=False, timeout=5.0)
     assert not (tmp_path / "runs").exists()
 

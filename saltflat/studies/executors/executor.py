@@ -1,4 +1,4 @@
-"""What every executor can do, and what it hands back where a task failed."""
+"""The interface of executors and sessions, and the failures and errors they report."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
-from saltflat.errors import SaltflatError, format_error_line
+from saltflat.errors import OptionError, SaltflatError, format_error_line
 
 KeyT = TypeVar("KeyT")
 T = TypeVar("T")
-TRIES = 3  # of a task whose worker dies, or whose machine is lost
+MAX_TRIES = 3  # of a task whose worker dies, or whose machine is lost
 
 
 class ExecutorError(SaltflatError, RuntimeError):
-    """Nothing can be run, or run on: workers do not start, a cluster does not answer or is lost, a session is over."""
+    """No task can run: workers do not start, a cluster is unreachable or lost, or the session is closed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A task that came to nothing.
+    """The result of a task that failed.
 
     Attributes:
-        error: in one line, such as ``"TypeError: 'int' object is not callable"``.
-        traceback: as Python prints it; empty where no Python code failed, as when a worker process was killed.
+        error: one line, such as ``"TypeError: 'int' object is not callable"``.
+        traceback: as Python prints it; empty if no Python code failed, for example if a worker process was killed.
     """
 
     error: str
@@ -34,25 +34,25 @@ class Failure:
 
 
 def make_failure(error: BaseException) -> Failure:
-    """An error as a failure. Its traceback starts where our own code called.
+    """Convert an error to a failure whose traceback starts in the called code.
 
     Example:
         >>> make_failure(ValueError("lr is negative")).error
         'ValueError: lr is negative'
     """
     try:
-        said = format_error_line(error)
-    except Exception:  # an error whose own text cannot be made is still to be told
-        said = f"{type(error).__name__}: no message"
+        line = format_error_line(error)
+    except Exception:  # the error's own __str__ may fail
+        line = f"{type(error).__name__}: no message"
     # The first frame is that of our caller. Without it the text is the same under every executor.
-    beyond = error.__traceback__.tb_next if error.__traceback__ else None
-    return Failure(said, "".join(traceback.format_exception(type(error), error, beyond)))
+    start = error.__traceback__.tb_next if error.__traceback__ else None
+    return Failure(line, "".join(traceback.format_exception(type(error), error, start)))
 
 
 def attempt_task(
     work: Callable[[KeyT], T], task: KeyT, catch: tuple[type[BaseException], ...] = (Exception,)
 ) -> T | Failure:
-    """What the work makes of the task, or the failure it ends in.
+    """Return ``work(task)``, or a failure if it raises.
 
     Example:
         >>> attempt_task(len, "four"), attempt_task(len, 4).error
@@ -64,12 +64,12 @@ def attempt_task(
         return make_failure(error)
 
 
-def make_death_failure(how: str) -> Failure:
-    """Return the failure of a task whose workers all died, the last one while nothing else ran."""
+def make_death_failure(reason: str) -> Failure:
+    """Return the failure of a task whose workers all died, the last one while no other task ran."""
     return Failure(
-        f"WorkerDied: Expected a worker process that lives until the task is done, but got one that {how}, {TRIES} "
-        "times with this task, the last time with no other task beside it. Try smaller groups (together) or a machine "
-        "with more memory, or executor='here' to see what ends it."
+        f"WorkerDied: Expected a worker process that lives until the task is done, but got one that {reason}, "
+        f"{MAX_TRIES} times with this task, the last time while no other task ran. Try smaller groups (together), a "
+        "machine with more memory, or executor='serial' to see what ends it."
     )
 
 
@@ -81,27 +81,35 @@ def make_timeout_failure(seconds: float) -> Failure:
     )
 
 
-def make_loss_error(what: str, why: str) -> ExecutorError:
-    """Return the error that ends a session in which no task is to blame."""
+def make_loss_error(resource: str, reason: str) -> ExecutorError:
+    """Return the error that ends a session for a reason that is no task's fault."""
     return ExecutorError(
-        f"Expected {what} until all tasks are done, but lost it: {why}. No task is marked as failed for it."
+        f"Expected {resource} until all tasks are done, but lost it: {reason}. No task is marked as failed for it."
     )
 
 
 def make_closed_session_error(key: str) -> ExecutorError:
-    """Of a task that comes too late."""
+    """Return the error for a task submitted after the session was closed."""
     return ExecutorError(
-        f"Expected it before, but got the task {key!r} after the session was closed. Try submitting inside of `with "
-        "executor.open_session() as session:`."
+        f"Expected an open session, but got the task {key!r} after the session was closed. Try submitting it inside "
+        "`with executor.open_session() as session:`."
     )
 
 
+def check_workers(workers: int | None, default: str) -> None:
+    """Check that ``workers`` is a positive whole number or None; ``default`` says what None means."""
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise OptionError(
+            f"Expected a whole number from 1, but got workers={workers!r}. Try leaving it out for {default}."
+        )
+
+
 class Task(Protocol):
-    """One piece of work to be done, here or elsewhere; it can be pickled.
+    """One piece of work; it can be pickled.
 
     Attributes:
         key: its name.
-        resources: what it needs, ``{"cpus": 1, "gpus": 0}`` if it says nothing.
+        resources: what it needs; entries left out default to ``{"cpus": 1, "gpus": 0}``.
     """
 
     @property
@@ -114,13 +122,13 @@ K = TypeVar("K", bound=Task)
 
 
 class Session(AbstractContextManager["Session"], Protocol):
-    """Tasks on their way. Hand in what is known, and further tasks as results come: nothing waits for anything else.
+    """Run tasks and return their results as they finish; results may lead to new tasks.
 
-    >>> from saltflat.studies.executors import LocalExecutor
+    >>> from saltflat.studies.executors import SerialExecutor
     >>> from types import SimpleNamespace
     >>> def train(task): return task.key.upper()
     >>> def measure(task): return len(task.key)
-    >>> with LocalExecutor().open_session() as session:
+    >>> with SerialExecutor().open_session() as session:
     ...     for key in ("a", "bc"):
     ...         session.submit(SimpleNamespace(key=key, resources={}), train)
     ...     for task, result in session.iter_results():
@@ -135,50 +143,50 @@ class Session(AbstractContextManager["Session"], Protocol):
 
     @property
     def at_once(self) -> int:
-        """So many tasks handed in keep it busy."""
+        """Return the number of submitted tasks that keeps all workers busy."""
 
     def submit(
         self, task: Task, work: Callable[[Any], Any], *, soon: bool = False, timeout: float | None = None
     ) -> None:
-        """Hand in a task. Hand in one and the same object as ``work`` each time: then it travels once per worker.
+        """Submit a task. Pass the same object as ``work`` each time, so that it is sent only once to each worker.
 
         Args:
-            task: what to do.
-            work: what does it, a function at the top of a module (or a ``functools.partial`` of one).
-            soon: before all that wait already, as when a network just trained is to be measured.
-            timeout: seconds that the work may take from its beginning, each time it is tried; then it is stopped, and
-                the result is a Failure. None for no limit. ``here`` cannot stop its work, and refuses a limit.
+            task: the argument of ``work``.
+            work: a function at the top level of a module (or a ``functools.partial`` of one).
+            soon: run it before all waiting tasks, for example to measure a network that was just trained.
+            timeout: seconds that each try may take, counted from its start; a task that takes longer is stopped, and
+                its result is a Failure. None for no limit. ``serial`` cannot stop its work and rejects a limit.
         """
 
     def iter_results(self) -> Iterator[tuple[Any, Any]]:
-        """Each task with its result or Failure, as they finish, until nothing that was handed in is left.
+        """Yield each task with its result or Failure, as they finish, until no submitted task is left.
 
-        Tasks may be handed in between two results. Called again, it goes on with what was handed in since. What no
-        task is to blame for, such as a cluster that is lost, is an ExecutorError and ends the session.
+        Tasks may be submitted between two results. A second call continues with the tasks submitted since. A problem
+        that is no task's fault, such as the loss of a cluster, raises an ExecutorError and ends the session.
         """
 
 
 class Executor(Protocol):
-    """Where the tasks of a study are run: in this process, in others, on a cluster."""
+    """Run the tasks of a study in this process, in other processes, or on a cluster."""
 
     name: str
 
     def open_session(self) -> Session:
-        """A session, to be used as a context: at its end, by an error or Ctrl-C too, whatever still runs is stopped."""
+        """Return a session for a ``with`` block; leaving the block, also by an error or Ctrl-C, stops all tasks."""
 
     def run(
         self, tasks: Iterable[K], work: Callable[[K], T], *, timeout: float | None = None
     ) -> Iterator[tuple[K, T | Failure]]:
-        """Each task with its result, as they finish; an error in ``work`` is a Failure and stops nothing.
+        """Yield each task with its result, as they finish; an error in ``work`` becomes a Failure and stops nothing.
 
-        Tasks are taken as they are needed, at most ``session.at_once`` of them ahead of the results; ``here`` takes the
-        next one only when its result is asked for. Where results make new tasks, use ``open_session``.
+        At most ``session.at_once`` tasks are read ahead of the results; ``serial`` reads a task only when its result
+        is requested. If results lead to new tasks, use ``open_session``.
         """
         with self.open_session() as session:
-            coming = iter(tasks)
-            for task in islice(coming, session.at_once):
+            remaining = iter(tasks)
+            for task in islice(remaining, session.at_once):
                 session.submit(task, work, timeout=timeout)
             for finished in session.iter_results():
                 yield finished
-                for task in islice(coming, 1):
+                for task in islice(remaining, 1):
                     session.submit(task, work, timeout=timeout)

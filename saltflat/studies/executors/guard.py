@@ -1,8 +1,8 @@
-"""A process that ends others when the one that started it is gone.
+"""A process that ends others when the process that started it is gone.
 
 A process that is killed cannot stop its workers, and a worker cannot always notice that it is alone: it may be
-importing modules, or be inside of a call that holds Python's lock. A guard does nothing but wait, so it can always act.
-Its program is this file, run by itself: it imports the standard library only, and starts in hundredths of a second.
+importing modules, or be inside a call that holds Python's lock. A guard only waits, so it can always act. It runs this
+file as a program of its own, which imports only the standard library and starts in hundredths of a second.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 
-LOOK_EVERY = 0.2  # seconds between looks at the parent, for pipes that a fork of the parent holds open
-ROUNDS = 50  # a process that is being killed may have started another one just before
+POLL_INTERVAL = 0.2  # seconds between checks of the parent, in case its fork holds the pipe open
+KILL_ROUNDS = 50  # a process that is killed may have started another one just before
 
 
 class ProcessGuard:
-    """Kills the processes it watches, and all processes of their sessions, when this process ends in whatever way."""
+    """Kill the watched processes, and all processes of their sessions, when this process ends for any reason."""
 
     def __init__(self) -> None:
-        # Without site-packages and the environment: nothing of the user's is run in it. In a session of its own: Ctrl-C
-        # in a terminal does not reach it.
+        # Without site-packages and the environment, so that no user code runs in it. In a session of its own, so that
+        # Ctrl-C in a terminal does not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -36,13 +36,15 @@ class ProcessGuard:
         )
 
     def watch(self, pid: int) -> None:
+        """Start watching a process."""
         self._send(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
+        """Stop watching a process."""
         self._send(f"-{pid}\n")
 
     def close(self) -> None:
-        """Kill what is still watched."""
+        """Kill the processes that are still watched."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -50,7 +52,7 @@ class ProcessGuard:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # somebody killed it; the workers do their work without
+        with suppress(OSError):  # someone killed it; the workers run without it
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
 
@@ -60,7 +62,7 @@ def _main() -> None:
 
     def watch_parent() -> None:
         while os.getppid() == parent:
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_INTERVAL)
         _kill_processes(watched)
         os._exit(0)
 
@@ -72,7 +74,7 @@ def _main() -> None:
 
 
 def _kill_processes(watched: Set[int]) -> None:
-    for _ in range(ROUNDS):
+    for _ in range(KILL_ROUNDS):
         found = list(_find_living_processes(watched))
         for pid in found:
             with suppress(OSError):
@@ -83,7 +85,7 @@ def _kill_processes(watched: Set[int]) -> None:
 
 
 def _find_living_processes(watched: Set[int]) -> Iterator[int]:
-    """The processes that are watched, and, on Linux, those of their sessions."""
+    """Yield the watched processes and, on Linux, those of their sessions."""
     if not Path("/proc/self/stat").exists():
         yield from watched
         return

@@ -10,16 +10,20 @@ from saltflat.errors import OptionError
 from saltflat.studies.executors.executor import Executor, Session, Task, attempt_task, make_closed_session_error
 
 
-class LocalExecutor(Executor):
-    """In this process, in order, each task only when its result is asked for. Ctrl-C and ``sys.exit`` end all."""
+class SerialExecutor(Executor):
+    """Run tasks in this process, in order, each one when its result is requested.
 
-    name = "here"
+    Ctrl-C and ``sys.exit`` in a task end the session.
+    """
+
+    name = "serial"
 
     def open_session(self) -> Session:
-        return _LocalSession()
+        """Return a session that runs its tasks in this process."""
+        return _SerialSession()
 
 
-class _LocalSession(Session):
+class _SerialSession(Session):
     at_once = 1
 
     def __init__(self) -> None:
@@ -46,8 +50,8 @@ class _LocalSession(Session):
 
 
 def make_no_timeout_error(timeout: float) -> OptionError:
-    """Return the error for a limit that could not be kept: nothing can stop a call that this process itself makes."""
+    """Return the error for a time limit under ``serial``: a process cannot stop a call that it makes itself."""
     return OptionError(
-        f"Expected an executor that can stop a task, but got timeout={timeout!r} with executor='here', which works in "
-        "this process. Try executor='processes' (--executor processes), with workers=1 for one task at a time."
+        f"Expected an executor that can stop a task, but got timeout={timeout!r} with executor='serial', which works "
+        "in this process. Try executor='processes' (--executor processes), with workers=1 for one task at a time."
     )
