@@ -1,15 +1,13 @@
 """Train three small networks on handwritten digits, measure how flat their minima are, and try to fool the measures.
 
-The data are the 8 x 8 digits that come with scikit-learn, so nothing is downloaded. One of the networks is trained on
+The data are the 8 x 8 digits that ship with scikit-learn, so nothing is downloaded. One of the networks is trained on
 partly random labels, which it can only memorize. Another is trained again with SAM: did that find a flatter minimum, by
-more than chance? Then its layers are rescaled by a factor of 1000: it computes the same, so a measure that changes is
-one that can be fooled. At the end all three are audited: their own rescalings are found, and some measures are taken
+more than chance? Then its layers are rescaled by a factor of 1000. It computes the same function, so a measure that
+changes can be fooled. Finally all three are audited: their own rescalings are found, and some measures are computed
 again after random ones. Writes reports and audits, the comparisons as web pages, and pictures.
 """
 
-import argparse
 import os
-import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import parse_arguments
 from torch import Tensor, nn
 
 import saltflat
@@ -30,7 +29,7 @@ BATCH = 64
 LEARNING_RATE = 3e-3
 MEASURED = 100 if QUICK else 600  # training examples
 FACTOR = 1000.0
-RHO = 0.05  # how far SAM looks
+RHO = 0.05  # SAM's radius
 SHOWN = (
     "squared_norm",
     "hessian_trace",
@@ -63,13 +62,13 @@ class Residual(nn.Module):
         return F.relu(inputs + self.second_norm(self.second(hidden)))
 
 
-def mlp() -> nn.Sequential:
+def make_mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, CLASSES)
     )
 
 
-def cnn() -> nn.Sequential:
+def make_cnn() -> nn.Sequential:
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
@@ -77,7 +76,7 @@ def cnn() -> nn.Sequential:
     )
 
 
-def residual_net() -> nn.Sequential:
+def make_residual_net() -> nn.Sequential:
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         *(Residual(16), Residual(16)),
@@ -94,14 +93,14 @@ class Plan:
 
 
 PLANS = (
-    Plan("MLP", mlp, epochs=40),
+    Plan("MLP", make_mlp, epochs=40),
     # Memorizing labels that follow no rule takes longer than learning digits.
-    Plan("CNN", cnn, epochs=60, random_labels=0.3),
-    Plan("ResNet", residual_net, epochs=30),
+    Plan("CNN", make_cnn, epochs=60, random_labels=0.3),
+    Plan("ResNet", make_residual_net, epochs=30),
 )
 
 
-def with_random_labels(labels: Tensor, share: float, seed: int) -> Tensor:
+def randomize_labels(labels: Tensor, share: float, seed: int) -> Tensor:
     # A random class is the true one in a tenth of the cases, so 30 % random labels are about 27 % wrong ones.
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
@@ -111,7 +110,7 @@ def with_random_labels(labels: Tensor, share: float, seed: int) -> Tensor:
 
 
 def train(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int, seed: int, rho: float = 0.0) -> None:
-    """Adam; inside SAM where ``rho`` is not 0."""
+    """Train with Adam, wrapped in SAM if ``rho`` is not 0."""
     generator = torch.Generator().manual_seed(seed)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     steps = epochs * -(-len(labels) // BATCH)
@@ -133,25 +132,25 @@ def train(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int, seed: i
     model.eval()
 
 
-def did_it_get_flatter(
+def compare_with_sam(
     plain: saltflat.Report, data: tuple[Tensor, Tensor], inputs: Tensor, labels: Tensor, epochs: int, seed: int
 ) -> Comparison:
-    """The MLP trained again with SAM, measured on the same examples."""
+    """Train the MLP again with SAM, and compare it with the plain one on the same examples."""
     torch.manual_seed(seed)
-    model = mlp()
+    model = make_mlp()
     train(model, inputs, labels, epochs, seed, rho=RHO)
     report = saltflat.measure(model.double(), data)
     return saltflat.compare({"Adam": plain, "SAM": report}, names=list(report))
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+def compute_accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     return float((model(inputs).argmax(dim=1) == labels).double().mean())
 
 
 @torch.no_grad()
-def rescaled(model: nn.Sequential) -> nn.Sequential:
-    """The MLP with its first layer 1000 times as large and its second 1000 times as small: the same function."""
+def multiply_layers(model: nn.Sequential) -> nn.Sequential:
+    """Return the MLP with its first layer multiplied by 1000 and its second divided by 1000: the same function."""
     twin = deepcopy(model)
     twin.get_parameter("1.weight").mul_(FACTOR)
     twin.get_parameter("1.bias").mul_(FACTOR)
@@ -159,8 +158,8 @@ def rescaled(model: nn.Sequential) -> nn.Sequential:
     return twin
 
 
-def moved(comparison: Comparison) -> tuple[list[str], list[str]]:
-    """The measures that rescaling changed, and those it did not."""
+def split_by_change(comparison: Comparison) -> tuple[list[str], list[str]]:
+    """Return the measures that rescaling changed, and those it did not."""
     changed: list[str] = []
     same: list[str] = []
     for name, contrast in comparison.items():
@@ -169,10 +168,10 @@ def moved(comparison: Comparison) -> tuple[list[str], list[str]]:
     return changed, same
 
 
-def audits(models: dict[str, nn.Sequential], data: dict[str, tuple[Tensor, Tensor]], out: Path) -> None:
-    """Take measures of every network again after random rescalings, which leave its function alone."""
+def audit_networks(models: dict[str, nn.Sequential], data: dict[str, tuple[Tensor, Tensor]], out: Path) -> None:
+    """Measure every network again after random rescalings, which do not change its function."""
     for name, model in models.items():
-        # Without BatchNorm, whose running statistics follow any size of the layers before it.
+        # Without BatchNorm, whose running statistics absorb the scale of the layers before it.
         folded = saltflat.fold(model)
         images, labels = data[name]
         audit = saltflat.audit_invariance(
@@ -184,39 +183,28 @@ def audits(models: dict[str, nn.Sequential], data: dict[str, tuple[Tensor, Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="With SALTFLAT_QUICK=1 in the environment training stops after 3 epochs, 100 examples are measured, and "
-        "2 rescalings of each kind are tried.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    out, seed = parse_arguments(
+        __doc__,
+        quick="training stops after 3 epochs, 100 examples are measured, and 2 rescalings of each kind are tried",
+        seed="labels, weights and batches",
     )
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of labels, weights and batches (default: %(default)s)")
-    arguments = parser.parse_args()
-    out: Path = arguments.out
-    try:  # now, not after all the work
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        parser.error(f"cannot write to --out {out} ({error.strerror}); name a folder you can write to")
-
     inputs, labels = read_data("digits")
     test_inputs, test_labels = read_data("digits", split="test")
     models: dict[str, nn.Sequential] = {}
     reports, data = {}, {}
     for plan in PLANS:
-        own = with_random_labels(labels, plan.random_labels, arguments.seed)
-        torch.manual_seed(arguments.seed)
+        own = randomize_labels(labels, plan.random_labels, seed)
+        torch.manual_seed(seed)
         model = plan.make()
-        train(model, inputs, own, min(plan.epochs, 3) if QUICK else plan.epochs, arguments.seed)
+        train(model, inputs, own, min(plan.epochs, 3) if QUICK else plan.epochs, seed)
         print(
-            f"{plan.name}: {plan.random_labels:.0%} random labels, accuracy {accuracy(model, inputs, own):.1%} on the "
-            f"training set and {accuracy(model, test_inputs, test_labels):.1%} on the test set"
+            f"{plan.name}: {plan.random_labels:.0%} random labels, accuracy "
+            f"{compute_accuracy(model, inputs, own):.1%} on the training set and "
+            f"{compute_accuracy(model, test_inputs, test_labels):.1%} on the test set"
         )
         # Networks that fit their data have curvatures so small that float32 loses them.
         data[plan.name] = inputs[:MEASURED].double(), own[:MEASURED]
-        reports[plan.name] = saltflat.measure(model.double(), data[plan.name], measures="all", seed=arguments.seed)
+        reports[plan.name] = saltflat.measure(model.double(), data[plan.name], measures="all", seed=seed)
         reports[plan.name].save(out / f"report_{plan.name.lower()}.json")
         models[plan.name] = model
 
@@ -224,17 +212,17 @@ def main() -> None:
     print(f"\nThree networks, some measures\n\n{saltflat.compare(reports, names=SHOWN)}")
 
     epochs = 3 if QUICK else PLANS[0].epochs
-    sam = did_it_get_flatter(reports["MLP"], data["MLP"], inputs, labels, epochs, arguments.seed)
+    sam = compare_with_sam(reports["MLP"], data["MLP"], inputs, labels, epochs, seed)
     print(f"\nDid SAM find a flatter minimum?\n\n{sam}")
 
-    model, twin, images = models["MLP"], rescaled(models["MLP"]), inputs[:MEASURED].double()
+    model, twin, images = models["MLP"], multiply_layers(models["MLP"]), inputs[:MEASURED].double()
     with torch.no_grad():
         before, after = model(images), twin(images)
     off = float((after - before).abs().max() / before.abs().max())
-    report = saltflat.measure(twin, (images, labels[:MEASURED]), measures="all", seed=arguments.seed)
+    report = saltflat.measure(twin, (images, labels[:MEASURED]), measures="all", seed=seed)
     report.save(out / "report_mlp_rescaled.json")
     two = saltflat.compare({"MLP": reports["MLP"], "rescaled": report})
-    changed, same = moved(two)
+    changed, same = split_by_change(two)
     print(f"\nThe MLP and its twin with layers rescaled by {FACTOR:g} (outputs differ by {off:.0e})\n\n{two}")
     print(f"\nFooled by rescaling: {', '.join(changed)}.\n\nNot fooled: {', '.join(same)}.")
 
@@ -243,7 +231,7 @@ def main() -> None:
         comparison.to_html(out / f"{name}.html")
     sam.plot().savefig(out / "compare_sam.png", dpi=150)
     three.plot(SHOWN, by="layer").savefig(out / "compare.png")
-    audits(models, data, out)
+    audit_networks(models, data, out)
     print(f"\nReports, comparisons, audits and pictures are in {out}.")
 
 

@@ -1,7 +1,7 @@
 """Train a LeNet on MNIST, save its weights and measure it on the first training images.
 
-The data is read from the folder SALTFLAT_DATA names, or from data/, laid out as torchvision does. The saved weights can
-be measured from the command line, too; the command is printed at the end.
+The data is read from the folder in SALTFLAT_DATA, or from data/, in torchvision's layout. The saved weights can also be
+measured from the command line; the command is printed at the end.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     arguments = parser.parse_args()
     out, folder = arguments.out, os.environ.get("SALTFLAT_DATA", "data")
     out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def main() -> int:
         inputs, labels = read_data("mnist", folder, limit=IMAGES)
         test_inputs, test_labels = read_data("mnist", folder, "test")
     except DataError as error:
-        print(f"{error}\nOr name the folder that holds MNIST/raw in SALTFLAT_DATA.", file=sys.stderr)
+        print(f"{error}\nOr set SALTFLAT_DATA to the folder that holds MNIST/raw.", file=sys.stderr)
         return 2
 
     torch.manual_seed(arguments.seed)

@@ -1,17 +1,16 @@
-"""Find every rescaling of a small residual network, and see what can be done with them.
+"""Find every rescaling of a small residual network, and use them.
 
-A ResNet-20 of 8 to 32 channels, whose shortcuts are slices padded with zeros, is trained for a moment on the 8 x 8
-digits that come with scikit-learn. Its rescalings are printed as a table and drawn; random ones leave its outputs
-alone; BatchNorm is folded away; the network is brought to the smallest Hessian trace, and to a form in which rescaled
+A ResNet-20 of 8 to 32 channels, whose shortcuts are slices padded with zeros, is trained briefly on the 8 x 8 digits
+that ship with scikit-learn. Its rescalings are printed as a table and drawn; random ones do not change its outputs;
+BatchNorm is folded; the network is rescaled to the smallest Hessian trace, and to a canonical form in which rescaled
 copies are equal.
 """
 
-import argparse
 import os
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import parse_arguments
 from torch import Tensor, nn
 
 import saltflat
@@ -42,7 +41,7 @@ class Block(nn.Module):
         return F.relu(hidden + F.pad(shortcut, (0, 0, 0, 0, self.more // 2, self.more // 2)))
 
 
-def stage(inputs: int, outputs: int, blocks: int) -> nn.Sequential:
+def make_stage(inputs: int, outputs: int, blocks: int) -> nn.Sequential:
     return nn.Sequential(Block(inputs, outputs), *(Block(outputs, outputs) for _ in range(blocks - 1)))
 
 
@@ -51,9 +50,9 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = stage(width, width, blocks)
-        self.layer2 = stage(width, 2 * width, blocks)
-        self.layer3 = stage(2 * width, 4 * width, blocks)
+        self.layer1 = make_stage(width, width, blocks)
+        self.layer2 = make_stage(width, 2 * width, blocks)
+        self.layer3 = make_stage(2 * width, 4 * width, blocks)
         self.linear = nn.Linear(4 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,30 +75,25 @@ def train(model: nn.Module, inputs: Tensor, labels: Tensor, seed: int) -> None:
 
 
 @torch.no_grad()
-def difference(one: nn.Module, two: nn.Module, images: Tensor) -> float:
-    """Between the outputs of two networks, beside the largest output."""
+def compute_output_difference(one: nn.Module, two: nn.Module, images: Tensor) -> float:
+    """Return the largest difference between the outputs of two networks, relative to the largest output."""
     before, after = one(images), two(images)
     return float((after - before).abs().max() / before.abs().max())
 
 
 @torch.no_grad()
-def distance(one: nn.Module, two: nn.Module) -> float:
-    """Between the weights of two networks: the largest difference of any."""
+def compute_weight_distance(one: nn.Module, two: nn.Module) -> float:
+    """Return the largest difference between the weights of two networks."""
     pairs = zip(one.parameters(), two.parameters(), strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="With SALTFLAT_QUICK=1 in the environment there is one epoch of training, and 32 examples are measured.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    out, seed = parse_arguments(
+        __doc__,
+        quick="there is one epoch of training, and 32 examples are measured",
+        seed="weights, batches and rescalings",
     )
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the pictures (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and rescalings (default: %(default)s)")
-    arguments = parser.parse_args()
-    out, seed = arguments.out, arguments.seed
-    out.mkdir(parents=True, exist_ok=True)
 
     inputs, labels = read_data("digits")
     test_inputs, test_labels = read_data("digits", split="test")
@@ -119,13 +113,14 @@ def main() -> None:
     for draw in range(seed, seed + 3):
         other = saltflat.rescale(model, example, seed=draw)
         print(
-            f"Rescaled at random: weights move by up to {distance(model, other):.3g}, "
-            f"outputs by {difference(model, other, images):.0e} of the largest"
+            f"Rescaled at random: weights move by up to {compute_weight_distance(model, other):.3g}, "
+            f"outputs by {compute_output_difference(model, other, images):.0e} of the largest"
         )
 
     folded = saltflat.fold(model)
     group = saltflat.find_symmetries(folded, example)
-    print(f"\nBatchNorm folded into the convolutions, outputs {difference(model, folded, images):.0e} off\n\n{group}\n")
+    off = compute_output_difference(model, folded, images)
+    print(f"\nBatchNorm folded into the convolutions, outputs {off:.0e} off\n\n{group}\n")
     group.plot().savefig(out / "graph_folded.png")
 
     data = inputs[:MEASURED].double(), labels[:MEASURED]
@@ -141,14 +136,14 @@ def main() -> None:
     print(f"{'':27}" + "".join(f"{name:>24}" for name in MEASURES) + f"{'outputs off by':>18}")
     for name, report in reports.items():
         values = "".join(f"{reading.value:24.4g}" for reading in report.values())
-        print(f"{name:27}{values}{difference(model, networks[name], images):18.0e}")
+        print(f"{name:27}{values}{compute_output_difference(model, networks[name], images):18.0e}")
     for note in reports["as trained"]["minimum_unit_sharpness"].notes:
         print(f"\nNot a minimum but a limit, as trained: {note}")
 
     forms = [canonicalize(each, example) for each in (folded, rescaled)]
     print(
-        f"\nThe folded network and its rescaled copy are {distance(folded, rescaled):.3g} apart, "
-        f"in canonical form {distance(*forms):.0e}"
+        f"\nThe folded network and its rescaled copy are {compute_weight_distance(folded, rescaled):.3g} apart, "
+        f"in canonical form {compute_weight_distance(*forms):.0e}"
     )
     print(f"The same up to rescaling: {equal_up_to_rescaling(folded, rescaled, example)}")
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Train one network twice, with SGD and with SAM around it, in a plain loop, and measure how flat both minima are.
 
-The data are the 8 x 8 digits that come with scikit-learn. What SAM changes in the loop is two lines: the optimizer is
-wrapped, and its step is given a closure, because it takes the gradient twice.
+The data are the 8 x 8 digits that ship with scikit-learn. SAM changes two lines of the loop: the optimizer is wrapped,
+and its step receives a closure, because it computes the gradient twice.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def network() -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor, seed: int) -> None:
-    """Nothing here knows which optimizer it is: a scheduler on SAM acts on the SGD inside of it."""
+    """Train with any optimizer: a scheduler on SAM acts on the SGD inside it."""
     generator = torch.Generator().manual_seed(seed)
     steps = EPOCHS * -(-len(labels) // BATCH)
     schedule = OneCycleLR(optimizer, max_lr=LEARNING_RATE, total_steps=steps)
@@ -65,7 +65,7 @@ def main() -> None:
         epilog="With SALTFLAT_QUICK=1 in the environment there are 3 epochs, and 100 examples are measured.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     seed = parser.parse_args().seed
 
     inputs, labels = read_data("digits")

@@ -1,7 +1,7 @@
-"""SAM in mixed precision: bfloat16 with autocast on the CPU, and float16 with a GradScaler where there is a GPU.
+"""Train with SAM in mixed precision: bfloat16 autocast on the CPU, and float16 with a GradScaler on a GPU.
 
-Both ways to call it are shown. ``step(closure)`` does everything. ``first_step`` and ``second_step`` leave the loop to
-you: here they take the gradient of a batch in micro-batches, and clip it.
+Both APIs are shown. ``step(closure)`` does everything. ``first_step`` and ``second_step`` leave the loop to you: here
+the gradient of a batch is accumulated over micro-batches, and clipped.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
     )
 
 
-def by_closure(model: nn.Module, optimizer: SAM, scaler: GradScaler, inputs: Tensor, labels: Tensor) -> None:
+def step_with_closure(model: nn.Module, optimizer: SAM, scaler: GradScaler, inputs: Tensor, labels: Tensor) -> None:
     def closure() -> None:
         optimizer.zero_grad()
         with autocast(inputs.device.type, precision(inputs.device.type)):
@@ -39,7 +39,7 @@ def by_closure(model: nn.Module, optimizer: SAM, scaler: GradScaler, inputs: Ten
     optimizer.step(closure, scaler=scaler)
 
 
-def explicitly(model: nn.Module, optimizer: SAM, scaler: GradScaler, inputs: Tensor, labels: Tensor) -> None:
+def step_explicitly(model: nn.Module, optimizer: SAM, scaler: GradScaler, inputs: Tensor, labels: Tensor) -> None:
     def backward() -> None:
         for x, y in zip(inputs.split(MICRO), labels.split(MICRO), strict=True):
             with autocast(inputs.device.type, precision(inputs.device.type)):
@@ -47,7 +47,7 @@ def explicitly(model: nn.Module, optimizer: SAM, scaler: GradScaler, inputs: Ten
             scaler.scale(loss).backward()
 
     optimizer.zero_grad()
-    with optimizer.first_pass():  # so that dropout leaves out the same units in both passes
+    with optimizer.first_pass():  # so that dropout drops the same units in both passes
         backward()
     optimizer.first_step(scaler)
     backward()
@@ -69,7 +69,7 @@ def train(device: str, is_explicit: bool, seed: int) -> None:
     steps = 0
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(labels)).to(device).split(BATCH):
-            one_step = explicitly if is_explicit else by_closure
+            one_step = step_explicitly if is_explicit else step_with_closure
             one_step(model, optimizer, scaler, inputs[batch], labels[batch])
             scaler.update()
             steps += 1
@@ -92,12 +92,12 @@ def main() -> None:
         epilog="With SALTFLAT_QUICK=1 in the environment there are 2 epochs.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     seed = parser.parse_args().seed
     for is_explicit in (False, True):
         train("cpu", is_explicit, seed)
     if not torch.cuda.is_available():
-        print("No GPU here: float16 with a GradScaler is left out.")
+        print("No GPU here: float16 with a GradScaler is skipped.")
         return
     for is_explicit in (False, True):
         train("cuda", is_explicit, seed)

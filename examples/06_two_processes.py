@@ -1,9 +1,9 @@
-"""SAM in two processes: one perturbation for all of them, or one for each.
+"""Train with SAM in two processes: one perturbation for all of them, or one for each.
 
-Run it by ``torchrun --nproc-per-node 2 examples/06_two_processes.py``. Every process has half of each batch.
-With ``sync="global"`` the weights are moved along the gradient of the whole batch, so that any number of processes does
-what one process would do. With ``sync="local"`` each process moves its own copy along the gradient of its own half:
-the m-sharpness of the paper on SAM, one exchange of gradients less, and a different result.
+Run it with ``torchrun --nproc-per-node 2 examples/06_two_processes.py``. Every process gets half of each batch.
+With ``sync="global"`` the weights are moved along the gradient of the whole batch, so that any number of processes
+computes what one process would. With ``sync="local"`` each process moves its own copy along the gradient of its half:
+the m-sharpness of the SAM paper, with one exchange of gradients less and a different result.
 """
 
 import argparse
@@ -26,14 +26,14 @@ BATCH = 64
 RHO = 0.1
 
 
-def network(seed: int) -> nn.Sequential:
+def make_network(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     # In float64, so that what differs is the method and not the rounding.
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
 
 
 def train(model: nn.Module, sync: str, inputs: Tensor, labels: Tensor, seed: int, rank: int, world: int) -> SAM:
-    """On every ``world``-th example of each batch, from ``rank`` on."""
+    """Train on every ``world``-th example of each batch, starting at ``rank``."""
     optimizer = SAM(model, SGD, rho=RHO, sync=sync, lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(EPOCHS):
@@ -50,14 +50,14 @@ def train(model: nn.Module, sync: str, inputs: Tensor, labels: Tensor, seed: int
 
 
 @torch.no_grad()
-def difference(one: nn.Module, two: nn.Module) -> float:
+def compute_difference(one: nn.Module, two: nn.Module) -> float:
     pairs = zip(one.parameters(), two.parameters(), strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 @torch.no_grad()
-def spread(model: nn.Module) -> float:
-    """How far the processes' weights are from those of the first."""
+def compute_spread(model: nn.Module) -> float:
+    """Return how far the weights of the processes are from those of the first."""
     farthest = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
         first = p.detach().clone()
@@ -73,10 +73,13 @@ def main() -> int:
         epilog="With SALTFLAT_QUICK=1 in the environment there are 2 epochs.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     seed = parser.parse_args().seed
     if not dist.is_torchelastic_launched():
-        print(f"Got one process. Want two or more. Do: torchrun --nproc-per-node 2 {sys.argv[0]}", file=sys.stderr)
+        print(
+            f"Expected two or more processes, but got one. Try torchrun --nproc-per-node 2 {sys.argv[0]}",
+            file=sys.stderr,
+        )
         return 2
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -84,16 +87,16 @@ def main() -> int:
     images, labels = read_data("digits")
     inputs = images.double()
 
-    alone = network(seed)
+    alone = make_network(seed)
     train(alone, "global", inputs, labels, seed, rank=0, world=1)
     for sync in ("global", "local"):
-        model = DistributedDataParallel(network(seed))
+        model = DistributedDataParallel(make_network(seed))
         optimizer = train(model, sync, inputs, labels, seed, rank, world)
-        apart = spread(model)
+        apart = compute_spread(model)
         if rank == 0:
             print(
                 f"sync={sync!r}: after {optimizer.perturbed_steps} steps the weights of {world} processes are "
-                f"{apart:.0e} from each other and {difference(alone, model):.0e} from those of one process"
+                f"{apart:.0e} from each other and {compute_difference(alone, model):.0e} from those of one process"
             )
     dist.barrier()
     sys.stdout.flush()

@@ -1,20 +1,18 @@
-"""Watch a training: how flat the minimum is while the network gets there, and how close the step is to too large.
+"""Monitor flatness during training, and how close the learning rate is to the stability threshold.
 
-A small network learns the 8 x 8 digits that come with scikit-learn, in a loop of plain PyTorch. A Monitor measures on
-100 fixed examples every few steps and within a share of the training time, shows a table, and adds a line to a file
+A small network learns the 8 x 8 digits that ship with scikit-learn, in a plain PyTorch loop. A Monitor measures on
+100 fixed examples every few steps, within a share of the training time, prints a table, and appends a line to a file
 every time. Gradient descent on a parabola diverges if its learning rate times the largest eigenvalue of the Hessian is
-above 2, and above 2 (1 + momentum) with momentum: how close this training comes to that is printed. Writes the lines
-and a picture.
+above 2, and above 2 (1 + momentum) with momentum; the example prints how close this training comes to that. Writes the
+lines and a picture.
 """
 
-import argparse
 import json
 import os
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import parse_arguments
 from torch import nn
 
 from saltflat.datasets import read_data
@@ -39,24 +37,9 @@ def network() -> nn.Sequential:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="With SALTFLAT_QUICK=1 in the environment training stops after 8 epochs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    arguments = parser.parse_args()
-    out: Path = arguments.out
-    try:  # now, not after all the work
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        parser.error(f"cannot write to --out {out} ({error.strerror}); name a folder you can write to")
-
+    out, seed = parse_arguments(__doc__, quick="training stops after 8 epochs", seed="weights and batches")
     inputs, labels = read_data("digits")
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(seed)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     lines = out / "flatness.jsonl"
@@ -64,7 +47,7 @@ def main() -> None:
     with Monitor(
         model,
         (inputs[:PROBE], labels[:PROBE]),
-        ["hessian_trace", "kappa_trace", "fisher_trace"],
+        measures=["hessian_trace", "kappa_trace", "fisher_trace"],
         every=EVERY,
         cap=CAP,
         optimizer=optimizer,

@@ -1,9 +1,9 @@
-"""Train with SAM in Lightning, and watch how flat the minimum becomes.
+"""Train with SAM in Lightning, and monitor how flat the minimum becomes.
 
-A LightningModule learns the 8 x 8 digits that come with scikit-learn, once with SGD and once with SAM, in automatic
-optimisation. FlatnessCallback measures both after every epoch; what it finds goes to Lightning's own logger. The
-flattest state of each that fits its data is kept by Lightning's own checkpoints: without a condition on the loss that
-could be a network that has learned nothing. Writes the logs and the checkpoints.
+A LightningModule learns the 8 x 8 digits that ship with scikit-learn, once with SGD and once with SAM, in automatic
+optimization. FlatnessCallback measures both after every epoch and logs to Lightning's own logger. Lightning's
+checkpoints keep the flattest state of each that fits its data: without a condition on the loss that could be a network
+that has learned nothing. Writes the logs and the checkpoints.
 """
 
 import argparse
@@ -55,14 +55,14 @@ class Digits(pl.LightningModule):  # type: ignore[misc]
 
 
 class FlattestFitted(ModelCheckpoint):  # type: ignore[misc]
-    """The flattest state among those that fit their data."""
+    """Keep the flattest state among those that fit their data."""
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         fits = bool(trainer.callback_metrics["flatness/loss"] <= FITS)
         return fits and bool(super().check_monitor_top_k(trainer, current))
 
 
-def quiet() -> None:
+def silence_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for text in (
         ".*does not have many workers",
@@ -77,9 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = Path("demo", "lightning")
     parser.add_argument("--out", type=Path, default=usual, help="folder for the results (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     arguments = parser.parse_args()
-    quiet()
+    silence_lightning()
     inputs, labels = read_data("digits")
     test_inputs, test_labels = read_data("digits", split="test")
 
@@ -87,7 +87,9 @@ def main() -> None:
         torch.manual_seed(arguments.seed)
         module, folder = Digits(rho), arguments.out / name.lower()
         probe = inputs[:PROBE], labels[:PROBE]
-        watch = FlatnessCallback(probe, ("hessian_trace", "fisher_rao_norm"), every="1 epoch", cap=None, model="net")
+        watch = FlatnessCallback(
+            probe, measures=("hessian_trace", "fisher_rao_norm"), every="1 epoch", cap=None, model="net"
+        )
         flattest = FlattestFitted(folder, filename="flattest", monitor="flatness/hessian_trace")
         trainer = pl.Trainer(
             max_epochs=EPOCHS,

@@ -1,10 +1,9 @@
 """Train a small transformer toward a flat minimum with Hugging Face's Trainer.
 
-A BERT of two layers and 32 channels, with random weights to begin with, learns which of two tokens comes first in a
-sequence. It is trained as the Trainer does it, with SAM, and with the Fisher penalty; each run is measured on a few
-training examples, and what is found goes where the Trainer logs. The trace is that of the Gauss-Newton matrix, which
-in a transformer is not the Hessian; a note in the first record says so. Nothing is downloaded. Writes the logs of the
-three.
+A randomly initialized BERT with two layers and 32 channels learns which of two tokens comes first in a sequence. It is
+trained with the plain Trainer, with SAM, and with the Fisher penalty; each run is measured on a few training examples
+and logged where the Trainer logs. The trace is that of the Gauss-Newton matrix, which in a transformer is not the
+Hessian; a note in the first record says so. Nothing is downloaded. Writes the three logs.
 """
 
 import argparse
@@ -35,11 +34,11 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class FlatTrainer(FlatTraining, Trainer):  # type: ignore[misc]
-    """The Trainer, with ``sam``, ``fisher``, ``penalties`` and ``flatness`` among its arguments."""
+    """A Trainer with ``sam``, ``fisher``, ``penalties`` and ``flatness`` among its arguments."""
 
 
 def examples(count: int, seed: int) -> dict[str, Tensor]:
-    """Sequences in which tokens 1 and 2 occur once each; the label says whether 1 comes first."""
+    """Draw sequences in which tokens 1 and 2 occur once each; the label says whether 1 comes first."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, TOKENS, (count, LENGTH), generator=generator)
     places = torch.rand(count, LENGTH, generator=generator).argsort(dim=1)
@@ -63,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = Path("demo", "hugging_face")
     parser.add_argument("--out", type=Path, default=usual, help="folder for the results (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity(logging.ERROR)
     # That the trace is not the Hessian's is printed at the end.

@@ -1,20 +1,18 @@
-"""Walk away from a network's weights and see how the loss rises, and which of these slices rescaling changes.
+"""Plot the loss around a network's weights, and see which of these slices rescaling changes.
 
-A small MLP is trained on the 8 x 8 digits that come with scikit-learn. Its loss is drawn over the plane of two random
-directions, and along the sharpest direction, where the slice bends by the Hessian's largest eigenvalue. Then whole
-layers, and single units, are rescaled, so that the function stays the same: plain random slices change, those with
-normalised filters change with the units only, and those with normalised entries do not change.
+A small MLP is trained on the 8 x 8 digits that ship with scikit-learn. Its loss is plotted over the plane of two random
+directions, and along the sharpest direction, where the slice has the Hessian's largest eigenvalue as its curvature.
+Then whole layers, and single units, are rescaled without changing the function: plain random slices change, slices with
+normalized filters change with the units only, and slices with normalized entries do not change.
 """
 
-import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from common import parse_arguments, train
+from torch import nn
 
 import saltflat
 from saltflat.datasets import read_data
@@ -24,8 +22,6 @@ QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 6 if QUICK else 20
 EXAMPLES = 200 if QUICK else 1000
 POINTS = 11 if QUICK else 41
-BATCH = 64
-LEARNING_RATE = 3e-3
 
 SLICES: dict[str, dict[str, Any]] = {
     "length 1": {"directions": "random", "normalize": "length"},
@@ -34,32 +30,14 @@ SLICES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(model: nn.Module, inputs: Tensor, labels: Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(labels), generator=generator).split(BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="With SALTFLAT_QUICK=1 in the environment there are fewer epochs, examples and points.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    out, seed = parse_arguments(
+        __doc__, quick="there are fewer epochs, examples and points", seed="weights, batches and directions"
     )
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the pictures (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and directions (default: %(default)s)")
-    arguments = parser.parse_args()
-    out, seed = arguments.out, arguments.seed
-    out.mkdir(parents=True, exist_ok=True)
-
     inputs, labels = read_data("digits")
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10))
-    train(model, inputs, labels, seed)
+    train(model, inputs, labels, EPOCHS, seed)
     model.double()
     data = inputs[:EXAMPLES].double(), labels[:EXAMPLES]
 

@@ -1,16 +1,14 @@
-"""Look at the spectrum of a network's Hessian: a few sharp directions, a bulk around zero, and negative curvature.
+"""Compute the spectrum of a network's Hessian: a few sharp directions, a bulk around zero, and negative curvature.
 
-A small MLP is trained on the 8 x 8 digits that come with scikit-learn. The largest and smallest eigenvalues of its
-Hessian and the density of all of them are found before and after training, and the largest eigenvalues of every layer.
+A small MLP is trained on the 8 x 8 digits that ship with scikit-learn. The largest and smallest eigenvalues of its
+Hessian and the spectral density are computed before and after training, and the largest eigenvalues of every layer.
 """
 
-import argparse
 import os
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from common import parse_arguments, train
+from torch import nn
 
 import saltflat
 from saltflat.datasets import read_data
@@ -19,32 +17,12 @@ QUICK = os.environ.get("SALTFLAT_QUICK") == "1"
 EPOCHS = 4 if QUICK else 15
 EXAMPLES = 100 if QUICK else 1000
 DRAWS, STEPS = (3, 15) if QUICK else (8, 50)
-BATCH = 64
-LEARNING_RATE = 3e-3
-
-
-def train(model: nn.Module, inputs: Tensor, labels: Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(labels), generator=generator).split(BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="With SALTFLAT_QUICK=1 in the environment there are fewer epochs, examples and probes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    out, seed = parse_arguments(
+        __doc__, quick="there are fewer epochs, examples and probes", seed="weights, batches and probes"
     )
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the pictures (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and probes (default: %(default)s)")
-    arguments = parser.parse_args()
-    out, seed = arguments.out, arguments.seed
-    out.mkdir(parents=True, exist_ok=True)
-
     inputs, labels = read_data("digits")
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -53,7 +31,7 @@ def main() -> None:
     model.double()
     before = saltflat.compute_spectrum(model, data, draws=DRAWS, steps=STEPS, seed=seed)
     model.float()
-    train(model, inputs, labels, seed)
+    train(model, inputs, labels, EPOCHS, seed)
     model.double()
     after = saltflat.compute_spectrum(model, data, draws=DRAWS, steps=STEPS, seed=seed)
     after.save(out / "spectrum.json")

@@ -116,7 +116,7 @@ def sam_is_compared_with_sgd(printed: str, out: Path) -> None:
     for name in ("SGD", "SAM"):
         found = re.search(rf"^{name}: .* and (\S+)% on the test set$", printed, re.MULTILINE)
         assert found
-        assert float(found[1]) > 60, "something was learnt"
+        assert float(found[1]) > 60, "something was learned"
     assert "57 steps were taken with a gradient from elsewhere, 0.1 away" in printed  # 3 epochs of 19 batches
     for measure in ("hessian_trace", "normalized_sharpness"):
         assert re.search(rf"^{measure} +\S+ +\S+", printed, re.MULTILINE)
@@ -293,7 +293,7 @@ def test_without_mnist_the_lenet_says_what_to_do(tmp_path: Path) -> None:
     )
     assert finished.returncode == 2
     assert "Traceback" not in finished.stderr
-    assert "Do:" in finished.stderr
+    assert ". Try " in finished.stderr
     assert "SALTFLAT_DATA" in finished.stderr
 
 
@@ -302,7 +302,7 @@ def test_one_process_alone_says_what_to_do() -> None:
     finished = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 2
     assert "Traceback" not in finished.stderr
-    assert "Do: torchrun --nproc-per-node 2" in finished.stderr
+    assert "Try torchrun --nproc-per-node 2" in finished.stderr
 
 
 def run(command: list[str], folder: Path) -> str:
