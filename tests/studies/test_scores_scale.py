@@ -126,7 +126,7 @@ def test_ten_thousand_runs_take_seconds_and_little_memory() -> None:
     assert seconds < 60
     assert peak < 1000 * MEGABYTE
     assert found.runs == 10_000
-    assert not any(math.isnan(getattr(found["measure_0"], name)) for name in scoring.MOST_INFORMATION)
+    assert not any(math.isnan(getattr(found["measure_0"], name)) for name in scoring.MAX_INFORMATION)
     assert set(found["measure_0"].intervals) >= {"pearson", "kendall_b", "granulated", "cmi", "pgdl", "sign_error_mean"}
     said = " ".join(render_text(found, 200).split())
     assert "with more than 1,000 runs, counts of pairs in a resample are approximated to first order" in said
@@ -136,7 +136,7 @@ def test_ten_thousand_runs_take_seconds_and_little_memory() -> None:
 def test_projected_intervals_of_information_are_those_of_all_pairs(monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
     rows, axes = many_rows((4, 4, 5, 6) if seeds == 1 else (4, 4, 3, 3), seeds, measures=2)
     exact = score(rows, axes, resamples=200)
-    monkeypatch.setattr(scoring, "MOST_EXACT", 0)
+    monkeypatch.setattr(scoring, "MAX_EXACT_RUNS", 0)
     projected = score(rows, axes, resamples=200)
     assert not any("to first order" in note for note in exact.notes)
     for name in ("measure_0", "measure_1", "norm", "noise"):
@@ -198,17 +198,17 @@ def test_projected_intervals_of_information_cover_what_other_configurations_give
 def chosen_at_random(monkeypatch: pytest.MonkeyPatch, **most: int) -> Scores:
     rows, axes = many_rows((8, 6), seeds=4, measures=2)
     for name, value in most.items():
-        monkeypatch.setattr(sign_tables if name == "MOST_CELLS" else granulated, name, value)
-    monkeypatch.setattr(scoring, "MOST_CELLS", sign_tables.MOST_CELLS)
+        monkeypatch.setattr(sign_tables if name == "MAX_CELLS" else granulated, name, value)
+    monkeypatch.setattr(scoring, "MAX_CELLS", sign_tables.MAX_CELLS)
     return score(rows, axes, resamples=200)
 
 
 def test_too_many_pairs_of_configurations_are_resampled_from_a_choice_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = chosen_at_random(monkeypatch)
-    some = chosen_at_random(monkeypatch, MOST_RESAMPLED=150)
-    assert some == chosen_at_random(monkeypatch, MOST_RESAMPLED=150)
+    some = chosen_at_random(monkeypatch, MAX_RESAMPLED=150)
+    assert some == chosen_at_random(monkeypatch, MAX_RESAMPLED=150)
     assert not any("random pairs" in note for note in whole.notes)
-    assert "Interval of the sign error: 150 random pairs of configurations stand for 288." in some.notes
+    assert "Interval of the sign error: from 150 random pairs of configurations out of 288." in some.notes
     for name in ("measure_0", "measure_1", "norm"):
         for kind in ("granulated", "sign_error_mean"):
             # The score itself is of all pairs; its interval may only be wider for the choice.
@@ -219,7 +219,7 @@ def test_too_many_pairs_of_configurations_are_resampled_from_a_choice_and_said(m
 
 
 def test_resamples_of_a_choice_are_moved_to_the_score_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(granulated, "MOST_RESAMPLED", 12)
+    monkeypatch.setattr(granulated, "MAX_RESAMPLED", 12)
     draw = np.random.default_rng(0)
     x = np.sort(draw.normal(size=100))
     y = x + 0.5 * draw.normal(size=100)
@@ -235,8 +235,8 @@ def test_resamples_of_a_choice_are_moved_to_the_score_of_all_pairs(monkeypatch: 
 
 def test_too_many_pairs_of_runs_are_scored_from_a_choice_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = chosen_at_random(monkeypatch)
-    some = chosen_at_random(monkeypatch, MOST_PAIRS=600)
-    assert some == chosen_at_random(monkeypatch, MOST_PAIRS=600)
+    some = chosen_at_random(monkeypatch, MAX_PAIRS=600)
+    assert some == chosen_at_random(monkeypatch, MAX_PAIRS=600)
     said = " ".join(some.notes)
     assert "Sign error: from a random " in said
     assert "Granulated score of lr: from a random " in said
@@ -249,10 +249,10 @@ def test_too_many_pairs_of_runs_are_scored_from_a_choice_and_said(monkeypatch: p
 
 
 def test_too_many_pairs_of_settings_are_resampled_from_a_choice_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "MOST_EXACT", 0)
+    monkeypatch.setattr(scoring, "MAX_EXACT_RUNS", 0)
     whole = chosen_at_random(monkeypatch)
-    some = chosen_at_random(monkeypatch, MOST_CELLS=300)
-    assert some == chosen_at_random(monkeypatch, MOST_CELLS=300)
+    some = chosen_at_random(monkeypatch, MAX_CELLS=300)
+    assert some == chosen_at_random(monkeypatch, MAX_CELLS=300)
     assert "They come from 300 random pairs of settings for CMI beyond: lr + batch." in some.notes
     for name in ("measure_0", "measure_1", "norm"):
         assert some[name].cmi_by_set == whole[name].cmi_by_set

@@ -1,4 +1,4 @@
-"""Does a measure go with the generalization gap? Many answers, since each alone can be fooled."""
+"""Score how well measures predict the generalization gap, in several ways, since each one alone can be fooled."""
 
 from saltflat.studies.scores.correlation import kendall_a, kendall_b, pearson, spearman
 from saltflat.studies.scores.granulated import GranulatedKendall, granulated_kendall

@@ -1,4 +1,4 @@
-"""What stands against trusting scores."""
+"""Warnings about scores, and what scores unrelated measures reach by chance."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ FITTED_UNEQUALLY = 0.25
 def find_warnings(
     outcomes: Sequence[Outcome], gap: str, values: Floats, configurations: int, left_out: Mapping[str, int]
 ) -> list[str]:
-    """What should make a reader careful, a sentence each."""
+    """Return the reasons to doubt the scores, one sentence each."""
     runs, lost = len(outcomes), sum(left_out.values())
     found = []
     if runs < FEW_RUNS:
-        found.append(f"Only {runs} runs: scores of so few say little.")
+        found.append(f"Only {runs} runs: scores of so few runs say little.")
     elif 1 < configurations < FEW_CONFIGURATIONS:
-        found.append(f"Only {configurations} configurations: the intervals come out too narrow.")
+        found.append(f"Only {configurations} configurations: the intervals are too narrow.")
     if lost > MANY_LEFT_OUT * (runs + lost):
-        found.append(f"{lost} of {runs + lost} runs are left out; those that remain may be of a special kind.")
+        found.append(f"{lost} of {runs + lost} runs are left out; the remaining ones may not be representative.")
     if values.min() == values.max():
-        return [*found, f"All gaps are {format_number(float(values[0]))}: nothing can be ordered by them."]
+        return [*found, f"All gaps are {format_number(float(values[0]))}: they do not order the runs."]
     return [*found, *_find_unresolved_gaps(outcomes), *_find_unequal_fits(outcomes, gap, values)]
 
 
 def compute_standard_errors(outcomes: Sequence[Outcome]) -> Floats:
-    """Of each run's test error: sqrt(e (1 - e) / n), with one wrong and one right answer added.
+    """Return the standard error of each run's test error.
 
-    Without these a run that makes no error at all would be known exactly. The training error is no sample of anything.
+    That is sqrt(e (1 - e) / n), with one wrong and one right answer added. Without these two answers, a run without
+    errors would have a standard error of zero. The training error is not a sample and adds nothing.
     """
     size = np.array([each.test_examples for each in outcomes], dtype=np.float64)
     wrong = np.clip([each.test_error for each in outcomes], 0, 1)
@@ -46,7 +47,7 @@ def compute_standard_errors(outcomes: Sequence[Outcome]) -> Floats:
 
 
 def _find_unresolved_gaps(outcomes: Sequence[Outcome]) -> list[str]:
-    """A warning where most pairs of runs cannot be told apart on this test set."""
+    """Return a warning if the test set cannot tell most pairs of runs apart."""
     values, errors = (
         np.array([each.test_error - each.train_error for each in outcomes]),
         compute_standard_errors(outcomes),
@@ -58,13 +59,13 @@ def _find_unresolved_gaps(outcomes: Sequence[Outcome]) -> list[str]:
     return [
         f"The gaps of errors are closer together than {size} test examples can resolve: two runs differ by "
         f"{format_number(differ, 2)} in the median, and two standard errors of such a difference are "
-        f"{format_number(least, 2)}. Much of the order of the runs is chance; do: take more test examples, or "
-        "settings that differ more."
+        f"{format_number(least, 2)}. Much of the order of the runs is chance. Try more test examples, or settings "
+        "that differ more."
     ]
 
 
 def compute_median_difference(values: Floats) -> float:
-    """The median of ``abs(a - b)`` over all pairs, in n log n steps."""
+    """Return the median of ``abs(a - b)`` over all pairs, in O(n log n)."""
     ordered = np.sort(values)
 
     def count(limit: float) -> int:
@@ -74,7 +75,7 @@ def compute_median_difference(values: Floats) -> float:
 
 
 def compute_median_hypot(values: Floats) -> float:
-    """The median of ``hypot(a, b)`` over all pairs, in n log n steps."""
+    """Return the median of ``hypot(a, b)`` over all pairs, in O(n log n)."""
     squares = np.sort(values**2)
 
     def count(limit: float) -> int:
@@ -84,7 +85,7 @@ def compute_median_hypot(values: Floats) -> float:
 
 
 def _find_middle_values(count: Callable[[float], int], runs: int, largest: float) -> list[float]:
-    """The one or two in the middle of a number per pair, given how many of these are no larger than a limit."""
+    """Return the two middle values over all pairs; ``count(limit)`` says how many values are at most the limit."""
     pairs = runs * (runs - 1) // 2
     middle = []
     for place in ((pairs + 1) // 2, pairs // 2 + 1):
@@ -96,7 +97,7 @@ def _find_middle_values(count: Callable[[float], int], runs: int, largest: float
 
 
 def _find_unequal_fits(outcomes: Sequence[Outcome], gap: str, values: Floats) -> list[str]:
-    """A warning where the training error differs much: the gap then also says how well a run fits."""
+    """Return a warning if training errors differ much: the gap then also depends on how well a run fits."""
     train = np.array([getattr(each, f"train_{gap}") for each in outcomes])
     if not np.ptp(train) > FITTED_UNEQUALLY * np.ptp(values):
         return []
@@ -107,7 +108,7 @@ def _find_unequal_fits(outcomes: Sequence[Outcome], gap: str, values: Floats) ->
 
 
 def compute_best_by_chance(measures: int, configurations: int) -> float:
-    """Kendall's tau that the best of so many measures without relation to the gap reaches half of the time.
+    """Return the Kendall's tau that the best of so many measures unrelated to the gap reaches half of the time.
 
     Kendall's tau of n independent pairs of numbers has variance 2 (2 n + 5) / (9 n (n - 1)).
     """
@@ -118,12 +119,12 @@ def compute_best_by_chance(measures: int, configurations: int) -> float:
 
 
 def format_chance_note(measures: int, configurations: int) -> str:
-    """What the best of so many measures that have nothing to do with the gap would score, in words."""
+    """Return a sentence on the score that the best of so many measures unrelated to the gap reaches by chance."""
     best = compute_best_by_chance(measures, configurations)
     if np.isnan(best):
         return ""
-    told = f"the best of {measures} unrelated measures" if measures > 1 else "an unrelated measure"
+    best_of = f"the best of {measures} unrelated measures" if measures > 1 else "an unrelated measure"
     return (
-        f"By chance alone {told} would have a Kendall of {best:.2f} or more, up or down, half of the time "
+        f"By chance alone {best_of} would have a Kendall of {best:.2f} or more in absolute value half of the time "
         f"({configurations} independent configurations); the control 'noise' is one such measure."
     )

@@ -1,4 +1,4 @@
-"""Correlations: Pearson's, Spearman's and Kendall's."""
+"""Pearson's, Spearman's and Kendall's correlations."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from saltflat.studies.scores.layout import (
     make_unit_counts,
 )
 
-# A resample of equal values has this much variance left by rounding, of values that span about one.
+# The variance that rounding leaves in a resample of equal values, if all values span about one.
 ROUNDING = (4 * np.finfo(np.float64).eps) ** 2
-# A variance may be a difference of moments that are so many times larger than itself: two digits are lost.
+# A variance is computed from moments up to this many times larger than itself: two digits are lost.
 CANCELLATION = 100.0
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    r"""How nearly the points lie on a straight line, from -1 to 1.
+    r"""Return Pearson's correlation: how nearly the points lie on a straight line, from -1 to 1.
 
     .. math::
         r = \frac{\sum (x - \bar x)(y - \bar y)}{\sqrt{\sum (x - \bar x)^2 \sum (y - \bar y)^2}}
 
-    One far-off run can make or break it. nan where all x or all y are equal.
+    A single outlier can dominate it. nan if all x or all y are equal.
 
     Example:
         >>> round(pearson([1, 2, 3], [10, 20, 40]), 3)
@@ -44,7 +44,7 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def resample_pearson(x: Floats, y: Floats, times: Counts) -> Floats:
-    """``(measures, resamples)``; x is ``(measures, runs)``."""
+    """Return Pearson's correlation of each resample, ``(measures, resamples)``; x is ``(measures, runs)``."""
     if not len(y):
         return np.full((len(x), times.shape[1]), np.nan)
     x, y = np.stack([_scale_values(each) for each in x]), _scale_values(y)
@@ -59,7 +59,7 @@ def _compute_pearson_block(x: Floats, y: Floats, sums: Floats, times: Floats) ->
     mx, xx, xy, my, yy = (divide_or_nan(each, total) for each in (*parts, my, yy))
     xx, yy, xy = xx - mx * mx, yy - my * my, xy - mx * my
     found = _compute_correlation(xx, yy, xy)
-    # Where a resample lacks the runs that make up most of the spread, differences of moments are mostly rounding.
+    # If a resample lacks the runs that make up most of the spread, differences of moments are mostly rounding.
     lossy = ~((CANCELLATION * xx > mx * mx) & (CANCELLATION * yy > my * my))
     for measure in np.flatnonzero(lossy.any(1)):
         again = np.flatnonzero(lossy[measure])
@@ -80,7 +80,7 @@ def _compute_correlation(xx: Floats, yy: Floats, xy: Floats) -> Floats:
 
 
 def _scale_values(x: Floats) -> Floats:
-    """Centred, and at most one: neither the largest nor the smallest floats overflow in a square."""
+    """Center and scale values to at most one, so that squares of very large or small floats do not overflow."""
     if not len(x) or x.min() == x.max():
         return np.zeros_like(x)
     x = x / np.abs(x).max()
@@ -92,9 +92,9 @@ Numbers = TypeVar("Numbers", Floats, Counts)
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """How nearly one grows whenever the other does, from -1 to 1: Pearson's correlation of the ranks.
+    """Return Spearman's correlation, Pearson's correlation of the ranks: how nearly monotone, from -1 to 1.
 
-    Equal values share the mean of their ranks. nan where all x or all y are equal.
+    Equal values share the mean of their ranks. nan if all x or all y are equal.
 
     Example:
         >>> round(spearman([1, 2, 3, 4], [1, 8, 27, 64]), 12)
@@ -105,10 +105,10 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 
 class Ranking:
-    """Runs in groups of equal values, the smallest first.
+    """Group runs by equal values, the smallest first.
 
     Attributes:
-        place: of each run, its group.
+        place: the group of each run.
         total: a sparse matrix that sums over each group.
     """
 
@@ -118,17 +118,18 @@ class Ranking:
 
     @property
     def has_ties(self) -> bool:
+        """Return whether any two runs have equal values."""
         return self.total.shape[0] < len(self.place)
 
 
 def make_indicator(codes: Ints, number: int) -> csr_array:
-    """A matrix that sums the rows of each code: ``(codes, runs)``."""
+    """Return a matrix that sums the rows of each code: ``(codes, runs)``."""
     runs = len(codes)
     return csr_array((np.ones(runs, dtype=np.float32), (codes, np.arange(runs))), shape=(number, runs))
 
 
 def compute_running_sum(x: Numbers) -> Numbers:
-    """``np.cumsum(x, axis=0)``, several times faster where rows are long."""
+    """Return ``np.cumsum(x, axis=0)``, several times faster for long rows."""
     size = max(1, math.isqrt(len(x)))
     whole = len(x) // size * size
     found = x.copy()
@@ -143,7 +144,7 @@ def compute_running_sum(x: Numbers) -> Numbers:
 
 
 def resample_spearman(x: Floats, y: Floats, times: Counts) -> Floats:
-    """The same of each resample, ranked anew; copies of a run are equal values.
+    """Return Spearman's correlation of each resample, ranked anew; copies of a run are ties.
 
     Twice the rank of a run in a resample of size N, counted from the middle of the first, is 2 b + e with b copies
     below and e equal to it. Its mean is N and its variance (N^3 - sum e^3) / 3 N, the sum over groups of equal values.
@@ -167,17 +168,17 @@ def _compute_spearman_block(x: Ranking, y: Ranking, times: Floats) -> Floats:
 
 
 class Concordance:
-    """For every run, the runs that are smaller in both of two lists of numbers.
+    """Find, for every run, the runs that are smaller in both of two lists of numbers.
 
-    Runs are put into two orders without ties, by x and by y, such that one run comes before another in both of them
-    exactly where it is smaller in both lists. Each order is cut into about sqrt(n) blocks of as many runs. Before a run
-    in both orders are
+    Runs are sorted in two orders without ties, by x and by y, such that one run precedes another in both orders
+    exactly if it is smaller in both lists. Each order is cut into about sqrt(n) blocks of as many runs. The runs that
+    precede a run in both orders are
 
     * runs of the same block by x, compared one by one;
     * runs of an earlier block by x and the same block by y, compared one by one;
     * runs of an earlier block in both, summed block by block.
 
-    That takes n^1.5 comparisons, which serve any number of weights at once.
+    That takes n^1.5 comparisons, which are shared by any number of weights.
     """
 
     def __init__(self, x: Floats | Ints, y: Floats | Ints) -> None:
@@ -196,7 +197,7 @@ class Concordance:
         self._cells = make_indicator(self.block_x * self.side + self.block_y, self.room)
 
     def sum_below(self, weights: Counts) -> Counts:
-        """``(runs, columns)``: of each run, the weight of the runs that are smaller in both lists."""
+        """Return ``(runs, columns)``: for each run, the total weight of the runs that are smaller in both lists."""
         found = np.empty_like(weights)
         found[self.by_x] = (self._same_x @ self._pad_weights(weights, self.by_x)).reshape(self.room, -1)[: self.runs]
         found[self.by_y] += (self._same_y @ self._pad_weights(weights, self.by_y)).reshape(self.room, -1)[: self.runs]
@@ -204,14 +205,14 @@ class Concordance:
         return found
 
     def sum_above(self, weights: Counts, below: Counts) -> Counts:
-        """The same of the runs that are larger in both, from those that are smaller in both."""
+        """Return the same for the runs that are larger in both lists, given the result of :meth:`sum_below`."""
         found: Counts = weights.sum(0) + weights + below
         for order in (self.by_x, self.by_y):
             found[order] -= compute_running_sum(weights[order])
         return found
 
     def count_pairs(self, times: Counts) -> Floats:
-        """The number of pairs in each resample that are ordered alike; a tie is no order."""
+        """Return the number of concordant pairs in each resample; a tie is not concordant."""
         by_x, by_y, cells = (
             self._pad_weights(times, self.by_x),
             self._pad_weights(times, self.by_y),
@@ -228,14 +229,14 @@ class Concordance:
         return found.reshape(self.side, self.side, -1)
 
     def _mark_earlier(self, keys: Ints) -> Counts:
-        """``[block, a, b]`` is 1 where b stands before a in the block and has the smaller key."""
+        """Return an array whose ``[block, a, b]`` is 1 if b precedes a in the block and has the smaller key."""
         whole = np.full(self.room, self.room, dtype=np.int64)
         whole[: self.runs] = keys
         each = whole.reshape(self.side, self.side)
         return np.tril(each[:, None, :] < each[:, :, None], -1).astype(np.float32)
 
     def _sum_earlier_blocks(self, cells: Counts) -> Counts:
-        """Sums over all cells that come before a cell both ways."""
+        """Return, for each cell, the sum over all cells that precede it in both orders."""
         found = np.zeros((self.side, self.side, cells.shape[1]), dtype=cells.dtype)
         found[1:, 1:] = cells.reshape(found.shape)[:-1, :-1]
         for k in range(1, self.side):
@@ -252,15 +253,15 @@ def _invert_permutation(order: Ints) -> Ints:
 
 
 def _dot_columns(one: NDArray[Any], other: NDArray[Any]) -> Floats:
-    """The sum of products in each column, exact for whole numbers."""
+    """Return the sum of products in each column, exact for whole numbers."""
     return np.asarray(np.einsum("ar,ar->r", one.astype(np.float64), other.astype(np.float64)))
 
 
 def kendall_a(x: ArrayLike, y: ArrayLike) -> float:
-    """Of all pairs of runs, the share that both order alike minus the share they order the other way round.
+    """Return Kendall's tau-a: the share of concordant minus the share of discordant pairs of runs.
 
     The mean of ``sign(x_a - x_b) * sign(y_a - y_b)`` over all pairs: a tie counts as zero, so with ties not even a
-    perfect measure reaches 1. Zero where all x or all y are equal; nan where there is no pair.
+    perfect measure reaches 1. Zero if all x or all y are equal; nan if there is no pair.
 
     Example:
         >>> kendall_a([1, 2, 2], [1, 2, 3])
@@ -271,9 +272,9 @@ def kendall_a(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def kendall_b(x: ArrayLike, y: ArrayLike) -> float:
-    """The same among the pairs that are not tied: divided by the geometric mean of how many have an order in x, in y.
+    """Return Kendall's tau-b: tau-a divided by the geometric mean of the shares of pairs untied in x and in y.
 
-    nan where all x or all y are equal.
+    nan if all x or all y are equal.
 
     Example:
         >>> round(kendall_b([1, 2, 2], [1, 2, 3]), 4)
@@ -284,7 +285,7 @@ def kendall_b(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def resample_kendall(x: Floats, y: Floats, times: Counts) -> tuple[Floats, Floats]:
-    """Tau-a and tau-b of each resample; a run is not compared with its own copies."""
+    """Return tau-a and tau-b of each resample; a run is not compared with its own copies."""
     order = Concordance(x, y)
     rankings = [Ranking(x), Ranking(y), Ranking(combine_codes([Ranking(x).place, Ranking(y).place], len(x)))]
     found = [_compute_kendall_block(order, rankings, block) for block in iter_blocks(times)]
@@ -292,12 +293,12 @@ def resample_kendall(x: Floats, y: Floats, times: Counts) -> tuple[Floats, Float
 
 
 def _compute_kendall_block(order: Concordance, rankings: Sequence[Ranking], times: Counts) -> tuple[Floats, Floats]:
-    # Whole numbers below 2^53 all the way: sums are exact and do not depend on the order of the runs.
+    # All numbers are integers below 2^53: sums are exact and do not depend on the order of the runs.
     counts = times.astype(np.float64)
     whole, copies = counts.sum(0) ** 2, (counts**2).sum(0)
     tied_x, tied_y, tied_both = (((ranking.total @ counts) ** 2).sum(0) for ranking in rankings)
     ordered_in_both = whole - tied_x - tied_y + tied_both
-    # All of these are over ordered pairs, and with pairs ordered alike less those ordered otherwise.
+    # Counted over ordered pairs: concordant minus discordant ones.
     difference = 4 * order.count_pairs(times) - ordered_in_both
     tau_b = divide_or_nan(difference, np.sqrt((whole - tied_x) * (whole - tied_y)))
     return divide_or_nan(difference, whole - copies), np.clip(tau_b, -1, 1)

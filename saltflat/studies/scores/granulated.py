@@ -1,4 +1,4 @@
-"""Granulated Kendall (Jiang et al., 2020), by means over groups of pairs."""
+"""Granulated Kendall correlation (Jiang et al., 2020), and means over groups of pairs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from saltflat.studies.scores.layout import (
     Floats,
     GridLayout,
     Ints,
+    Setting,
     check_paired_values,
     combine_codes,
     divide_or_nan,
@@ -22,27 +23,27 @@ from saltflat.studies.scores.layout import (
     make_unit_counts,
 )
 
-# Pairs of runs that are looked at, and pairs of configurations that are resampled. A thousand runs have fewer of both.
-MOST_PAIRS = 5_000_000
-MOST_RESAMPLED = 500_000
-# Pairs times resamples that are held at once: 4 MB.
+# Pairs of runs that are compared, and pairs of configurations that are resampled. A thousand runs have fewer of both.
+MAX_PAIRS = 5_000_000
+MAX_RESAMPLED = 500_000
+# Pairs times resamples in memory at a time: 4 MB.
 BLOCK = 500_000
 
 
 def compute_sample_share(by_axis: Iterable[tuple[Ints, Ints]]) -> float:
-    """Which share of the pairs of the same group and different codes is looked at: 1 unless there are too many."""
+    """Return the share of pairs of the same group and different codes to use: 1 unless there are too many."""
     whole = sum(count_pairs_within(groups, codes) for groups, codes in by_axis)
-    return min(1.0, MOST_PAIRS / max(1, whole))
+    return min(1.0, MAX_PAIRS / max(1, whole))
 
 
 def count_pairs_within(groups: Ints, codes: Ints) -> int:
-    """How many pairs of runs have the same group and different codes."""
+    """Return how many pairs of runs have the same group and different codes."""
     same, both = np.bincount(groups), np.bincount(combine_codes([groups, codes], len(groups)))
     return int((same**2).sum() - (both**2).sum()) // 2
 
 
 def find_pairs_within(groups: Ints, codes: Ints, share: float, seed: int) -> tuple[Ints, Ints]:
-    """Runs of the same group and different codes, every such pair once; of a share below 1, a random part of them."""
+    """Return all pairs of runs of the same group and different codes, or a random share of them."""
     order = np.argsort(groups, kind="stable").astype(np.int64)
     group, code, draw = groups[order], codes[order], np.random.default_rng([seed, 1])
     first, second = [order[:0]], [order[:0]]
@@ -57,17 +58,17 @@ def find_pairs_within(groups: Ints, codes: Ints, share: float, seed: int) -> tup
 
 
 class PairMeans:
-    """How often a measure and the gap order pairs of runs alike, less how often otherwise: the weighted mean over the
-    pairs of each group, and the mean of those over the groups.
+    """Compute how often a measure and the gap order pairs of runs alike minus how often they disagree: the weighted
+    mean over the pairs of each group, and the mean of these over the groups.
 
-    Pairs of the same two configurations are drawn together and count as one. Where there are too many of these to
-    resample, a random choice stands for all, and its resamples are moved by what it is off itself. A choice can only
-    add to the spread, so no interval is narrower for it.
+    Pairs of the same two configurations are drawn together and count as one. If there are too many of these to
+    resample, a random subset is used, and its resamples are shifted by the subset's own error. A subset can only
+    increase the spread, so no interval becomes narrower.
 
     Attributes:
-        share: of the pairs of runs that there are, how many are here.
-        groups: how many groups there are.
-        whole: how many pairs of configurations.
+        share: the share of all pairs of runs that is used.
+        groups: the number of groups.
+        whole: the number of pairs of configurations.
         resampled: how many of these are resampled.
     """
 
@@ -93,8 +94,8 @@ class PairMeans:
         example = np.unique(self._bundle, return_index=True)[1]
         self.whole = len(example)
         self._chosen = np.arange(self.whole)
-        if self.whole > MOST_RESAMPLED:
-            self._chosen = np.sort(np.random.default_rng([seed, 2]).permutation(self.whole)[:MOST_RESAMPLED])
+        if self.whole > MAX_RESAMPLED:
+            self._chosen = np.sort(np.random.default_rng([seed, 2]).permutation(self.whole)[:MAX_RESAMPLED])
         self.resampled = len(self._chosen)
         example = example[self._chosen]
         sizes = np.bincount(group[example], minlength=self.groups)
@@ -111,13 +112,13 @@ class PairMeans:
         ]
 
     def compute_group_means(self, x: Floats) -> Floats:
-        """Of one measure, the mean of each group."""
+        """Return the mean of each group, for one measure."""
         sums = np.bincount(self._group, self._compute_agreement(x), self.groups)
         return sums / np.bincount(self._group, self._weight, self.groups)
 
     def resample(self, x: Floats, times: Counts) -> Floats:
-        """``(measures, resamples)``: the mean over the groups of which a pair was drawn; nan where there is none. x is
-        ``(measures, runs)``."""
+        """Return ``(measures, resamples)``: the mean over the groups of which a pair was drawn; nan if there is none.
+        x is ``(measures, runs)``."""
         sums = np.zeros((len(x), self.resampled))
         for place, each in enumerate(x):
             sums[place] = np.bincount(self._bundle, self._compute_agreement(each), self.whole)[self._chosen]
@@ -140,7 +141,7 @@ class PairMeans:
 
 @dataclass(frozen=True)
 class PairBundles:
-    """Pairs of the same two configurations and the same group: one of them, and the weight of all; by group."""
+    """Pairs of the same two configurations and group, as one representative and the weight of all; sorted by group."""
 
     first: Ints
     second: Ints
@@ -153,20 +154,20 @@ class PairBundles:
         Args:
             sums: ``(measures, bundles)``, the weighted sum in each bundle.
             times: ``(runs, resamples)``.
-            total: ``(measures, resamples)``, added to.
-            groups: ``(resamples,)``, added to.
+            total: ``(measures, resamples)``, incremented in place.
+            groups: ``(resamples,)``, incremented in place.
         """
         for some in self._iter_slices(max(1, BLOCK // times.shape[1])):
             drawn = np.take(times, self.first[some], 0) * np.take(times, self.second[some], 0)
             group = self.group[some] - self.group[some.start]
             weight = make_indicator(group, int(group[-1]) + 1) @ (self.weight[some, None] * drawn)
             groups += (weight > 0).sum(0)
-            # Divided here, the groups are summed over by one product of matrices for all measures.
+            # After this division, one matrix product sums over the groups for all measures.
             drawn *= np.divide(1.0, weight, out=np.zeros_like(weight), where=weight > 0)[group]
             total += sums[:, some] @ drawn
 
     def _iter_slices(self, size: int) -> Iterator[slice]:
-        """All bundles, about so many at a time, cut between groups."""
+        """Yield slices of about ``size`` bundles that do not split a group."""
         ends = np.flatnonzero(np.diff(self.group, append=-1)) + 1
         start = 0
         while start < len(self.group):
@@ -177,7 +178,7 @@ class PairBundles:
 
 
 class SinglePairBundles(PairBundles):
-    """Each the only one of its group, whose mean is thus the same in all resamples that have it."""
+    """Bundles that are the only one of their group, whose mean is thus the same in all resamples that contain it."""
 
     def add_means(self, sums: Floats, times: Floats, total: Floats, groups: Floats) -> None:
         """Add up the means of the groups in each resample, and count the groups that have one."""
@@ -189,29 +190,29 @@ class SinglePairBundles(PairBundles):
 
 @dataclass(frozen=True)
 class GranulatedKendall:
-    """The mean over the axes, and each axis; nan where no two runs differ in that axis alone."""
+    """The mean over the axes, and each axis; nan if no two runs differ in that axis alone."""
 
     mean: float
     by_axis: dict[str, float]
 
 
 def granulated_kendall(
-    x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]], seeds: Sequence[object] | None = None
+    x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[Setting]], seeds: Sequence[Setting] | None = None
 ) -> GranulatedKendall:
-    r"""Whether the measure follows the gap when one setting changes and all others stay, from -1 to 1.
+    r"""Return Kendall's tau along each axis with all other settings fixed, and its mean over the axes, from -1 to 1.
 
     .. math::
         \psi_i = \operatorname{mean}_{\text{settings of the other axes and the seed}} \tau_a, \qquad
         \Psi = \operatorname{mean}_i \psi_i
 
     :math:`\tau_a` is taken over the runs that differ in axis :math:`i` alone. A setting with fewer than two such runs
-    is left out. A measure that only knows one axis gets no more than that axis' share.
+    is left out. A measure that depends on one axis only gets no more than that axis' share.
 
     Args:
-        x: of the measure, a number per run.
-        y: of the gap.
-        axes: by name, the setting of each run.
-        seeds: of each run; only runs with the same seed are compared.
+        x: the measure, one number per run.
+        y: the gap, one number per run.
+        axes: the setting of each run, by axis.
+        seeds: the seed of each run; only runs with the same seed are compared.
 
     Example:
         >>> found = granulated_kendall([1, 1, 2, 2], [1, 2, 3, 4], {"lr": [1, 1, 2, 2], "batch": [8, 16, 8, 16]})
@@ -227,7 +228,7 @@ def granulated_kendall(
 
 
 def build_axis_means(y: Floats, layout: GridLayout, units: Ints, seed: int) -> dict[str, PairMeans]:
-    """For each axis the pairs that differ in it alone, by the setting of all the others."""
+    """Return, for each axis, the pairs that differ in it alone, grouped by the setting of all others."""
     found = {}
     for name, codes in layout.axes.items():
         others = [each for other, each in layout.axes.items() if other != name]
@@ -240,7 +241,7 @@ def build_axis_means(y: Floats, layout: GridLayout, units: Ints, seed: int) -> d
 
 
 def average_axes(by_axis: Mapping[str, Floats], resamples: int) -> Floats:
-    """The mean over the axes that have a value."""
+    """Return the mean over the axes that have a value."""
     each = np.stack(list(by_axis.values())) if by_axis else np.full((1, resamples), np.nan)
     known = ~np.isnan(each)
     return divide_or_nan(np.where(known, each, 0.0).sum(0), known.sum(0))

@@ -1,4 +1,4 @@
-"""Conditional mutual information (Jiang et al., 2020), and the PGDL competition's score."""
+"""Conditional mutual information (Jiang et al., 2020), and the score of the PGDL competition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saltflat.studies.scores.layout import Counts, Floats, GridLayout, check_paired_values, divide_or_nan
+from saltflat.studies.scores.layout import Counts, Floats, GridLayout, Setting, check_paired_values, divide_or_nan
 from saltflat.studies.scores.sign_tables import (
     HajekProjection,
     PairSigns,
@@ -24,23 +24,26 @@ from saltflat.studies.scores.sign_tables import (
 
 @dataclass(frozen=True)
 class ConditionalInformation:
-    """The least over the sets of axes, and each set (``"lr + batch"``, ``""`` for none); nan where nothing is left
-    to know."""
+    """The minimum over the sets of axes, and each set (``"lr + batch"``, ``""`` for none); nan if the settings
+    determine the order of the gaps."""
 
     least: float
     by_set: dict[str, float]
 
 
-def conditional_information(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]]) -> ConditionalInformation:
-    r"""What the measure's order of two runs tells about the gap's order beyond what the settings tell, from 0 to 1.
+def conditional_information(
+    x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[Setting]]
+) -> ConditionalInformation:
+    r"""Return how much a measure's order of two runs tells about the gap's order beyond the settings, from 0 to 1.
 
     .. math::
         K = \min_{|S| \le 2} \frac{I(V_\mu; V_g \mid U_S)}{H(V_g \mid U_S)}
 
     over all ordered pairs of different runs: :math:`V` is the sign of the difference, with a tie a third value, and
-    :math:`U_S` the settings of both runs in the axes :math:`S`. Averages over :math:`U_S` weigh by its probability. A
-    measure that only follows one or two axes tells nothing once these are known. The sign of the relation is not
-    seen: an anti-correlated measure tells as much. A set after which the gap's order is certain is left out.
+    :math:`U_S` the settings of both runs in the axes :math:`S`. Averages over :math:`U_S` are weighted by its
+    probability. A measure that only follows one or two axes tells nothing once these are known. The sign of the
+    relation does not matter: an anti-correlated measure tells as much. A set that determines the gap's order is left
+    out.
 
     Example:
         >>> lr, gap = [1, 1, 2, 2], [1, 2, 3, 4]
@@ -59,13 +62,13 @@ def conditional_information(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Seque
 def resample_information(
     signs: PairSigns, partition: Partition, times: Counts | None = None, *, projected: bool = False
 ) -> tuple[Floats, Floats]:
-    """Of one set of axes, conditional information and its form in the competition: of all runs, then of each resample.
+    """Return conditional information and its competition form for one set of axes: of all runs, then each resample.
 
     Args:
-        signs: of the measure and the gap.
-        partition: the runs by their settings.
-        times: ``(runs, resamples)``, how often each run is in each resample; none if None.
-        projected: whether resamples come from a projection, for many runs.
+        signs: the signs of the measure and the gap.
+        partition: the runs grouped by their settings.
+        times: ``(runs, resamples)``, how often each resample contains each run; no resamples if None.
+        projected: whether to approximate resamples by a projection, for many runs.
     """
     whole, drawn = InformationSums(1), InformationSums(0 if times is None else times.shape[1])
     projection = HajekProjection(signs, partition, times) if times is not None and projected else None
@@ -85,55 +88,56 @@ def resample_information(
 
 
 class InformationSums:
-    """What cells add to the two scores, in each resample."""
+    """Sum the contributions of cells to the two scores, in each resample."""
 
     def __init__(self, resamples: int) -> None:
         self._paper, self._competition = np.zeros((2, resamples)), np.zeros((2, resamples))
 
     def add(self, tables: SignTables) -> None:
-        """Some of the cells."""
+        """Add the contributions of some cells."""
         shared, entropy, _ = compute_entropies(tables.counts)
-        # A cell of two settings stands for two, its mirror tells the same.
+        # A cell of two different settings counts twice: its mirror image contributes the same.
         twice = np.where(tables.same, 1.0, 2.0)
         self._paper += twice @ shared, twice @ entropy
         self._competition += _compute_competition_sums(tables)
 
     def extend(self, tables: Iterable[SignTables]) -> None:
+        """Add the contributions of several tables."""
         for each in tables:
             self.add(each)
 
     def compute_scores(self) -> tuple[Floats, Floats]:
-        """Conditional information, and its form in the competition."""
+        """Return conditional information and its competition form."""
         return divide_or_nan(*self._paper), 100 * divide_or_nan(*self._competition)
 
 
 def _compute_competition_sums(tables: SignTables) -> Floats:
-    """Information and entropy, both by pair, of a larger against no larger measure and gap; a run is paired with
-    itself, which is two ties, but not with its other copies."""
+    """Return information and entropy per pair, where signs are "larger" or "not larger"; a run is paired with itself,
+    which is two ties, but not with its other copies."""
     counts, apart = tables.counts.copy(), ~tables.same
     counts[tables.same, 1, 1] += tables.runs[tables.same]
     counts = np.concatenate([counts, mirror_signs(counts[apart])])
     counts = np.stack([counts[:, 0] + counts[:, 1], counts[:, 2]], 1)
     counts = np.stack([counts[:, :, 0] + counts[:, :, 1], counts[:, :, 2]], 2)
     shared, entropy, total = compute_entropies(counts)
-    # The number of combinations cancels, so those that do not occur need not be counted.
+    # The number of combinations cancels, so those that do not occur are not counted.
     return np.stack(
         [np.divide(each, total, out=np.zeros_like(each), where=total > 0).sum(0) for each in (shared, entropy)]
     )
 
 
 def find_least(by_set: Mapping[str, ArrayLike]) -> Floats:
-    """The least over the sets that have a value; nan where none has."""
+    """Return the minimum over the sets that have a value; nan if none has."""
     return np.asarray(np.fmin.reduce(np.array(list(by_set.values()), dtype=np.float64)), dtype=np.float64)
 
 
-def pgdl(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]]) -> float:
-    """Conditional mutual information as the competition scored it, from 0 to 100; of one task, here the study.
+def pgdl(x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[Setting]]) -> float:
+    """Return conditional mutual information as the PGDL competition scored one task (here the study), from 0 to 100.
 
     It differs from the paper's form: a pair is larger or not larger, so a tie counts as not larger; every run is
-    also paired with itself; only sets of exactly two axes are looked at (of one where there is but one); and every
-    combination of settings that occurs weighs the same. On a complete grid without ties and many runs the two are
-    close. nan where the gap's order is certain once the settings are known.
+    also paired with itself; only sets of exactly two axes are used (of one if there is only one); and every
+    combination of settings that occurs has the same weight. On a complete grid without ties and many runs the two are
+    close. nan if the settings determine the gap's order.
 
     Example:
         >>> axes = {"lr": [1, 1, 2, 2, 1, 1, 2, 2], "batch": [8, 16] * 4}

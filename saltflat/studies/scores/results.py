@@ -1,4 +1,4 @@
-"""The scores of a study: all scores of every measure."""
+"""The scores of a study: every measure and control against the generalization gap."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ KINDS = ("measure", "control")
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """How one measure, or a control, goes with the gap. A score that is undefined is nan, with the reason in the notes.
+    """How well one measure or control predicts the gap. An undefined score is nan, with the reason in the notes.
 
     Two scores are equal when everything in them is; an undefined value (nan) equals an undefined value.
 
     Attributes:
-        name: of the measure or control.
+        name: the name of the measure or control.
         kind: ``"measure"`` or ``"control"``.
-        runs: how many it was scored on.
-        pearson, spearman, kendall_a, kendall_b: from -1 to 1; positive where the value grows with the gap.
-        granulated: Kendall along each axis, all else fixed, averaged over the axes; from -1 to 1.
+        runs: the number of runs it was scored on.
+        pearson, spearman, kendall_a, kendall_b: from -1 to 1; positive if the value grows with the gap.
+        granulated: Kendall's tau along each axis with all else fixed, averaged over the axes; from -1 to 1.
         granulated_by_axis: the same for each axis.
-        cmi: what it tells beyond any two settings, from 0 to 1.
-        cmi_by_set: the same beyond each set of settings, ``"lr + batch"``; ``""`` is beyond none.
-        pgdl: the PGDL competition's form of it, from 0 to 100.
-        sign_error_mean, sign_error_p90, sign_error_max: over environments, from 0 to 1; smaller is better, 0.5 a coin.
+        cmi: information on the gap beyond any two settings, from 0 to 1.
+        cmi_by_set: the same beyond each set of settings, ``"lr + batch"``; ``""`` is the empty set.
+        pgdl: its form in the PGDL competition, from 0 to 100.
+        sign_error_mean, sign_error_p90, sign_error_max: over environments, 0 to 1; smaller is better, 0.5 is chance.
         intervals: 95 % bootstrap intervals by the name of the score.
-        notes: what a reader should know besides.
+        notes: remarks for the reader.
     """
 
     name: str
@@ -83,20 +83,20 @@ class Score:
     __hash__ = None  # type: ignore[assignment]
 
     def to_dict(self) -> dict[str, Any]:
-        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.results.json_codec``."""
+        """Return strict JSON; numbers that are not finite are encoded, see ``saltflat.results.json_codec``."""
         return {each.name: encode_nonfinite(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Score:
-        """The score that ``to_dict`` was called on."""
+        """Return the score that ``to_dict`` was called on."""
         try:
             found = cls(**{key: decode_nonfinite(value) for key, value in given.items()})
-            # Reading is lenient: what does not come out again as it went in was not written by us.
+            # Parsing is lenient: a dictionary that does not survive the round trip was not written by us.
             if found.to_dict() != given or found.kind not in KINDS or not isinstance(found.name, str):
                 raise TypeError("a field has a value of another kind")
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as problem:
             raise StudyError(
-                f"Expected what Score.to_dict gives, but got a score that cannot be understood ({problem}). Try "
+                f"Expected the output of Score.to_dict, but got a score that cannot be understood ({problem}). Try "
                 "scoring again."
             ) from problem
         return found
@@ -107,18 +107,18 @@ SCHEMA = "saltflat.scores/1"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scores(Displayable):
-    """Every measure and every control against the gap; prints as a table.
+    """Scores of every measure and control against the gap; prints as a table.
 
     Attributes:
         scores: by name, measures first.
         gap: ``"error"`` or ``"loss"``, test minus training.
-        axes: what the grid varies, without the seed.
-        runs: how many were scored.
-        configurations: how many of them differ in more than the seed.
-        left_out: how many runs were not scored, by reason.
-        warnings: why these scores should be doubted.
-        notes: how they were taken.
-        resamples: behind each interval; fewer, as the notes say, for those that take long.
+        axes: the settings that the grid varies, without the seed.
+        runs: the number of scored runs.
+        configurations: the number of these that differ in more than the seed.
+        left_out: the number of runs not scored, by reason.
+        warnings: reasons to doubt these scores.
+        notes: how they were computed.
+        resamples: the number behind each interval; fewer for costly scores, see the notes.
     """
 
     renderer = ("scores", "ScoresTable", "")
@@ -145,7 +145,7 @@ class Scores(Displayable):
 
     @property
     def chance(self) -> float:
-        """Kendall's tau that the best of as many measures reaches half of the time without relation to the gap."""
+        """Return the Kendall's tau that the best of as many measures unrelated to the gap reaches half of the time."""
         return compute_best_by_chance(sum(each.kind == "measure" for each in self.scores.values()), self.configurations)
 
     def __getitem__(self, name: str) -> Score:
@@ -168,7 +168,7 @@ class Scores(Displayable):
         return f"<Scores of {len(self)} measures and controls on {self.runs} runs; print() shows them>"
 
     def to_dict(self) -> dict[str, Any]:
-        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.results.json_codec``."""
+        """Return strict JSON; numbers that are not finite are encoded, see ``saltflat.results.json_codec``."""
         parts = {
             each.name: encode_nonfinite(getattr(self, each.name)) for each in fields(self) if each.name != "scores"
         }
@@ -177,7 +177,7 @@ class Scores(Displayable):
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Scores:
-        """The scores that ``to_dict`` was called on."""
+        """Return the scores that ``to_dict`` was called on."""
         try:
             if given["schema"] != SCHEMA:
                 raise ValueError(f"the schema is {given['schema']!r}, not {SCHEMA!r}")
@@ -188,13 +188,13 @@ class Scores(Displayable):
                 raise TypeError("a field has a value of another kind")
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
             raise StudyError(
-                f"Expected what Scores.to_dict gives, but got scores that cannot be understood ({problem}). Try "
+                f"Expected the output of Scores.to_dict, but got scores that cannot be understood ({problem}). Try "
                 "scoring again."
             ) from problem
         return found
 
     def to_frame(self) -> Any:
-        """A ``pandas.DataFrame`` with a row per measure and control, and the ends of the intervals as columns."""
+        """Return a ``pandas.DataFrame`` with a row per measure and control, and the ends of intervals as columns."""
         rows = [self._make_row(each) for each in self.scores.values()]
         return build_frame(rows, list(dict.fromkeys(name for row in rows for name in row)))
 

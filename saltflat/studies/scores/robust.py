@@ -1,4 +1,4 @@
-"""Robust sign-error (Dziugaite et al., 2020)."""
+"""Robust sign error (Dziugaite et al., 2020)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from saltflat.studies.scores.granulated import PairMeans, compute_sample_share, count_pairs_within, find_pairs_within
-from saltflat.studies.scores.layout import Counts, Floats, GridLayout, Ints, check_paired_values, combine_codes
+from saltflat.studies.scores.layout import Counts, Floats, GridLayout, Ints, Setting, check_paired_values, combine_codes
 
 
 @dataclass(frozen=True)
 class SignError:
-    """Share of wrong orders over the environments; nan where there is no environment.
+    """The share of wrongly ordered pairs over the environments; nan if there is no environment.
 
     Attributes:
-        mean, p90, max: over the environments, the 90th percentile between the two nearest.
-        environments: how many have weight.
+        mean, p90, max: over the environments; the 90th percentile is interpolated.
+        environments: the number of environments with positive weight.
     """
 
     mean: float
@@ -28,7 +28,7 @@ class SignError:
 
 
 def hoeffding_weight(difference: ArrayLike, examples: ArrayLike) -> Floats:
-    r"""How sure it is that two gaps differ, from 0 to 1, each known from so many test examples.
+    r"""Return the confidence that two gaps differ, from 0 to 1, each estimated from so many test examples.
 
     .. math::
         \max(0,\; 1 - 2 e^{-2 n (\Delta / 2)^2})^2
@@ -42,21 +42,20 @@ def hoeffding_weight(difference: ArrayLike, examples: ArrayLike) -> Floats:
 
 
 def sign_error(
-    x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[object]], test_examples: ArrayLike | None
+    x: ArrayLike, y: ArrayLike, axes: Mapping[str, Sequence[Setting]], test_examples: ArrayLike | None
 ) -> SignError:
-    """How often the measure is wrong about which of two settings has the larger gap, and how often at worst.
+    """Return how often a measure is wrong about which of two settings has the larger gap, on average and at worst.
 
     An environment is a pair of settings that differ in one axis. Its error is the mean of ``(1 - sign(dx) sign(dy)) /
-    2`` over all runs of the one with all runs of the other, weighted by how sure the test set is that the gaps
-    differ; a tie of the measure is half an error. Environments without weight are left out. Smaller is better, a coin
-    has 0.5.
+    2`` over all runs of one setting with all runs of the other, weighted by the confidence that the gaps differ; a tie
+    of the measure is half an error. Environments without weight are left out. Smaller is better, 0.5 is chance.
 
     Args:
-        x: of the measure, a number per run.
-        y: of the gap of errors.
-        axes: by name, the setting of each run.
-        test_examples: how many there were, for all or for each run; None where gaps are no shares of wrong answers,
-            so that this bound says nothing: then all pairs with different gaps weigh the same.
+        x: the measure, one number per run.
+        y: the gap of errors, one number per run.
+        axes: the setting of each run, by axis.
+        test_examples: their number, for all runs or for each; None if gaps are not differences of error rates, so
+            that the bound does not apply: then all pairs with different gaps have the same weight.
 
     Example:
         >>> sign_error([1, 2, 3, 3], [0.1, 0.2, 0.4, 0.3], {"lr": [1, 2, 3, 3]}, 10_000)
@@ -73,7 +72,7 @@ def sign_error(
 def build_environment_means(
     y: Floats, layout: GridLayout, test_examples: Floats | None, units: Ints, seed: int
 ) -> PairMeans:
-    """All pairs that weigh something, by their two settings; of two test sets the smaller counts."""
+    """Return all pairs of positive weight, grouped by their two settings; the smaller of two test sets counts."""
     by_axis = _group_by_axis(layout)
     share, none = compute_sample_share(by_axis), np.zeros(0, dtype=np.int64)
     pairs = [(none, none), *(find_pairs_within(groups, codes, share, seed) for groups, codes in by_axis)]
@@ -92,18 +91,18 @@ def build_environment_means(
 
 
 def count_environments(layout: GridLayout) -> int:
-    """How many pairs of settings differ in one axis, whether or not their gaps can be told apart."""
+    """Return how many pairs of settings differ in one axis, whether or not their gaps can be told apart."""
     one_each = layout.select_runs(np.unique(layout.compute_levels(layout.axes), return_index=True)[1].astype(np.int64))
     return sum(count_pairs_within(*each) for each in _group_by_axis(one_each))
 
 
 def resample_sign_error(environments: PairMeans, x: Floats, times: Counts) -> Floats:
-    """``(measures, resamples)``: the mean over the environments in each resample; x is ``(measures, runs)``."""
+    """Return ``(measures, resamples)``: the mean over the environments in each resample; x is ``(measures, runs)``."""
     return (1 - environments.resample(x, times)) / 2
 
 
 def summarize_sign_error(agreement: Floats) -> SignError:
-    """Of the mean agreement in each environment, from -1 to 1."""
+    """Return the sign error, given the mean agreement in each environment, from -1 to 1."""
     if not len(agreement):
         return SignError(np.nan, np.nan, np.nan, 0)
     errors = (1 - agreement) / 2
@@ -111,7 +110,7 @@ def summarize_sign_error(agreement: Floats) -> SignError:
 
 
 def _group_by_axis(layout: GridLayout) -> list[tuple[Ints, Ints]]:
-    """For each axis the settings of all others, and its own."""
+    """Return, for each axis, the settings of all other axes and its own."""
     return [
         (layout.compute_levels(other for other in layout.axes if other != name), codes)
         for name, codes in layout.axes.items()

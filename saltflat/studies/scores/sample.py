@@ -1,4 +1,4 @@
-"""The runs that measures are scored on."""
+"""Select the runs that measures are scored on, and collect their gaps, settings and values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from saltflat.errors import StudyError, make_unknown_name_error
 from saltflat.results.text import join_words
 from saltflat.studies.row import CONTROLS, Row, compute_controls
 from saltflat.studies.scores.granulated import PairMeans, build_axis_means
-from saltflat.studies.scores.layout import COSTLY, SEED, Counts, Floats, GridLayout, Ints, encode_values
+from saltflat.studies.scores.layout import MAX_COSTLY_RESAMPLES, SEED, Counts, Floats, GridLayout, Ints, encode_values
 from saltflat.studies.scores.robust import build_environment_means
 from saltflat.studies.scores.sign_tables import Partition, build_partitions, list_axis_sets
 
-LEAST = 2
+MIN_RUNS = 2
 NO_GAP = "without a finite gap"
 
 
 def select_scored_runs(rows: Iterable[Row], gap: str, keep_missed: bool) -> tuple[list[Row], dict[str, int]]:
-    """Runs that ended well, in the order of their keys; and how many did not, by reason."""
+    """Return the runs to score, sorted by key, and the number of others by reason."""
     chosen, left_out = [], dict[str, int]()
     wanted = ("done", "missed") if keep_missed else ("done",)
     for row in sorted(rows, key=lambda each: each.key):
@@ -32,25 +32,25 @@ def select_scored_runs(rows: Iterable[Row], gap: str, keep_missed: bool) -> tupl
         else:
             reason = NO_GAP if row.status in wanted else row.status
             left_out[reason] = left_out.get(reason, 0) + 1
-    if len(chosen) < LEAST:
+    if len(chosen) < MIN_RUNS:
         ended = join_words([f"{count} {reason}" for reason, count in left_out.items()])
         raise StudyError(
-            f"Expected at least {LEAST} that are done, but got {len(chosen)} run{'s' * (len(chosen) != 1)} to "
-            f"score{(f' ({ended} left out)' if ended else '')}. Try running the study to its end, or keeping runs "
-            "that missed the stopping rule, missed='keep'."
+            f"Expected at least {MIN_RUNS} finished runs, but got {len(chosen)} run{'s' * (len(chosen) != 1)} to "
+            f"score{(f' ({ended} left out)' if ended else '')}. Try running the study to its end, or missed='keep' to "
+            "score runs that missed the stopping rule."
         )
     return chosen, left_out
 
 
 def collect_gaps(rows: Sequence[Row], gap: str) -> Floats:
-    """Of each run, test minus training."""
+    """Return the gap of each run, test minus training."""
     found = np.array([row.gap[gap] for row in rows], dtype=np.float64)
-    # Errors are shares of so many examples: 0.3 - 0.1 and 0.2 - 0 are one gap, though not one float.
+    # Errors are multiples of 1 / examples: 0.3 - 0.1 and 0.2 - 0 are the same gap, though not the same float.
     return found.round(12) if gap == "error" else found
 
 
 def build_layout(rows: Sequence[Row], axes: Sequence[str]) -> GridLayout:
-    """Where the runs stand in the grid; the seed is no axis."""
+    """Return the settings of the runs in the grid; the seed is not an axis."""
     known = dict.fromkeys(name for row in rows for name in row.config)
     for name in axes:
         if name not in known:
@@ -60,12 +60,12 @@ def build_layout(rows: Sequence[Row], axes: Sequence[str]) -> GridLayout:
 
 
 def number_configurations(rows: Sequence[Row]) -> Ints:
-    """A number per run, equal for runs that differ in the seed alone."""
+    """Return an integer per run, equal for runs that differ in the seed alone."""
     return encode_values({name: value for name, value in row.config.items() if name != SEED} for row in rows)
 
 
 def collect_values(rows: Sequence[Row], measures: Sequence[str] | None) -> dict[tuple[str, str], Floats]:
-    """By kind and name, measures first: a number per run, nan where it is not known or not finite."""
+    """Return a number per run by kind and name, measures first; nan if it is unknown or not finite."""
     taken = list(dict.fromkeys(name for row in rows for name in row.readings))
     for name in measures or ():
         if name not in taken:
@@ -82,16 +82,16 @@ def collect_values(rows: Sequence[Row], measures: Sequence[str] | None) -> dict[
 
 @dataclass(frozen=True)
 class RunSample:
-    """Runs, where they stand, their gaps and how often each is in each resample.
+    """Runs with their settings, gaps and resamples.
 
     Attributes:
-        gap: a number per run.
+        gap: one number per run.
         layout: their settings.
-        test_examples: of each run; None where the gap is no share of wrong answers.
-        units: of each run, what it is drawn with: a number per configuration.
-        times: ``(runs, 1 + resamples)``; the first has every run once and gives the score itself.
-        seed: of random choices where there is too much to take all.
-        projected: whether resamples of information come from a projection.
+        test_examples: the number for each run; None if the gap is not a difference of error rates.
+        units: one integer per run; runs with the same one are drawn together.
+        times: ``(runs, 1 + resamples)``; the first contains every run once and gives the score itself.
+        seed: for random subsets of too many pairs.
+        projected: whether resamples of information are approximated by a projection.
     """
 
     gap: Floats
@@ -103,7 +103,7 @@ class RunSample:
     projected: bool
 
     def select_runs(self, which: Ints) -> RunSample:
-        """Some of the runs."""
+        """Return the sample of some of the runs."""
         if len(which) == len(self.gap):
             return self
         sizes = None if self.test_examples is None else self.test_examples[which]
@@ -112,28 +112,30 @@ class RunSample:
 
     @cached_property
     def few_times(self) -> Counts:
-        """As many resamples as the costly scores take, without the score itself."""
-        return np.ascontiguousarray(self.times[:, 1 : 1 + COSTLY])
+        """Return the resamples used for costly scores, without the first one."""
+        return np.ascontiguousarray(self.times[:, 1 : 1 + MAX_COSTLY_RESAMPLES])
 
     @cached_property
     def axis_means(self) -> dict[str, PairMeans]:
-        """By axis, pairs that differ in it alone."""
+        """Return, by axis, the pairs that differ in it alone."""
         return build_axis_means(self.gap, self.layout, self.units, self.seed)
 
     @cached_property
     def environments(self) -> PairMeans:
-        """Pairs whose settings differ in one axis."""
+        """Return the pairs whose settings differ in one axis."""
         return build_environment_means(self.gap, self.layout, self.test_examples, self.units, self.seed)
 
     @cached_property
     def partitions(self) -> dict[str, Partition]:
-        """By the set of axes whose settings are known."""
+        """Return the runs grouped by their settings, by set of axes."""
         return build_partitions(self.layout, seed=self.seed)
 
     @cached_property
     def competition_sets(self) -> tuple[str, ...]:
+        """Return the names of the sets of axes that the PGDL competition uses."""
         return tuple(list_axis_sets(self.layout, 2))
 
     @property
     def is_constant(self) -> bool:
+        """Return whether all gaps are equal."""
         return bool(np.ptp(self.gap) == 0) if len(self.gap) else True

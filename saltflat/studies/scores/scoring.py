@@ -16,7 +16,7 @@ from saltflat.studies.scores.correlation import resample_kendall, resample_pears
 from saltflat.studies.scores.granulated import average_axes
 from saltflat.studies.scores.information import find_least, resample_information
 from saltflat.studies.scores.layout import (
-    COSTLY,
+    MAX_COSTLY_RESAMPLES,
     Floats,
     GridLayout,
     Ints,
@@ -34,17 +34,17 @@ from saltflat.studies.scores.sample import (
     number_configurations,
     select_scored_runs,
 )
-from saltflat.studies.scores.sign_tables import MOST_CELLS, PairSigns
+from saltflat.studies.scores.sign_tables import MAX_CELLS, PairSigns
 
-# Runs up to which information is resampled pair by pair.
-MOST_EXACT = 1000
+# The largest number of runs whose information is resampled pair by pair.
+MAX_EXACT_RUNS = 1000
 GAPS = ("error", "loss")
 MISSED = ("leave out", "keep")
-MOST_INFORMATION = {"cmi": 1.0, "pgdl": 100.0}
-WHY_NOT = {
+MAX_INFORMATION = {"cmi": 1.0, "pgdl": 100.0}
+UNDEFINED_REASONS = {
     "granulated": "No granulated score: no two runs differ in one axis alone.",
-    "cmi": "No CMI: the order of the gaps is certain once the settings are known.",
-    "pgdl": "No PGDL score: the order of the gaps is certain once the settings are known.",
+    "cmi": "No CMI: the settings determine the order of the gaps.",
+    "pgdl": "No PGDL score: the settings determine the order of the gaps.",
     "sign_error_mean": "No sign error: no two settings that differ in one axis have gaps that can be told apart.",
 }
 
@@ -59,42 +59,43 @@ def score(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Scores:
-    """How every measure, and every control, goes with the generalization gap.
+    """Score how well every measure and control predicts the generalization gap.
 
     Args:
-        rows: of the study, in any order, or by key, or its results. Runs that diverged or failed are never scored.
-        axes: names of the settings that the grid varies; the seed is none of them.
-        gap: of the ``"error"`` or of the ``"loss"``, test minus training.
-        measures: names of the readings to score; all if None. Controls are always scored.
+        rows: the rows of a study in any order, a mapping to them, or the study's results. Runs that diverged or failed
+            are never scored.
+        axes: the names of the settings that the grid varies, without the seed.
+        gap: ``"error"`` or ``"loss"``, test minus training.
+        measures: the names of the readings to score; all if None. Controls are always scored.
         missed: ``"leave out"`` or ``"keep"`` the runs that missed their stopping rule.
-        resamples: behind each interval; 0 for no intervals. The costly scores take at most 200 of them, and with more
-            than 1,000 runs approximate each to first order; the notes of the scores say so.
-        seed: of the resamples, and of random choices where a study has too many pairs to use all.
+        resamples: the number behind each interval; 0 for no intervals. Costly scores use at most 200 of them, and
+            approximate each to first order with more than 1,000 runs; the notes of the scores say so.
+        seed: the seed of the resamples, and of random subsets if a study has too many pairs to use all.
     """
     if gap not in GAPS:
         raise make_unknown_name_error("gap", gap, GAPS)
     if missed not in MISSED:
-        raise OptionError(f"Expected 'leave out' or 'keep', but got missed={missed!r}. Try giving one of them.")
+        raise OptionError(f"Expected 'leave out' or 'keep', but got missed={missed!r}.")
     if not isinstance(resamples, int) or resamples < 0:
         raise OptionError(
-            f"Expected a whole number, 0 for no intervals, but got resamples={resamples!r}. Try giving one."
+            f"Expected a whole number from 0, but got resamples={resamples!r}. Try resamples=0 for no intervals."
         )
-    held: Any = getattr(rows, "rows", rows)  # the results of a study hold them
+    held: Any = getattr(rows, "rows", rows)  # a study's results have them as an attribute
     rows = list(held.values() if isinstance(held, Mapping) else held)
     if not all(isinstance(row, Row) for row in rows):
         raise OptionError(
-            "Expected the rows of a study, but got something that is no row among the rows. Try score(results.rows, "
-            "axes), or results.scores()."
+            "Expected the rows of a study, but got something else among them. Try score(results.rows, axes), or "
+            "results.scores()."
         )
     chosen, left_out = select_scored_runs(rows, gap, missed == "keep")
     outcomes = [row.outcome for row in chosen if row.outcome is not None]
     groups = number_configurations(chosen)
     configurations = int(groups.max()) + 1
-    # Of a single configuration the seeds are all there is to draw from.
+    # With a single configuration, draw its seeds.
     units = groups if configurations > 1 else np.arange(len(chosen))
     times = draw_resamples(units, resamples, seed)
     sizes = np.array([each.test_examples for each in outcomes], dtype=np.float64) if gap == "error" else None
-    projected = len(chosen) > MOST_EXACT
+    projected = len(chosen) > MAX_EXACT_RUNS
     sample = RunSample(collect_gaps(chosen, gap), build_layout(chosen, axes), sizes, units, times, seed, projected)
     found = _score_all(collect_values(chosen, measures), sample)
     counted = sum(each.kind == "measure" for each in found.values())
@@ -116,8 +117,10 @@ def score(
 
 
 def _score_all(values: dict[tuple[str, str], Floats], sample: RunSample) -> dict[str, Score]:
-    """By name; a control that is called as a measure is gets a name of its own. Measures that have readings of the
-    same runs share all that depends on the runs alone."""
+    """Return the scores by name; a control with the name of a measure is renamed.
+
+    Measures with readings of the same runs share everything that depends on the runs alone.
+    """
     named: dict[str, tuple[str, Floats]] = {}
     by_runs: dict[bytes, list[str]] = {}
     for (kind, name), each in values.items():
@@ -132,7 +135,7 @@ def _score_all(values: dict[tuple[str, str], Floats], sample: RunSample) -> dict
 
 
 def _score_on_runs(values: dict[str, tuple[str, Floats]], sample: RunSample, which: Ints) -> dict[str, Score]:
-    """Of measures that are known of the same runs, these."""
+    """Return the scores of measures that have readings of exactly these runs."""
     missing = len(sample.gap) - len(which)
     part = sample.select_runs(which)
     found: dict[str, Score] = {}
@@ -187,18 +190,18 @@ def _make_score(
             each: _compute_score_interval(each, of) for each, of in found.items() if not np.isnan(of[0])
         }
     notes = list(_format_measure_notes(name, kind, missing))
-    notes += [WHY_NOT[each] for each, of in found.items() if each in WHY_NOT and np.isnan(of[0])]
+    notes += [UNDEFINED_REASONS[each] for each, of in found.items() if each in UNDEFINED_REASONS and np.isnan(of[0])]
     return Score(name, kind, len(x), **rest, notes=tuple(notes))
 
 
 def _compute_score_interval(name: str, found: Floats) -> tuple[float, float]:
-    if name in MOST_INFORMATION:
-        return compute_information_interval(found[1:], float(found[0]), MOST_INFORMATION[name])
+    if name in MAX_INFORMATION:
+        return compute_information_interval(found[1:], float(found[0]), MAX_INFORMATION[name])
     return compute_interval(found[1:])
 
 
 def _compute_information(x: Floats, sample: RunSample) -> tuple[dict[str, Floats], Floats]:
-    """Conditional information by set, and in the competition's form."""
+    """Return conditional information by set of axes, and its competition form."""
     signs, times = PairSigns(x, sample.gap), sample.few_times if sample.times.shape[1] > 1 else None
     known = {
         partition: resample_information(signs, partition, times, projected=sample.projected)
@@ -211,7 +214,7 @@ def _compute_information(x: Floats, sample: RunSample) -> tuple[dict[str, Floats
 
 def _format_measure_notes(name: str, kind: str, unknown_runs: int) -> Iterator[str]:
     if unknown_runs:
-        yield f"Without {unknown_runs} run{'s' * (unknown_runs != 1)} in which it is not known or not finite."
+        yield f"Without {unknown_runs} run{'s' * (unknown_runs != 1)} in which it is unknown or not finite."
     known = MEASURES.get(name.partition("(")[0]) if kind == "measure" else None
     if known is not None and known.smaller != "flatter":
         yield f"Smaller is {known.smaller}."
@@ -219,21 +222,21 @@ def _format_measure_notes(name: str, kind: str, unknown_runs: int) -> Iterator[s
 
 def _format_undefined_reason(x: Floats) -> str:
     if len(x) < 2:
-        return "Fewer than two runs have it."
+        return "Fewer than two runs have a value."
     return "The same in all runs." if np.ptp(x) == 0 else "All gaps are equal."
 
 
 def _format_scoring_notes(sample: RunSample, gap: str, resamples: int, configurations: int) -> Iterator[str]:
-    """How the scores were taken, as far as this study is special."""
+    """Yield remarks on how the scores of this study were computed."""
     layout = sample.layout
     if resamples:
         drawn_from = "configurations, each with all its seeds" if configurations > 1 else "runs, which differ by seed"
-        few = f"; {COSTLY} for CMI and PGDL" if resamples > COSTLY else ""
+        few = f"; {MAX_COSTLY_RESAMPLES} for CMI and PGDL" if resamples > MAX_COSTLY_RESAMPLES else ""
         yield f"Intervals: 95 % of {resamples} resamples of {drawn_from}{few}."
         yield from _format_approximation_notes(sample)
     fixed = [name for name in layout.axes if name not in layout.find_varying_axes()]
     if fixed:
-        yield f"The same in all scored runs, so no axis: {join_words(fixed)}."
+        yield f"The same in all scored runs, so not an axis: {join_words(fixed)}."
     for name, each in sample.axis_means.items():
         if each.share < 1:
             yield f"Granulated score of {name}: from a random {each.share:.2%} of the pairs of runs."
@@ -244,26 +247,26 @@ def _format_scoring_notes(sample: RunSample, gap: str, resamples: int, configura
 
 
 def _format_approximation_notes(sample: RunSample) -> Iterator[str]:
-    """Where intervals come from less than all pairs."""
+    """Yield remarks on intervals that are not computed from all pairs."""
     if sample.projected:
         yield (
-            f"Intervals of CMI and PGDL: with more than {MOST_EXACT:,} runs, counts of pairs in a resample are "
+            f"Intervals of CMI and PGDL: with more than {MAX_EXACT_RUNS:,} runs, counts of pairs in a resample are "
             "approximated to first order."
         )
-        large = [name for name, each in sample.partitions.items() if each.num_cells > MOST_CELLS]
+        large = [name for name, each in sample.partitions.items() if each.num_cells > MAX_CELLS]
         if large:
-            yield f"They come from {MOST_CELLS:,} random pairs of settings for CMI beyond: {join_words(large)}."
+            yield f"They come from {MAX_CELLS:,} random pairs of settings for CMI beyond: {join_words(large)}."
     pairs = {f"the granulated score of {name}": each for name, each in sample.axis_means.items()}
     for what, each in {**pairs, "the sign error": sample.environments}.items():
         if each.resampled < each.whole:
-            yield (f"Interval of {what}: {each.resampled:,} random pairs of configurations stand for {each.whole:,}.")
+            yield f"Interval of {what}: from {each.resampled:,} random pairs of configurations out of {each.whole:,}."
 
 
 def _format_environment_notes(sample: RunSample, layout: GridLayout, gap: str) -> Iterator[str]:
     if not layout.find_varying_axes() or sample.is_constant:
         return
     if gap == "loss":
-        yield "Sign error: all pairs of runs weigh the same, since a loss has no bound to tell chance by."
+        yield "Sign error: all pairs of runs have the same weight, since losses are unbounded."
         if sample.environments.share < 1:
             yield f"Sign error: from a random {sample.environments.share:.2%} of the pairs that differ in one axis."
         return

@@ -1,4 +1,4 @@
-"""How often the measure and the gap order a pair of runs alike, given the settings of the two."""
+"""Count how a measure and the gap order pairs of runs, by the settings of the two runs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from scipy.sparse import csr_array
 from saltflat.studies.scores.correlation import Concordance, Ranking, compute_running_sum
 from saltflat.studies.scores.layout import Counts, Floats, GridLayout, Ints
 
-MOST = 2
-JOIN = " + "
-# Combinations of two settings that are resampled from a projection; 199 settings have fewer.
-MOST_CELLS = 20_000
-# Settings that runs are counted by at once; and combinations times resamples whose tables are held at once.
+MAX_AXES = 2
+SEPARATOR = " + "
+# Pairs of settings whose resamples are approximated by a projection; 199 settings have fewer.
+MAX_CELLS = 20_000
+# Settings that are counted at a time; and pairs of settings times resamples whose tables are in memory at a time.
 COLUMNS = 512
 BLOCK = 100_000
-# Below any count: 0 log 0 is 0.
+# Below any count, so that 0 log 0 is 0.
 TINY = 1e-300
-# Whole numbers below this are exact in float32.
+# Integers below this are exact in float32.
 EXACT_SINGLE = 2.0**24
 
 
 @dataclass(frozen=True)
 class SignTables:
-    """Pairs of runs by their two settings and by the signs of the two differences, -1, 0 and 1 in this order.
+    """Counts of pairs of runs by their two settings and the signs of the two differences, ordered -1, 0, 1.
 
     Attributes:
-        counts: ``[cell, measure, gap, resample]``, of ordered pairs whose first run has the cell's first setting.
-        same: by cell, whether the two settings are the same.
-        runs: ``[cell, resample]``, how many runs have the cell's second setting.
+        counts: ``[cell, measure, gap, resample]``, ordered pairs whose first run has the cell's first setting.
+        same: for each cell, whether its two settings are equal.
+        runs: ``[cell, resample]``, the number of runs with the cell's second setting.
     """
 
     counts: Floats
@@ -45,13 +45,13 @@ class SignTables:
 
 @dataclass(frozen=True)
 class ResampledRuns:
-    """How often runs are in resamples.
+    """How often resamples contain runs.
 
     Attributes:
         times: ``[run, resample]``.
-        ordered: the same, of runs sorted by setting.
-        runs: ``[setting, resample]``, how many runs have the setting.
-        copies: the sum of the squares of how often each is there: a run with itself and its copies.
+        ordered: the same, with runs sorted by setting.
+        runs: ``[setting, resample]``, the number of runs with the setting.
+        copies: the sum of the squared counts: pairs of a run with itself and its copies.
     """
 
     times: Counts
@@ -61,18 +61,18 @@ class ResampledRuns:
 
 
 class Partition:
-    """Runs by their settings in some of the axes. A cell is a pair of settings, numbered such that the first is no
-    larger than the second.
+    """Runs grouped by their settings in some of the axes. A cell is a pair of settings whose first number is at most
+    its second.
 
-    Two settings with one run each make up a cell whose pairs all have the same signs, which holds no information in
-    any resample. Settings with one run have the smallest numbers, so that no cell is needed whose second is among them.
+    All pairs of a cell of two settings with one run each have the same signs, so it holds no information in any
+    resample. Settings with one run have the smallest numbers, so that cells whose second setting is one are skipped.
 
     Attributes:
-        level: of each run, the number of its setting.
-        number: how many settings there are.
-        singles: how many of them have a single run.
+        level: the number of each run's setting.
+        number: the number of settings.
+        singles: the number of settings with a single run.
         order: the runs, sorted by setting.
-        start: where in this order each setting begins; the last is the number of runs.
+        start: the position in this order where each setting begins; the last entry is the number of runs.
     """
 
     def __init__(self, levels: Ints, seed: int) -> None:
@@ -87,50 +87,50 @@ class Partition:
         self._drawn: ResampledRuns | None = None
 
     def resample_runs(self, times: Counts) -> ResampledRuns:
-        """The runs of resamples; kept, as all measures have the same."""
+        """Return the runs of resamples; cached, since all measures share them."""
         if self._drawn is None or self._drawn.times is not times:
             ordered, summing = times[self.order], self.make_sum_matrix(self.number)
             self._drawn = ResampledRuns(times, ordered, summing @ ordered, summing @ (ordered * ordered))
         return self._drawn
 
     def make_sum_matrix(self, levels: int) -> csr_array:
-        """A matrix that sums over each of the first so many settings, of runs sorted by setting."""
+        """Return a matrix that sums over each of the first ``levels`` settings, with runs sorted by setting."""
         start = self.start[: levels + 1]
         runs = int(start[-1])
         return csr_array((np.ones(runs), np.arange(runs), start), shape=(levels, runs))
 
     def iter_columns(self) -> Iterator[Ints]:
-        """Settings with several runs, some at a time."""
+        """Yield the settings with several runs, some at a time."""
         for first in range(self.singles, self.number, COLUMNS):
             yield np.arange(first, min(first + COLUMNS, self.number))
 
     @property
     def num_cells(self) -> int:
-        """How many cells there are of settings with several runs."""
+        """Return the number of cells of settings with several runs."""
         several = self.number - self.singles
         return several * (several + 1) // 2
 
     @cached_property
     def sampled_cells(self) -> tuple[Ints, Ints]:
-        """First and second setting of the cells that stand for all in a projection."""
-        if self.num_cells <= MOST_CELLS:
+        """Return the first and second settings of the cells used in a projection."""
+        if self.num_cells <= MAX_CELLS:
             place = np.arange(self.num_cells)
         else:
-            place = np.sort(np.random.default_rng([self._seed, 3]).choice(self.num_cells, MOST_CELLS, replace=False))
-        # Cells one setting after the other: the second setting v has those from v (v + 1) / 2 on.
+            place = np.sort(np.random.default_rng([self._seed, 3]).choice(self.num_cells, MAX_CELLS, replace=False))
+        # Cells are numbered by second setting: those of the second setting v start at v (v + 1) / 2.
         second = ((np.sqrt(8 * place + 1) - 1) // 2).astype(np.int64)
         return self.singles + place - second * (second + 1) // 2, self.singles + second
 
 
 def list_axis_sets(layout: GridLayout, least: int = 0) -> dict[str, tuple[str, ...]]:
-    """Sets of at most two axes by name, those with one value left out; of at least so many, if there are."""
+    """Return sets of ``least`` to two axes with several values, by name; smaller sets if there are fewer axes."""
     names = list(layout.find_varying_axes())
-    sizes = range(min(least, len(names)), min(MOST, len(names)) + 1)
-    return {JOIN.join(each): each for size in sizes for each in combinations(names, size)}
+    sizes = range(min(least, len(names)), min(MAX_AXES, len(names)) + 1)
+    return {SEPARATOR.join(each): each for size in sizes for each in combinations(names, size)}
 
 
 def build_partitions(layout: GridLayout, least: int = 0, seed: int = 0) -> dict[str, Partition]:
-    """The runs by the settings of each set of axes; sets that part the runs alike have the same partition."""
+    """Return the partition of the runs for each set of axes; sets that group the runs alike share one partition."""
     known: dict[bytes, Partition] = {}
     found = {}
     for name, axes in list_axis_sets(layout, least).items():
@@ -140,12 +140,12 @@ def build_partitions(layout: GridLayout, least: int = 0, seed: int = 0) -> dict[
 
 
 class PairSigns:
-    """Signs of the differences of a measure and of the gap.
+    """The signs of the differences of a measure and of the gap, over pairs of runs.
 
     Attributes:
-        kinds: the signs that occur, of the measure and of the gap, 0 for negative to 2 for positive; without ties in
-            both, which are the rest.
-        mirrored: for each of them the place of that of the pair turned round.
+        kinds: the combinations of signs that occur, of the measure and of the gap, 0 for negative to 2 for positive;
+            without ties in both, which are the rest.
+        mirrored: for each of them, the index of the kind of the reversed pair.
     """
 
     def __init__(self, x: Floats, y: Floats) -> None:
@@ -163,8 +163,8 @@ class PairSigns:
         return Concordance(self.x.place, -self.y.place)
 
     def count_by_level(self, partition: Partition, columns: Ints) -> Counts:
-        """``[run, kind, column]``: the runs with these settings by the signs of what the run has more than they; runs
-        are sorted by setting."""
+        """Return ``[run, kind, column]``: how many runs with these settings have each kind of difference to the run;
+        runs are sorted by setting."""
         runs = (partition.level[:, None] == columns).astype(np.float32)
         found: dict[tuple[int, int], Counts] = {}
         found[2, 2] = self._concordance.sum_below(runs)
@@ -181,7 +181,8 @@ class PairSigns:
         return np.stack([found[kind] for kind in self.kinds], axis=1)[partition.order]
 
     def make_tables(self, sums: Floats, total: Floats) -> Floats:
-        """``[cell, measure, gap, resample]`` of ``[cell, kind, resample]``; the rest of the pairs is tied in both."""
+        """Convert ``[cell, kind, resample]`` to ``[cell, measure, gap, resample]``; the remaining pairs are tied in
+        both."""
         found = np.zeros((len(sums), 3, 3, sums.shape[2]))
         for k, (across, down) in enumerate(self.kinds):
             found[:, across, down] = sums[:, k]
@@ -191,7 +192,7 @@ class PairSigns:
 
 
 def count_tables(signs: PairSigns, partition: Partition, columns: Ints, counts: Counts) -> SignTables:
-    """Of all runs, the cells whose second setting is among the columns."""
+    """Return the tables of all runs, for the cells whose second setting is among the columns."""
     flat = partition.make_sum_matrix(partition.number) @ counts.reshape(len(counts), -1)
     sums = flat.reshape(partition.number, len(signs.kinds), len(columns)).transpose(0, 2, 1)
     first, column = np.nonzero(np.arange(partition.number)[:, None] <= columns)
@@ -203,7 +204,7 @@ def count_tables(signs: PairSigns, partition: Partition, columns: Ints, counts: 
 
 
 def resample_tables(signs: PairSigns, partition: Partition, times: Counts) -> Iterator[SignTables]:
-    """Of each resample, every cell; a run is not compared with its own copies."""
+    """Yield the tables of each resample, for every cell; a run is not compared with its own copies."""
     x, y = signs.x.place[partition.order], signs.y.place[partition.order]
     known = partition.resample_runs(times)
     exact: Any = np.float32 if float(known.runs.sum(0).max(initial=0)) ** 2 < EXACT_SINGLE else np.float64
@@ -230,29 +231,29 @@ def resample_tables(signs: PairSigns, partition: Partition, times: Counts) -> It
 
 
 class HajekProjection:
-    r"""Tables of resamples, without looking at every pair in each.
+    r"""Approximate the tables of resamples without visiting every pair in each.
 
     The share of a kind of pair in a cell is a mean over the runs of two settings, :math:`p = \sum_{ab} t_{ab} / m n`.
-    In a resample with weights :math:`d_a` and :math:`d_b`, which add up to M and N, it is taken to be
+    In a resample with weights :math:`d_a` and :math:`d_b`, which add up to M and N, it is approximated by
 
     .. math::
         \sum_a \frac{d_a}{M} \bar t_{a} + \sum_b \frac{d_b}{N} \bar t_{b} - p,
 
-    with :math:`\bar t` the shares among the pairs of one run (Hájek's projection). What is neglected,
-    :math:`\sum_{ab} (d_a / M - 1 / m) (d_b / N - 1 / n) t_{ab}`, is smaller than what is kept by the square root of the
-    number of configurations of a setting. The number of pairs in each cell is that of the resample itself.
+    with :math:`\bar t` the shares among the pairs of one run (Hájek's projection). The neglected term,
+    :math:`\sum_{ab} (d_a / M - 1 / m) (d_b / N - 1 / n) t_{ab}`, is smaller than the others by the square root of the
+    number of configurations of a setting. The number of pairs in each cell is exact.
     """
 
     def __init__(self, signs: PairSigns, partition: Partition, times: Counts) -> None:
         self._signs, self._partition, self._drawn = signs, partition, partition.resample_runs(times)
         first, second = partition.sampled_cells
-        # Every cell from both of its sides.
+        # Every cell, from both of its settings.
         self._own, self._other = np.concatenate([first, second]), np.concatenate([second, first])
         self._sums = np.zeros((len(self._own), len(signs.kinds), times.shape[1]), dtype=np.float32)
         self._whole = np.zeros((len(self._own), len(signs.kinds), 1))
 
     def add(self, columns: Ints, counts: Counts) -> None:
-        """Take what is known of runs with these settings."""
+        """Add the counts of runs with these settings."""
         here = np.flatnonzero((self._other >= columns[0]) & (self._other <= columns[-1]))
         here = here[np.argsort(self._own[here], kind="stable")]
         levels, starts = np.unique(self._own[here], return_index=True)
@@ -265,7 +266,7 @@ class HajekProjection:
             self._whole[cells] = some.sum(0, dtype=np.float64).reshape(shape).transpose(1, 0, 2)
 
     def iter_tables(self) -> Iterator[SignTables]:
-        """Of each resample, the cells that stand for all."""
+        """Yield the tables of each resample, for the sampled cells."""
         cells, runs = len(self._own) // 2, self._drawn.runs
         step = max(1, BLOCK // max(1, runs.shape[1]))
         for start in range(0, cells, step):
@@ -279,7 +280,7 @@ class HajekProjection:
             yield SignTables(self._signs.make_tables(sums, total), same, runs[second])
 
     def _compute_shares(self, cells: Ints, same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Of each kind among the pairs of a run, averaged over the runs of a resample, and over all runs."""
+        """Return the share of each kind among the pairs of a run, averaged over the runs of a resample and all runs."""
         own, others = self._own[cells], (self._partition.sizes[self._other[cells]] - same)[:, None]
         weight = self._drawn.runs[own] * others
         share = self._sums[cells] / np.where(weight > 0, weight, np.inf)[:, None]
@@ -287,12 +288,12 @@ class HajekProjection:
 
 
 def mirror_signs(counts: Floats) -> Floats:
-    """The pairs taken in the other order: all signs turn."""
+    """Return the counts of the reversed pairs, whose signs are all flipped."""
     return counts[:, ::-1, ::-1]
 
 
 def compute_entropies(counts: Floats) -> tuple[Floats, Floats, Floats]:
-    """By cell and resample: mutual information and entropy of the gap's sign, both in nats times pairs; and the pairs.
+    """Return the mutual information and the entropy of the gap's sign, both in nats times pairs, and the pairs.
 
     A count of n among N adds -n log(n / N) to N times the entropy, which is 0 for n = 0.
     """
@@ -301,7 +302,7 @@ def compute_entropies(counts: Floats) -> tuple[Floats, Floats, Floats]:
     measure = whole - _compute_x_log_x(counts.sum(2)).sum(1)
     gap = whole - _compute_x_log_x(counts.sum(1)).sum(1)
     both = whole - _compute_x_log_x(counts).sum((1, 2))
-    # What is left of zero by rounding must not look like information.
+    # Rounding errors around zero must not count as information.
     rounding = 1e-13 * np.maximum(whole, 1.0)
     shared, gap = measure + gap - both, np.where(gap > rounding, gap, 0.0)
     return np.clip(np.where(shared > rounding, shared, 0.0), 0.0, gap), gap, total
@@ -312,12 +313,12 @@ def _compute_x_log_x(counts: Floats) -> Floats:
 
 
 def _compare_signs(first: Ints, second: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Where the first is smaller, equal and larger."""
+    """Return where the first is smaller, equal and larger."""
     return first < second, first == second, first > second
 
 
 def _sum_less_and_more(ranking: Ranking, weights: Counts) -> tuple[Counts, Counts]:
-    """Of each run, the weight of the runs with smaller and with larger values."""
+    """Return, for each run, the total weight of the runs with smaller and with larger values."""
     equal = ranking.total @ weights
     up_to = compute_running_sum(equal)
     return (up_to - equal)[ranking.place], (up_to[-1] - up_to)[ranking.place]
