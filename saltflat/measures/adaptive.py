@@ -17,7 +17,7 @@ GAP = 0.05  # of the value: what a search may leave to gain and still be called 
     formula="mean, or largest, loss at w + d minus the loss at w, for changes d of relative size radius",
 )
 def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> MeasureResult:
-    r"""How much the loss rises when every weight is changed in proportion to itself.
+    r"""Rise of the loss when every weight is perturbed in proportion to itself.
 
     .. math::
         E_{d \sim N(0, \rho^2 \mathrm{diag}\, w^2)} L(w + d) - L(w)
@@ -44,7 +44,7 @@ def adaptive_sharpness(adaptive_rise: Mapping[str, Any]) -> MeasureResult:
     fixed={"adaptive": False},
 )
 def sharpness(worst_rise: Mapping[str, Any]) -> MeasureResult:
-    r"""How much the loss can rise within a ball around the weights, as SAM sees it.
+    r"""Largest rise of the loss found within a ball around the weights, as in SAM.
 
     .. math::
         \max_{|d|_2 \le \rho} L(w + d) - L(w)
@@ -63,7 +63,7 @@ def sharpness(worst_rise: Mapping[str, Any]) -> MeasureResult:
     formula="1 / sigma^2, with sigma the largest noise on w under which the mean accuracy falls by at most drop",
 )
 def pac_bayes_flatness(noise_tolerance: Mapping[str, Any]) -> MeasureResult:
-    r"""How little noise on the weights the accuracy bears.
+    r"""Inverse squared scale of the noise on the weights that the accuracy tolerates.
 
     .. math::
         1 / \sigma^2, \quad

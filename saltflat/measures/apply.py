@@ -32,7 +32,7 @@ class Evaluation:
 
 
 def evaluate_measure(request: MeasureRequest, found: Mapping[str, StatisticResult], context: Context) -> Evaluation:
-    """A measure's reading; its error by leaving out one draw at a time."""
+    """Apply a measure, and estimate its error by leaving out one draw at a time."""
     needed = {name: found[need.key] for name, need in request.needs.items()}
     shapes = _select_geometries(request, context)
     whole = compute_parts(request, {name: each.value for name, each in needed.items()}, shapes)
@@ -78,7 +78,7 @@ def evaluate_measure(request: MeasureRequest, found: Mapping[str, StatisticResul
 
 
 def add_sampling_errors(evaluations: Sequence[Evaluation], context: Context) -> dict[str, Reading]:
-    """The readings with standard errors over examples, where all their statistics are known by groups."""
+    """Add standard errors over examples to the readings whose statistics are known by groups of examples."""
     readings = {each.request.key: each.reading for each in evaluations}
     sizes = context.sizes
     if not sizes:
@@ -135,7 +135,7 @@ def _compute_parts_without(
 def _extrapolate_part(
     request: MeasureRequest, part: MeasureResult, name: str, here: Values, there: Values, shapes: Mapping[str, Geometry]
 ) -> MeasureResult:
-    """What a measure says of changed statistics, to first order."""
+    """Return the value of a measure for changed statistics, to first order."""
     value = float(part.value)
     for key, slope in part.slopes.items():
         if request.measure.on == "network":
@@ -148,7 +148,7 @@ def _extrapolate_part(
 
 
 def list_invariances(of: Measure, reading: Reading) -> tuple[str, ...]:
-    """The symmetries that leave a measure as it is, without those that do not on this network."""
+    """List the rescalings that a measure is invariant to on this network."""
     withdrawn = {
         symmetry
         for each in reading.details.values()
@@ -159,13 +159,13 @@ def list_invariances(of: Measure, reading: Reading) -> tuple[str, ...]:
 
 
 def is_axis_dependent(request: MeasureRequest) -> bool:
-    """Whether it matters which axes of a weight count its inputs and outputs."""
+    """Return whether the measure depends on which axes of a weight count inputs and outputs."""
     of = request.measure
     return of.by_matrix or any(name in STATISTICS and STATISTICS[name].kind == "matrix" for name in of.statistics)
 
 
 def _add_doubts(request: MeasureRequest, part: MeasureResult, shape: Geometry | None) -> MeasureResult:
-    """With what does not hold for this parameter, and what was guessed of it."""
+    """Add notes on what does not hold, or was guessed, for this parameter."""
     if shape is None or not is_axis_dependent(request):
         return part
     notes, details = part.notes, part.details
@@ -177,7 +177,7 @@ def _add_doubts(request: MeasureRequest, part: MeasureResult, shape: Geometry | 
 
 
 def compute_parts(request: MeasureRequest, values: Values, shapes: Mapping[str, Geometry]) -> dict[str, MeasureResult]:
-    """What the measure says of each layer; of the network under an empty name."""
+    """Compute the value of the measure for each layer, or for the network under an empty name."""
     of = request.measure
     if of.on == "network":
         return {"": _make_part(of.function(**values, **request.options))}
@@ -222,7 +222,7 @@ def _get_replicate(found: StatisticResult, draw: int) -> Any:
 
 
 def _compute_jackknife_error(values: Sequence[float]) -> float:
-    """Standard error from estimates with one draw left out each.
+    """Compute the standard error from estimates that each leave out one draw.
 
     Stretched from the normal to Student's distribution, so that 1.96 of it make a 95 % interval with few draws, too.
     """
@@ -233,7 +233,7 @@ def _compute_jackknife_error(values: Sequence[float]) -> float:
 
 
 def _collect_notes(parts: Mapping[str, MeasureResult]) -> Iterable[str]:
-    """Each sentence once, with the layers it is about."""
+    """Collect notes, each once, with the layers it is about."""
     about: dict[str, list[str]] = {}
     for name, part in parts.items():
         for note in part.notes:

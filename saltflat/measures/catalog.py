@@ -11,12 +11,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from saltflat.measures.registry import MEASURES
-from saltflat.results.text import render_text
+from saltflat.results.text import render_text, strip_markup
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """What the catalogue says of a measure.
+    """An entry of the catalog: all that is known of a measure without a model.
 
     Attributes:
         name: how to ask for it.
@@ -42,7 +42,7 @@ class CatalogueEntry:
 
 
 class Catalogue(Sequence[CatalogueEntry]):
-    """Entries in the order of their families; prints as a list, of the terminal's width."""
+    """The catalog of measures by family, which prints as a list at the width of the terminal."""
 
     def __init__(self, entries: Sequence[CatalogueEntry]) -> None:
         self.entries = tuple(entries)
@@ -81,7 +81,7 @@ class Catalogue(Sequence[CatalogueEntry]):
 
 
 def list_measures() -> Catalogue:
-    """Every measure: what it says, its formula, what leaves it unchanged, what it needs and costs, and its source.
+    """List every measure: meaning, formula, invariance, statistics, cost and source.
 
     >>> [entry.invariant_to for entry in list_measures() if entry.name == "kappa"]
     [('layer_scale',)]
@@ -90,8 +90,8 @@ def list_measures() -> Catalogue:
         [
             CatalogueEntry(
                 each.name,
-                each.meaning,
-                each.formula,
+                strip_markup(each.meaning),
+                strip_markup(each.formula),
                 each.invariant_to,
                 each.smaller,
                 each.statistics,

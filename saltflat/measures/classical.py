@@ -12,7 +12,7 @@ from saltflat.measures.registry import MeasureResult, measure
 
 @measure(on="parameters", reference="tsuzuku2020normalized", formula="trace of the Hessian of the mean loss")
 def hessian_trace(curvature_trace: Tensor) -> Tensor:
-    r"""How fast the loss bends, added up over all directions.
+    r"""Trace of the Hessian: curvature of the loss summed over all directions.
 
     .. math::
         \mathrm{tr}\, H = \sum_i \partial^2 L / \partial w_i^2
@@ -35,7 +35,7 @@ def hessian_trace(curvature_trace: Tensor) -> Tensor:
     fixed={"scaled": "none"},
 )
 def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> MeasureResult:
-    r"""How fast the loss bends in the direction in which it bends most.
+    r"""Largest eigenvalue of the Hessian: curvature of the loss in its sharpest direction.
 
     .. math::
         \lambda_{\max}(H)
@@ -58,7 +58,7 @@ def hessian_top_eigenvalue(hessian_top: Mapping[str, Any]) -> MeasureResult:
     fixed={"scaled": "quotient"},
 )
 def quotient_sharpness(hessian_top: Mapping[str, Any]) -> MeasureResult:
-    r"""How fast the loss bends at most when lengths are measured relative to each layer's norm.
+    r"""Largest curvature of the loss when lengths are relative to each layer's norm.
 
     .. math::
         \lambda_{\max}(D^{1/2} H D^{1/2}), \quad D = |W_l|_F^2 \text{ for all entries of } W_l
@@ -79,7 +79,7 @@ def quotient_sharpness(hessian_top: Mapping[str, Any]) -> MeasureResult:
     smaller="nearer to zero weights",
 )
 def squared_norm(weight: Tensor) -> Tensor:
-    r"""How large the weights are: :math:`\sum_l |W_l|_F^2`, without biases.
+    r"""Squared norm of the weights: :math:`\sum_l |W_l|_F^2`, without biases.
 
     Example:
         >>> import torch
@@ -96,7 +96,7 @@ def squared_norm(weight: Tensor) -> Tensor:
     smaller="nearer to where training began",
 )
 def distance_from_init(weight: Mapping[str, Tensor], initial_weight: Mapping[str, Tensor]) -> MeasureResult:
-    r"""How far training has moved the parameters: :math:`|w - w_0|_2`.
+    r"""Distance of the parameters from their initial values: :math:`|w - w_0|_2`.
 
     Example:
         >>> import torch

@@ -21,7 +21,7 @@ from saltflat.engine.data import Batch
 from saltflat.engine.losses import CrossEntropy, find_hits
 from saltflat.engine.progress import Forecast, StepProgress
 from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic
-from saltflat.engine.sweep import SweepTotals, count_sum_bytes
+from saltflat.engine.sweep import Sweep, count_sum_bytes
 from saltflat.errors import ModelError, NotDefinedError, SaltflatError, format_error_line
 from saltflat.measures.apply import Evaluation, add_sampling_errors, evaluate_measure
 from saltflat.measures.registry import MeasureRequest, StatisticRequest
@@ -30,7 +30,7 @@ from saltflat.results.report import Reading
 
 
 class Fingerprint:
-    """A number that tells whether two passes saw the same examples in the same order.
+    """A number that identifies the examples of a pass and their order.
 
     It does not depend on how the examples were batched, on the device, or on the precision they were measured in.
     """
@@ -39,6 +39,7 @@ class Fingerprint:
         self._sum = 0
 
     def add(self, batch: Batch) -> None:
+        """Add the examples of a batch."""
         for place, leaf in enumerate([*batch.list_tensors(), batch.targets]):
             if not batch.has_example_axis(leaf):
                 continue
@@ -84,8 +85,8 @@ TIMED = 32  # examples: few, since they are run before it is known how much memo
 EFFECTIVE = 50  # examples that a mean rests on, below which its standard error is too small
 
 
-class ReportTotals(SweepTotals):
-    """A sweep that also notes what every report says of the network and its data."""
+class ReportSweep(Sweep):
+    """A sweep that also records what every report says about the network and its data."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,7 +111,7 @@ class ReportTotals(SweepTotals):
                 self.labels.update(targets[kept].unique().tolist())
 
     def compute_report_fields(self, values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-        """Accuracy, gradient and sample, as a report has them."""
+        """Return accuracy, gradient norm and sample, as a report has them."""
         squared = sum(float(each.square().sum()) for each in values["mean_gradient"].values())
         single = sum(float(each.mean()) for each in values["gradient_norms"].values())
         return {
@@ -121,7 +122,7 @@ class ReportTotals(SweepTotals):
         }
 
     def find_sample_notes(self) -> list[str]:
-        """What makes the examples no sample of what the network was trained on."""
+        """Find reasons why the examples are no sample of the training data."""
         if self.examples < 2 * self.classes or 2 * len(self.labels) >= self.classes:
             return []
         return [
@@ -137,7 +138,7 @@ class ReportTotals(SweepTotals):
 
 
 class StatisticCollector:
-    """The statistics found so far, and why others could not be.
+    """Collect the statistics that measures need, and the reasons why some cannot be computed.
 
     Args:
         context: what is measured.
@@ -155,7 +156,7 @@ class StatisticCollector:
         self.forecast = Forecast({})
 
     def gather(self, asked: Sequence[MeasureRequest]) -> None:
-        """Everything that the measures ask for: one shared sweep, then what has passes of its own."""
+        """Compute everything the measures need: one shared sweep, then statistics with passes of their own."""
         needs = {need.key: need for request in asked for need in request.needs.values()}
         strict = {need.key for request in asked if request.named for need in request.needs.values()}
         if self.diagonal is not None and "curvature_diagonal" in needs:
@@ -180,9 +181,9 @@ class StatisticCollector:
                 self._compute_statistic(need, need.key in strict)
         deviations = self.found["feature_deviation"].value if "feature_deviation" in self.found else {}
         with self.time_step("sweep"):
-            totals = ReportTotals(self.context, swept, deviations, replicate=True, groups=self.context.groups)
+            totals = ReportSweep(self.context, swept, deviations, replicate=True, groups=self.context.groups)
             total = self.context.problem.num_examples
-            totals.sweep(lambda done: self.context.tick("Sweeping examples", done, total))
+            totals.run(lambda done: self.context.tick("Sweeping examples", done, total))
             values = totals.compute_values()
             self.context.store_counts(totals.examples, totals.share, totals.loss)
             self.forecast.examples = totals.examples
@@ -207,7 +208,7 @@ class StatisticCollector:
     def _estimate_result_bytes(
         self, swept: Sequence[Statistic], computed: Sequence[StatisticRequest], asked: Sequence[MeasureRequest]
     ) -> int:
-        """About how many bytes are held that no smaller chunk of examples would save.
+        """Estimate the bytes of results, which no smaller chunk of examples would save.
 
         Counted in vectors of all measured parameters in float64: copies of the model in both precisions, the sums,
         means and changes of each statistic, what searches and the balancing of matrices work with.
@@ -225,7 +226,7 @@ class StatisticCollector:
         )
 
     def _make_forecast(self, computed: Sequence[StatisticRequest]) -> None:
-        """Time a forward pass, where somebody waits for the result, to say how long everything will take."""
+        """Time a forward pass to forecast the duration, if progress is shown."""
         tick = self.context.tick
         if not isinstance(tick, StepProgress) or not tick.is_visible:
             return
@@ -269,6 +270,7 @@ class StatisticCollector:
 
     @contextmanager
     def time_step(self, step: str) -> Iterator[None]:
+        """Record the time that a step takes."""
         started = time.perf_counter()
         self.forecast.begin(step)
         try:
@@ -279,7 +281,7 @@ class StatisticCollector:
             self.seconds[step] = time.perf_counter() - started
 
     def compute_readings(self, asked: Sequence[MeasureRequest]) -> tuple[dict[str, Reading], dict[str, str]]:
-        """What the measures say; what has no value is left out, or nan if it was asked for by name."""
+        """Apply the measures; those without a value are left out, or nan if requested by name."""
         evaluations: list[Evaluation] = []
         undefined: dict[str, Reading] = {}
         left_out: dict[str, str] = {}
@@ -311,7 +313,7 @@ def _estimate_passes(need: StatisticRequest) -> float | None:
 
 
 def _time_example(context: Context) -> float | None:
-    """How long a forward pass takes, by the quickest of three on the first examples."""
+    """Time a forward pass per example: the fastest of three on the first examples."""
     seconds = []
     try:
         batch = next(iter(context.problem.read_batches())).cut(0, TIMED)
@@ -326,7 +328,7 @@ def _time_example(context: Context) -> float | None:
 
 
 def _find_silence_notes(statistic: Statistic, values: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
-    """What to say of parameters that the loss does not see."""
+    """Return notes on parameters that do not affect the loss."""
     of = values[statistic.name]
     silent = [name for name, value in of.items() if not bool(value.any())]
     if not silent:
@@ -341,7 +343,7 @@ def _find_silence_notes(statistic: Statistic, values: Mapping[str, Mapping[str, 
 
 
 def _find_concentration_notes(statistic: Statistic, values: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
-    """What to say where a few examples have nearly all of a mean: its standard error cannot be told from so few."""
+    """Return notes on means that a few examples dominate, whose standard errors are unreliable."""
     if statistic.kind != "example":
         return ()
     each = torch.stack(list(values[statistic.name].values())).sum(0)
@@ -355,7 +357,7 @@ def _find_concentration_notes(statistic: Statistic, values: Mapping[str, Mapping
 
 
 def _clamp_diagonal(found: StatisticResult) -> StatisticResult:
-    """Estimates of a curvature diagonal with negative ones taken as zero, as the measures' authors do."""
+    """Clamp negative estimates of a curvature diagonal to zero, as the authors of the measures do."""
 
     def clamp(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.clamp_min(0.0) for name, value in values.items()}

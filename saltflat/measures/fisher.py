@@ -30,7 +30,7 @@ def fisher_logdet(
     convention: str = "logdet",
     floor: float | None = None,
 ) -> MeasureResult:
-    r"""The logarithm of the volume that single examples' gradients span: smaller is flatter.
+    r"""Log-determinant of the Gram matrix of per-example gradients: smaller is flatter.
 
     .. math::
         \hat\gamma = \frac1T \sum_t \ln\det J_{S_t} J_{S_t}^T
@@ -95,7 +95,7 @@ def fisher_logdet(
     formula="largest eigenvalue of the inner products between gradients of `subset` random examples, mean over `draws`",
 )
 def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 100, draws: int = 100) -> MeasureResult:
-    r"""How long the longest combination of single examples' gradients is.
+    r"""Largest eigenvalue of the Gram matrix of per-example gradients.
 
     .. math::
         \frac1T \sum_t \|J_{S_t}\|_2^2
@@ -117,7 +117,7 @@ def fisher_spectral_radius(gradient_gram: Mapping[str, Any], *, subset: int = 10
     logarithmic=True,
 )
 def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> MeasureResult:
-    r"""The logarithm of the determinant of the observed Fisher matrix: :math:`\gamma = \ln |I(w)|`.
+    r"""Log-determinant of the observed Fisher matrix: :math:`\gamma = \ln |I(w)|`.
 
     It is minus infinity as soon as there are more parameters than examples, or any direction that no gradient sees: so
     it is for every network that can be rescaled. For tiny models only. ``jitter`` is added to the diagonal.
@@ -143,7 +143,7 @@ def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> Measure
     formula="mean over examples of the squared length of the gradient",
 )
 def fisher_trace(gradient_norms: Tensor) -> Tensor:
-    r"""How large single examples' gradients are: the trace of the observed Fisher matrix.
+    r"""Trace of the observed Fisher matrix: mean squared norm of per-example gradients.
 
     .. math::
         \mathrm{tr}\, I = \frac1N \sum_n \|\nabla \ell_n\|^2
@@ -161,7 +161,7 @@ def fisher_trace(gradient_norms: Tensor) -> Tensor:
     formula="mean over examples of the fourth power of the gradient's length",
 )
 def fisher_frobenius(gradient_norms: Mapping[str, Tensor]) -> Tensor:
-    r"""How large single examples' Fisher matrices are, in the squared Frobenius norm: :math:`\frac1N \sum_n \|g_n\|^4`.
+    r"""Mean squared Frobenius norm of per-example Fisher matrices: :math:`\frac1N \sum_n \|g_n\|^4`.
 
     Example:
         >>> float(fisher_frobenius({"a": torch.tensor([1.0, 3.0]), "b": torch.tensor([0.0, 1.0])}))
@@ -177,7 +177,7 @@ def fisher_frobenius(gradient_norms: Mapping[str, Tensor]) -> Tensor:
     formula="mean over examples of (parameters . gradient)^2",
 )
 def fisher_rao_norm(gradient_along_weights: Mapping[str, Tensor]) -> Tensor:
-    r"""How fast single examples' losses change when all parameters grow by the same factor.
+    r"""Mean squared rate at which per-example losses change when all parameters grow by one factor.
 
     .. math::
         \theta^T I \theta = \frac1N \sum_n \langle \theta, \nabla \ell_n \rangle^2
@@ -197,7 +197,7 @@ def fisher_rao_norm(gradient_along_weights: Mapping[str, Tensor]) -> Tensor:
     smaller="more robust to its inputs",
 )
 def input_robustness(input_jacobian: float) -> float:
-    r"""How much the predicted probabilities can change with the input.
+    r"""Largest sensitivity of the predicted probabilities to the input.
 
     .. math::
         \frac1N \sum_n \|J_x \mathrm{softmax} f(x_n)\|_2^2
@@ -212,7 +212,7 @@ def input_robustness(input_jacobian: float) -> float:
 
 
 def _compute_subset_spectra(gram: Mapping[str, Any], subset: int, draws: int) -> tuple[Tensor, tuple[str, ...]]:
-    """``(draws, subset)``: eigenvalues of the inner products within random subsets, ascending."""
+    """Compute the eigenvalues of the Gram matrices of random subsets, ascending, as ``(draws, subset)``."""
     check_count(1, subset=subset, draws=draws)
     matrix: Tensor = gram["gram"]
     pool, notes = len(matrix), tuple[str, ...]()
@@ -234,7 +234,7 @@ def _compute_mean(values: Tensor) -> tuple[float, float | None]:
 
 
 def _compute_sampling_error(values: Tensor, subset: int, pool: int) -> float | None:
-    r"""Standard error over examples of a mean over random subsets of a pool.
+    r"""Compute the standard error over examples of a mean over random subsets of a pool.
 
     To first order in the examples the mean over all subsets varies as that over the pool's ``pool / subset`` disjoint
     ones; the scatter of subsets of one pool is short of the full one by what they share.

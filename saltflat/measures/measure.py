@@ -14,7 +14,7 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.certificate import certify
+from saltflat.engine.certificate import certify_context
 from saltflat.engine.context import Context, describe_context
 from saltflat.engine.custom_losses import normalize_logits
 from saltflat.engine.data import Data
@@ -56,7 +56,7 @@ def measure(
     sampling: bool = True,
     limit: int | None = None,
 ) -> Report:
-    """How flat the minimum is that a trained network sits in, by every measure asked for.
+    """Measure how flat the minimum is that a trained network sits in.
 
     Args:
         model: any module. It is measured in eval mode and given back bit for bit as it was.
@@ -108,24 +108,23 @@ def measure(
     chosen = parse_loss(loss)
     if not isinstance(logits, str) or logits != "none":
         chosen = normalize_logits(chosen, logits)
-    with open_session(model, mode, data) as notes, show_steps(progress) as tick:
-        problem = Problem.build(model, data, chosen, layers, dtype, mode)
-        context = Context(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
-        search = StatisticCollector(context, DIAGONALS[diagonal], certificate)
-        search.gather(asked)
-        readings, left_out = search.compute_readings(asked)
-        examples, mean_loss = context.examples, context.mean_loss
-        if context.first is not None:
-            notes += find_input_notes(problem, context.first, mean_loss)
-        notes += search.notes
     agreement = None
-    if certificate:
-        with search.time_step("certificate"):
-            agreement = _compute_certificate(model, data, chosen, layers, seed, mode, room)
-        if not agreement["holds"]:
-            readings = {
-                each.key: _add_certificate_note(each, readings[each.key]) for each in asked if each.key in readings
-            }
+    with open_session(model, mode, data) as notes:
+        with show_steps(progress) as tick:
+            problem = Problem.build(model, data, chosen, layers, dtype, mode)
+            context = Context(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
+            search = StatisticCollector(context, DIAGONALS[diagonal], certificate)
+            search.gather(asked)
+            readings, left_out = search.compute_readings(asked)
+            examples, mean_loss = context.examples, context.mean_loss
+            if context.first is not None:
+                notes += find_input_notes(problem, context.first, mean_loss)
+            notes += search.notes
+        if certificate:
+            with search.time_step("certificate"):
+                agreement = _compute_certificate(context)
+    if agreement is not None and not agreement["holds"]:
+        readings = {each.key: _add_certificate_note(each, readings[each.key]) for each in asked if each.key in readings}
     return Report(
         readings=readings,
         left_out=left_out,
@@ -152,6 +151,7 @@ def measure(
 
 
 def get_package_version() -> str:
+    """Return the version of saltflat."""
     import saltflat  # at call time: this module is part of it
 
     return saltflat.__version__
@@ -187,11 +187,9 @@ def _parse_initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Prob
     return found
 
 
-def _compute_certificate(
-    model: nn.Module, data: Any, loss: Any, layers: Any, seed: int, mode: str, memory: int
-) -> dict[str, Any]:
+def _compute_certificate(context: Context) -> dict[str, Any]:
     try:
-        found = certify(model, data, loss, layers, seed=seed, mode=mode, memory=memory)
+        found = certify_context(context)
     except RuntimeError as error:  # the same models that have no second derivatives
         return {
             "holds": None,
@@ -205,7 +203,7 @@ def _compute_certificate(
 
 
 def _add_certificate_note(request: MeasureRequest, reading: Reading) -> Reading:
-    """A reading made of Gauss-Newton blocks that are not known to be the Hessian's."""
+    """Mark a reading whose Gauss-Newton blocks are not known to equal the Hessian's."""
     if not is_gauss_newton(request):
         return reading
     note = "by the Gauss-Newton matrix, which the certificate does not find to be the Hessian here"
@@ -213,7 +211,7 @@ def _add_certificate_note(request: MeasureRequest, reading: Reading) -> Reading:
 
 
 def is_gauss_newton(request: MeasureRequest) -> bool:
-    """Whether a measure takes curvature from the Gauss-Newton matrix."""
+    """Return whether a measure takes curvature from the Gauss-Newton matrix."""
     made_of = [need.name for need in request.needs.values()]
     return any(
         name == "top_eigenvalue" or (name in STATISTICS and STATISTICS[name].of == "curvature") for name in made_of

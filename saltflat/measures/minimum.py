@@ -19,7 +19,7 @@ from saltflat.symmetry.minimize import SmallestTrace, minimize_trace_by_layer, m
     formula="trace of the Hessian, smallest over factors of the layers that cancel",
 )
 def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetries) -> MeasureResult:
-    r"""The smallest Hessian trace among all networks that differ only by factors of their layers.
+    r"""Smallest Hessian trace over all rescalings of the layers that keep the function.
 
     .. math::
         \min_{\alpha} \sum_p \alpha_p^{-2} \, \mathrm{tr}\, H_p
@@ -63,7 +63,7 @@ def minimum_sharpness(curvature_trace: Mapping[str, Tensor], rescalings: Symmetr
     formula="trace of the Hessian, smallest over sizes of all units",
 )
 def minimum_unit_sharpness(curvature_diagonal: Mapping[str, Tensor], rescalings: Symmetries) -> MeasureResult:
-    r"""The smallest Hessian trace among all networks that differ only by the sizes of their units.
+    r"""Smallest Hessian trace over all rescalings of the units that keep the function.
 
     .. math::
         \min_{s} \sum_{p, ij} H_{p, ij} \, e^{-2 (s_i - s_j)}

@@ -22,7 +22,7 @@ SMALL = 1 << 22  # entries of matrices whose balancing a CPU finishes before a G
     formula="sum over columns of sqrt(curvature of the column * squared weights of it), smallest over row scales",
 )
 def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> MeasureResult:
-    r"""Curvature times size of the weights, at the scales of rows and columns that make it smallest.
+    r"""Curvature times squared weights, minimized over the scales of rows and columns.
 
     .. math::
         \min_\gamma \sum_j \sqrt{ (F^T e^{\gamma})_j \, (U^T e^{-\gamma})_j }, \quad U = W \circ W
@@ -55,7 +55,7 @@ def normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> MeasureR
     formula="sum over entries of curvature times row and column scales plus squared weight over them, smallest",
 )
 def normalized_sharpness_arxiv(weight: Tensor, curvature_diagonal: Tensor) -> MeasureResult:
-    r"""The same before the columns' scales are eliminated, as the first version of the paper has it: twice as large.
+    r"""Normalized sharpness before the columns' scales are eliminated, as in the paper's first version: twice as large.
 
     .. math::
         \min_{s, t > 0} \sum_{ij} F_{ij} s_i t_j + U_{ij} / (s_i t_j)
@@ -112,7 +112,7 @@ def normalized_sharpness_printed(weight: Tensor, curvature_diagonal: Tensor, *, 
     formula="sum over parameters of |parameter| * sqrt(curvature)",
 )
 def parameterwise_normalized_sharpness(weight: Tensor, curvature_diagonal: Tensor) -> MeasureResult | Tensor:
-    r"""Curvature times size, with a scale of its own for every parameter: a lower bound of normalized sharpness.
+    r"""Curvature times squared weights, with a scale for every parameter: a lower bound of normalized sharpness.
 
     .. math::
         \sum_i \sqrt{H_{ii}} \, |\theta_i|
@@ -139,7 +139,7 @@ def regularized_normalized_sharpness(
     grid: tuple[float, ...] = (-2.0, -1.0, 0.0, 1.0, 2.0),
     strength: float = 1.0,
 ) -> MeasureResult:
-    r"""The parameter-wise term of the bound before its limit: scales may leave the grid, at a price.
+    r"""Parameter-wise term of the bound before its limit, where scales may leave the grid at a cost.
 
     .. math::
         \sum_i \min_{\sigma, \beta \in B} H_{ii} e^{2\sigma} + \theta_i^2 e^{-2\sigma} + (\sigma - \beta)^2 / \lambda'
@@ -179,7 +179,7 @@ def regularized_normalized_sharpness(
     formula="sum over parameters of curvature * squared parameter",
 )
 def fisher_rao_diagonal(weight: Tensor, curvature_diagonal: Tensor) -> Tensor:
-    r"""How fast the loss bends under independent relative changes of the parameters.
+    r"""Curvature of the loss under independent relative changes of the parameters.
 
     .. math::
         \sum_i H_{ii} \theta_i^2
@@ -194,7 +194,7 @@ def fisher_rao_diagonal(weight: Tensor, curvature_diagonal: Tensor) -> Tensor:
 
 
 def _prepare_matrices(weight: Tensor, curvature_diagonal: Tensor) -> tuple[Tensor, Tensor] | MeasureResult:
-    """F and U with kernel positions summed; or why there is no number."""
+    """Return F and U with kernel positions summed, or the reason why there is no number."""
     F, U = curvature_diagonal.double(), weight.double().square()
     if F.dim() == 4:
         F, U = F.sum(-1), U.sum(-1)
@@ -224,7 +224,7 @@ def _make_balance_result(found: BalanceResult, value: Tensor, slopes: Tensor) ->
 
 
 def _minimize_regularized(H: Tensor, squares: Tensor, b: float, strength: float) -> tuple[Tensor, Tensor]:
-    """The smallest value over s of H e^2s + q e^-2s + (s - b)^2 / strength, for every entry, and e^2s."""
+    """Minimize H e^2s + q e^-2s + (s - b)^2 / strength over s for every entry; return the value and e^2s."""
     # Through logarithms, so that no curvature stays none however large s becomes.
     log_H, log_q = H.log(), squares.log()
 

@@ -54,7 +54,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class MeasureResult:
-    """What a measure says of one layer, or of the network, where a bare number does not say it all.
+    """The value of a measure for a layer or the network, with what a bare number does not say.
 
     Attributes:
         value: the number; nan where it is not defined, with the reason in ``notes``.
@@ -90,6 +90,8 @@ class MeasureResult:
 
 @dataclass(frozen=True)
 class Measure:
+    """A registered measure: its function, claims and source."""
+
     name: str
     function: Callable[..., Tensor | float | MeasureResult]
     on: Literal["weights", "parameters", "network"]
@@ -108,12 +110,12 @@ class Measure:
 
     @property
     def meaning(self) -> str:
-        """The first sentence of its documentation."""
+        """The first sentence of its docstring."""
         return (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
 
     @property
     def cost(self) -> str:
-        """One of :data:`COSTS`: that of the dearest statistic it needs, with the usual options, or its own."""
+        """One of :data:`COSTS`: the cost of its most expensive statistic with default options, or its own."""
         costs = [COMPUTED[need].cost for need in self.statistics if need in COMPUTED]
         return max([self.own_cost, *costs], key=list(COSTS).index)
 
@@ -197,6 +199,7 @@ def measure(
 
 
 def get_statistic_options(statistic: str) -> Mapping[str, Any]:
+    """Return the options of a statistic with their defaults."""
     if statistic in COMPUTED:
         return COMPUTED[statistic].options
     return STATISTICS[statistic].options if statistic in STATISTICS else {}
@@ -204,19 +207,20 @@ def get_statistic_options(statistic: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class StatisticRequest:
-    """A statistic with the options it is wanted with."""
+    """A statistic and the options it is requested with."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def key(self) -> str:
+        """The statistic as a call, with the options that differ from the defaults."""
         return format_call(self.name, dict(self.options))
 
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """A measure with its options.
+    """A measure and the options it is requested with.
 
     Attributes:
         key: how the report names it.
@@ -234,7 +238,7 @@ class MeasureRequest:
 
 
 def parse_measures(measures: str | Sequence[str] | None) -> list[MeasureRequest]:
-    """What is asked for, each once; the preset ``"quick"`` if None.
+    """Return the requested measures, each once; the preset ``"quick"`` if None.
 
     >>> [each.key for each in parse_measures(["kappa", "rho( axis = 'row' )"])]
     ['kappa', "rho(axis='row')"]
@@ -268,7 +272,7 @@ def _expand_preset(name: str) -> list[MeasureRequest]:
 
 
 def parse_measure(text: str) -> MeasureRequest:
-    """One measure, by its name and options."""
+    """Parse one measure from its name and options."""
     name, opened, rest = text.strip().partition("(")
     name = name.strip()
     if name in PRESETS:
@@ -283,7 +287,7 @@ def parse_measure(text: str) -> MeasureRequest:
 
 
 def get_measure_key(text: str) -> str:
-    """The name under which a report keeps what was asked for as ``text``; the text itself if that is no measure.
+    """Return the name under which a report keeps a measure; the text itself if it names none.
 
     >>> [get_measure_key(each) for each in ("rho( axis = 'column' )", "rho(axis=row)", "of another version")]
     ['rho', "rho(axis='row')", 'of another version']
@@ -341,7 +345,8 @@ def _make_request(measure: Measure, given: Mapping[str, Any]) -> MeasureRequest:
 
 
 def format_call(name: str, options: Mapping[str, Any]) -> str:
-    """
+    """Format a name and its options as a call.
+
     >>> format_call("rho", {}), format_call("rho", {"axis": "row"})
     ('rho', "rho(axis='row')")
     """

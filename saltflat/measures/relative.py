@@ -37,7 +37,7 @@ def _compute_kappa(weight: Tensor, top_eigenvalue: Tensor) -> MeasureResult:
     formula="squared norm of the weight * largest eigenvalue of its curvature block, summed over layers",
 )
 def kappa(weight: Tensor, top_eigenvalue: Tensor) -> MeasureResult:
-    r"""How fast the loss bends at most under changes relative to a layer's size.
+    r"""Largest curvature of the loss under changes relative to a layer's norm.
 
     .. math::
         \kappa^l = \|w_l\|_F^2 \, \lambda_{\max}(H_l), \quad \kappa = \sum_l \kappa^l
@@ -75,7 +75,7 @@ def kappa_max(weight: Tensor, top_eigenvalue: Tensor) -> MeasureResult:
     formula="squared norm of the weight * trace of its curvature block, summed over layers",
 )
 def kappa_trace(weight: Tensor, curvature_trace: Tensor) -> Tensor:
-    r"""How fast the loss bends in sum under changes relative to a layer's size.
+    r"""Trace of the curvature under changes relative to a layer's norm.
 
     .. math::
         \kappa_\tau^l = \|w_l\|_F^2 \, \mathrm{tr}\, H_l, \quad \kappa_\tau = \sum_l \kappa_\tau^l
@@ -106,7 +106,7 @@ def kappa_trace_max(weight: Tensor, curvature_trace: Tensor) -> Tensor:
     formula="w(j)' H w(j) with the curvature block of unit j's own weights, summed over units and layers",
 )
 def rho(unit_forms: Tensor) -> MeasureResult:
-    r"""How fast the loss bends when a unit's weights all grow by the same factor, summed over units.
+    r"""Curvature of the loss when all weights of a unit grow by one factor, summed over units.
 
     .. math::
         \rho^l(j) = w_l(j)^T H_{l,j} w_l(j), \quad \rho = \sum_l \sum_j \rho^l(j)
@@ -146,7 +146,7 @@ def rho_max(unit_forms: Tensor) -> MeasureResult:
 def relative_flatness(
     weight: Tensor, unit_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
 ) -> MeasureResult:
-    r"""How fast the loss bends under changes that are linear maps of a layer's weights.
+    r"""Curvature of the loss under changes that are linear maps of a layer's weights.
 
     .. math::
         \kappa = \sum_{s,t} \langle w_s, w_t \rangle \, \mathrm{tr}\, H_{st}

@@ -14,7 +14,7 @@ from saltflat.results.jackknife import compute_variance_of_mean
 
 
 def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Standard deviation over examples and positions of each input channel, by weight; and notes about odd ones.
+    """Compute the standard deviation of each input channel over examples and positions, by weight, with notes.
 
     A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
     not zero cannot be normalised and gets 1.
@@ -50,6 +50,7 @@ def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple
 
 
 def find_channel_axis(module: nn.Module, x: Tensor) -> int | None:
+    """Return the axis of a layer's input that counts channels."""
     if isinstance(module, nn.Linear):
         return x.dim() - 1
     if isinstance(module, Convolution | Transposed):
@@ -58,7 +59,7 @@ def find_channel_axis(module: nn.Module, x: Tensor) -> int | None:
 
 
 def _unwrap_vmap(x: Tensor) -> Tensor:
-    """The values of all examples where the model maps itself over them: inside of ``vmap`` a tensor shows one."""
+    """Return the values of all examples if the model maps itself over them: inside ``vmap`` a tensor shows one."""
     functorch = torch._C._functorch
     while functorch.is_batchedtensor(x):
         x = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
@@ -66,13 +67,14 @@ def _unwrap_vmap(x: Tensor) -> Tensor:
 
 
 class _RunningMoments:
-    """Count, mean and sum of squared deviations, put together from parts without cancellation."""
+    """Count, mean and sum of squared deviations, combined from parts without cancellation."""
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = self.squares = self.largest = torch.zeros(())
 
     def add(self, rows: Tensor) -> None:
+        """Add the values of a chunk."""
         if not len(rows):  # an expert that no example of this chunk was sent to
             if not self.count:
                 self.mean = self.squares = self.largest = rows.new_zeros(rows.shape[1])
@@ -88,6 +90,7 @@ class _RunningMoments:
         self.largest = torch.maximum(self.largest, largest)
 
     def compute_deviation(self) -> Tensor:
+        """Return the standard deviation of all values added."""
         return (self.squares / max(self.count, 1)).sqrt()
 
 
@@ -125,7 +128,7 @@ curvature_trace = register_statistic(
 
 @statistic(per="layer", meaning="How far each input channel of a layer varies over the data.", passes=1)
 def feature_deviation(context: Context) -> StatisticResult:
-    """``(channels,)`` for each weight of a Linear layer or a convolution."""
+    """Return ``(channels,)`` for each weight of a Linear layer or a convolution."""
     deviations, notes = compute_input_deviations(context)
     return StatisticResult(deviations, notes=notes, without=lambda group: deviations)
 

@@ -19,7 +19,7 @@ from saltflat.engine.progress import Progress, show_progress
 from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
 from saltflat.engine.statistic import find_statistics
-from saltflat.engine.sweep import SweepTotals
+from saltflat.engine.sweep import Sweep
 from saltflat.statistics.averages import compute_input_deviations
 from saltflat.validation import check_seed, parse_bytes, take_turns
 
@@ -73,7 +73,7 @@ def compute_statistics(
     mode: str = "eval",
     limit: int | None = None,
 ) -> Statistics:
-    """Curvature and gradient statistics of every parameter, from one pass over the data.
+    """Compute curvature and gradient statistics of every parameter in one pass over the data.
 
     Args:
         model: any module. It is measured in eval mode and given back bit for bit as it was.
@@ -112,9 +112,9 @@ def compute_statistics(
         problem = Problem.build(model, data, loss, layers, dtype, mode)
         context = Context(problem, plan, seed, room)
         deviations = compute_input_deviations(context)[0] if any(each.features for each in wanted) else {}
-        totals = SweepTotals(context, wanted, deviations)
+        totals = Sweep(context, wanted, deviations)
         with show_progress(progress, problem.data) as report:
-            totals.sweep(report)
+            totals.run(report)
         if context.first is not None:
             notes += find_input_notes(problem, context.first, totals.compute_mean_loss())
     values, errors = totals.compute_values(), totals.compute_errors()

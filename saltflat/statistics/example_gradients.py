@@ -22,7 +22,7 @@ LARGEST = 2000
     per="network", meaning="Mean over examples of gradient times gradient', over all parameters at once.", passes=5
 )
 def fisher_matrix(context: Context) -> StatisticResult:
-    """``(W, W)`` in float64 for W parameters."""
+    """Return the observed Fisher matrix, ``(W, W)`` in float64 for W parameters."""
     size = sum(value.numel() for value in context.problem.network.measured.values())
     if size > LARGEST:
         raise NotDefinedError(f"is for models of at most {LARGEST} parameters, and this one has {size}")
@@ -34,7 +34,7 @@ def fisher_matrix(context: Context) -> StatisticResult:
 
 @statistic(per="network", meaning="Inner products between single examples' gradients, of a pool of examples.", passes=5)
 def gradient_gram(context: Context, *, pool: int = 1000) -> StatisticResult:
-    """``gram``, ``(P, P)`` in float64, with P the smaller of ``pool`` and the number of examples.
+    """Return ``gram``, ``(P, P)`` in float64, with P the smaller of ``pool`` and the number of examples.
 
     Beside it ``eps``, the rounding of the precision the gradients were taken in, and the ``seed`` to draw subsets with.
     """
@@ -52,7 +52,7 @@ def gradient_gram(context: Context, *, pool: int = 1000) -> StatisticResult:
     per="network", meaning="Mean squared spectral norm of the derivative of the probabilities by the inputs.", passes=25
 )
 def input_jacobian(context: Context) -> StatisticResult:
-    """The mean over the examples of the largest squared singular value of d softmax(f(x)) / dx, as a number."""
+    """Return the mean over examples of the largest squared singular value of d softmax(f(x)) / dx."""
     loss = context.problem.loss
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
@@ -68,7 +68,7 @@ def input_jacobian(context: Context) -> StatisticResult:
 
 
 def _split_batch(context: Context, batch: Batch, room: int) -> Iterator[Batch]:
-    """Parts of a chunk whose Jacobians fit in so many bytes."""
+    """Split a chunk into parts whose Jacobians fit in so many bytes."""
     with torch.no_grad():
         outputs = context.problem.network(batch.cut(0, 1))
     # The rows as they are found, stacked, and in float64.
@@ -79,7 +79,7 @@ def _split_batch(context: Context, batch: Batch, room: int) -> Iterator[Batch]:
 
 
 def _get_only_input(batch: Batch) -> Tensor:
-    """The only input, which must be a tensor of real numbers."""
+    """Return the only input, which must be a tensor of real numbers."""
     tensors = batch.list_tensors()
     if len(tensors) != 1 or not tensors[0].is_floating_point():
         got = ", ".join(str(each.dtype) for each in tensors)

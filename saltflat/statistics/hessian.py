@@ -30,7 +30,7 @@ from saltflat.engine.full_loss import (
 from saltflat.engine.lanczos import TopEigenvalue, Vectors, find_top_eigenvalues
 from saltflat.engine.noise import draw_normals, draw_signs
 from saltflat.engine.statistic import ParameterSite, Statistic, statistic
-from saltflat.engine.sweep import SweepTotals
+from saltflat.engine.sweep import Sweep
 from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.gradients.base import FactoredGradient
 from saltflat.validation import check_count, check_positive
@@ -38,7 +38,7 @@ from saltflat.validation import check_count, check_positive
 
 @statistic(per="network", meaning="Largest eigenvalue of the Hessian of the mean loss over all parameters.", passes=90)
 def hessian_top(context: Context, *, scaled: str = "none", tolerance: float | None = None) -> StatisticResult:
-    r"""The largest eigenvalue of H, or of :math:`D^{1/2} H D^{1/2}` with :math:`D = |W_l|^2` for every parameter.
+    r"""Find the largest eigenvalue of H, or of :math:`D^{1/2} H D^{1/2}` with :math:`D = |W_l|^2` for every parameter.
 
     Args:
         context: what is measured.
@@ -100,7 +100,7 @@ def hessian_top(context: Context, *, scaled: str = "none", tolerance: float | No
 
 
 def find_top_eigenvalue(operator: Any, start: Any, tolerance: float = 1e-9) -> TopEigenvalue:
-    """The largest eigenvalue of any symmetric operator, which need not be the largest in size.
+    """Find the largest eigenvalue of a symmetric operator, which need not be the largest in size.
 
     Args:
         operator: anything with a ``shape`` that can be multiplied with a vector by ``@``, such as SciPy's or another
@@ -122,14 +122,14 @@ def find_top_eigenvalue(operator: Any, start: Any, tolerance: float = 1e-9) -> T
 
 
 def _compute_asymmetry(u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
-    """How much u'Hv and v'Hu differ, relative to the lengths of the products."""
+    """Return how much u'Hv and v'Hu differ, relative to the lengths of the products."""
     size = float((Hu.square().sum() + Hv.square().sum()).sqrt())
     return float((u @ Hv - v @ Hu).abs()) / size if size else 0.0
 
 
 @statistic(per="layer", meaning="How fast the mean loss bends along the worst direction of a weight.", passes=100)
 def top_eigenvalue(context: Context, *, tolerance: float | None = None, steps: int = 500) -> StatisticResult:
-    """``(5,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, steps, converged.
+    """Return ``(5,)`` for each weight: the eigenvalue, its relative residual, the bound on its error, steps, converged.
 
     ``tolerance`` is of that bound; what the precision allows if None.
     """
@@ -172,7 +172,7 @@ def top_eigenvalue(context: Context, *, tolerance: float | None = None, steps: i
 def _make_leave_out(
     context: Context, vectors: Mapping[str, Tensor], row: Callable[[float | Tensor, str], Tensor]
 ) -> Callable[[int], dict[str, Tensor]] | None:
-    """The eigenvalues with one group of examples left out, to first order: v' G v with the vectors as they are."""
+    """Make a function for the eigenvalues without one group of examples, to first order: v' G v with fixed vectors."""
     if context.groups is None:
         return None
 
@@ -181,7 +181,7 @@ def _make_leave_out(
 
     along = Statistic("along", of="curvature", total=sum_curvature, spread=None, meaning="v' G v", kind="scalar")
     left_out = (
-        SweepTotals(context, [along], only=vectors.keys(), groups=context.groups).sweep().make_leave_one_out(along)
+        Sweep(context, [along], only=vectors.keys(), groups=context.groups).run().make_leave_one_out(along)
     )
     if left_out is None:
         return None
@@ -199,7 +199,7 @@ KINDS = ("corrected", "printed", "hutchinson")
 def finite_difference(
     context: Context, *, kind: str = "corrected", step: float = 1e-2, epsilon: float = 0.0, draws: int = 10
 ) -> StatisticResult:
-    r"""The mean over random signs s of :math:`s \circ (\nabla L(w + r D s) - \nabla L(w - r D s)) / (2 r D)`.
+    r"""Return the mean over random signs s of :math:`s \circ (\nabla L(w + r D s) - \nabla L(w - r D s)) / (2 r D)`.
 
     With :math:`D = |w| + \epsilon` this is unbiased up to the step (``"corrected"``). As printed, :math:`\epsilon` is
     not multiplied by s, and the mean is :math:`H_{ii} |w_i| / (|w_i| + \epsilon)` (``"printed"``). ``"hutchinson"`` is
@@ -235,7 +235,7 @@ def finite_difference(
 
 
 def estimate_diagonal_once(context: Context, s: Weights, kind: str, step: float, epsilon: float) -> dict[str, Tensor]:
-    """The estimate from one choice of signs."""
+    """Return the estimate from one draw of signs."""
     if kind == "hutchinson":
         product = compute_hessian_product(context, s)
         return {name: s[name] * product[name] for name in product}
@@ -250,7 +250,7 @@ def estimate_diagonal_once(context: Context, s: Weights, kind: str, step: float,
 
 
 def _check_products_symmetric(context: Context, each: list[dict[str, Tensor]]) -> None:
-    """The products with two choices of signs, which s o Hs gives back, must be those of a symmetric matrix."""
+    """Check that the products with two draws of signs are those of a symmetric matrix."""
     u, v = draw_signs(context, 0), draw_signs(context, 1)
     Hu, Hv = ({name: s[name] * one[name] for name in s} for s, one in zip((u, v), each, strict=False))
     off = sum(float((u[name] * Hv[name]).sum() - (v[name] * Hu[name]).sum()) for name in u)

@@ -30,7 +30,7 @@ from saltflat.validation import check_count, check_positive
     passes=lambda draws, **_: draws + 1,
 )
 def average_rise(context: Context, *, radius: float = 0.05, draws: int = 20) -> StatisticResult:
-    r"""E L(w + d) - L(w) with :math:`d_i = \rho w_i \xi_i` and standard normal :math:`\xi`.
+    r"""Return E L(w + d) - L(w) with :math:`d_i = \rho w_i \xi_i` and standard normal :math:`\xi`.
 
     Draws come in pairs :math:`\pm\xi`, so that the slope of the loss cancels; their scatter gives the error.
 
@@ -84,7 +84,7 @@ def average_rise(context: Context, *, radius: float = 0.05, draws: int = 20) -> 
     passes=lambda steps, **_: 3 * steps,
 )
 def worst_rise(context: Context, *, radius: float = 0.05, steps: int = 20, adaptive: bool = True) -> StatisticResult:
-    r"""The largest L(w + d) - L(w) found with :math:`|d / c|_2 \le \rho`; c is \|w\|, or 1 if not ``adaptive``.
+    r"""Find the largest L(w + d) - L(w) with :math:`|d / c|_2 \le \rho`; c is \|w\|, or 1 if not ``adaptive``.
 
     Projected ascent in the coordinates u = d / c. The first step leads to SAM's (or ASAM's) point; a step that raises
     the loss is followed by a longer one, which makes it a power iteration where the surface is convex, and one that
@@ -142,7 +142,7 @@ def worst_rise(context: Context, *, radius: float = 0.05, steps: int = 20, adapt
 
 
 def _project_into_ball(u: Weights, radius: float) -> dict[str, Tensor]:
-    """The nearest point of the ball."""
+    """Project a point onto the ball."""
     shrink = min(1.0, radius / compute_norm(u))
     return {name: shrink * each for name, each in u.items()}
 
@@ -155,7 +155,7 @@ def _project_into_ball(u: Weights, radius: float) -> dict[str, Tensor]:
 def adaptive_rise(
     context: Context, *, case: str = "average", radius: float = 0.05, draws: int = 20, steps: int = 20
 ) -> StatisticResult:
-    """:func:`average_rise` or :func:`worst_rise`, whichever ``case`` names."""
+    """Return :func:`average_rise` or :func:`worst_rise`, as ``case`` says."""
     if case == "average":
         return average_rise(context, radius=radius, draws=draws)
     if case == "worst":
@@ -181,7 +181,7 @@ def noise_tolerance(
     epsilon: float = 1e-3,
     depth: int = 20,
 ) -> StatisticResult:
-    r"""The largest :math:`\sigma` with a mean drop of the accuracy of at most ``drop`` under random noise.
+    r"""Find the largest :math:`\sigma` whose noise lowers the mean accuracy by at most ``drop``.
 
     The noise is :math:`N(0, \sigma^2)`, or :math:`N(0, \sigma^2 w_i^2 + \epsilon^2)` if ``magnitude_aware``. The same
     draws serve every :math:`\sigma`, which makes the search a bisection between two that were tried.
