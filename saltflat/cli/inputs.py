@@ -1,108 +1,152 @@
-"""Options that several commands share: the model and the data that a command is about."""
+"""Options that commands share, and the model and the data that they name."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
 
-import torch
 import typer
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from saltflat.cli.program import DTYPES
-from saltflat.datasets import read_data
-from saltflat.datasets.checkpoints import is_folded, load_weights, match_weights, put_weights
-from saltflat.datasets.user_code import build_from_spec, wrap_model_errors
-from saltflat.errors import ModelError, OptionError
-from saltflat.symmetry.fold import fold
-from saltflat.symmetry.tracing.run import take_example
-from saltflat.validation import check_seed, parse_device
+from saltflat.cli.program import (
+    check_outputs,
+    open_cli_session,
+    parse_names,
+    print_result,
+    write_result,
+    write_result_page,
+)
+from saltflat.errors import ModelError, OptionError, make_unknown_name_error
 
-Model: TypeAlias = Annotated[
-    str, typer.Option(help="package.module:function that makes the model; modules in this folder are found.")
-]
-Data: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        help="digits, mnist, fashion-mnist, cifar10, cifar100; a file .npz or .safetensors with inputs (or x) and "
-        "targets (or y); or package.module:function that makes the data."
-    ),
-]
-ModelArgs: TypeAlias = Annotated[str, typer.Option(help="Arguments of that function, as a JSON object.")]
-Weights: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Trained weights: .safetensors, or a state_dict saved by torch.")
-]
-DataDir: TypeAlias = Annotated[
-    Path, typer.Option(envvar="SALTFLAT_DATA", help="Where named data sets are, as torchvision lays them out.")
-]
-Split: TypeAlias = Annotated[str | None, typer.Option(help="train (if not given) or test, of a named data set.")]
-Skip: TypeAlias = Annotated[int, typer.Option(help="Leave out so many examples at the beginning.")]
-Limit: TypeAlias = Annotated[int | None, typer.Option(help="Take at most so many examples.")]
-Normalize: TypeAlias = Annotated[
-    str, typer.Option(help="Inputs of a named data set: none ([0, 1]), half ([-1, 1]) or standard.")
-]
-Loss: TypeAlias = Annotated[str, typer.Option(help="cross_entropy, mse or bce_with_logits.")]
-Measures: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Names, with commas or one by one; quick (if not given: what one sweep over the data gives), invariant "
-        "(what rescaling leaves unchanged) or all."
-    ),
-]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from saltflat.audit.result import Audit
+    from saltflat.engine.data import Data
+    from saltflat.landscape.result import Landscape
+    from saltflat.results.report import Report
+    from saltflat.spectrum.result import Spectrum
+
+Result = TypeVar("Result", "Report", "Audit", "Landscape", "Spectrum")
+
 Columns: TypeAlias = Annotated[str, typer.Option(help="exact, top (top:5) or sampled (sampled:16).")]
-Layers: TypeAlias = Annotated[list[str] | None, typer.Option(help="Names of modules or parameters; all if not given.")]
-Device: TypeAlias = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto for a GPU if there is one.")]
-Memory: TypeAlias = Annotated[str, typer.Option(help="Working memory beyond the model and the results.")]
-Seed: TypeAlias = Annotated[
-    int, typer.Option(help="Of random columns, and of weights that the model's function draws.")
-]
-Logits: TypeAlias = Annotated[
-    str, typer.Option(help="none; std or l2 to bring each example's outputs to one scale first.")
-]
-Diagonal: TypeAlias = Annotated[
-    str, typer.Option(help="exact, finite_difference, finite_difference_printed or hutchinson.")
-]
-Initial: TypeAlias = Annotated[Path | None, typer.Option(help="Weights before training, for distances from them.")]
+Layers: TypeAlias = Annotated[list[str] | None, typer.Option(help="Names of modules or parameters. Default: all.")]
+Plot: TypeAlias = Annotated[Path | None, typer.Option(help="Draw the result into this file: .png, .svg or .pdf.")]
 Html: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Write it to this file as one page for a browser, which loads nothing.")
+    Path | None, typer.Option(help="Write the result to this file as a self-contained page for a browser.")
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
-Traceback: TypeAlias = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]
+Traceback: TypeAlias = Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")]
+
+DTYPES = ("float32", "float64")
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of this name, or None for None."""
+    import torch
+
+    if name is not None and name not in DTYPES:
+        raise make_unknown_name_error("dtype", name, DTYPES)
+    return None if name is None else {"float32": torch.float32, "float64": torch.float64}[name]
 
 
 @dataclass(frozen=True)
-class ModelDataSource:
-    """Where model and data come from, as the options say it."""
+class LoadedNetwork:
+    """A network and its data, ready to be measured.
 
-    model: str
-    model_args: str
-    weights: Path | None
-    data: str
-    data_dir: Path
-    split: str | None
-    skip: int
-    limit: int | None
-    normalize: str
-    device: torch.device
+    Attributes:
+        network: with its weights, on its device, in evaluation mode.
+        examples: the data, on the same device.
+        notes: about the weights.
+        data_note: about the data.
+    """
 
-    @classmethod
-    def from_options(cls, device: str, **options: Any) -> ModelDataSource:
-        """The same with a device that is known to be there."""
-        return cls(device=parse_device(device), **options)
+    network: nn.Module
+    examples: Data
+    notes: list[str]
+    data_note: str
 
-    def load_network(self, seed: int) -> tuple[nn.Module, list[str]]:
-        """The model with its weights, on its device; and what is to be said of the weights."""
-        torch.manual_seed(check_seed(seed))
+    def add_notes(self, result: Result, *more: str) -> Result:
+        """Return the result with notes about the weights before its own, and about the data after them."""
+        return dataclasses.replace(result, notes=(*self.notes, *more, *result.notes, self.data_note))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """The network and the data that a command works on."""
+
+    model: Annotated[
+        str,
+        typer.Option(help="package.module:function that builds the model. Modules in the current folder are found."),
+    ]
+    data: Annotated[
+        str,
+        typer.Option(
+            help="digits, mnist, fashion-mnist, cifar10 or cifar100; a .npz or .safetensors file with inputs (or x) "
+            "and targets (or y); or package.module:function that builds the data."
+        ),
+    ]
+    model_args: Annotated[str, typer.Option(help="Arguments of the model's function, as a JSON object.")] = "{}"
+    weights: Annotated[
+        Path | None, typer.Option(help="Trained weights: .safetensors, or a state_dict saved by torch.")
+    ] = None
+    data_dir: Annotated[
+        Path, typer.Option(envvar="SALTFLAT_DATA", help="Folder of the named data sets, laid out as by torchvision.")
+    ] = Path("data")
+    split: Annotated[str | None, typer.Option(help="Split of a named data set, train or test. Default: train.")] = None
+    skip: Annotated[int, typer.Option(help="Number of examples to skip at the beginning.")] = 0
+    limit: Annotated[int | None, typer.Option(help="Maximum number of examples. Default: all.")] = None
+    normalize: Annotated[
+        str, typer.Option(help="Inputs of a named data set: none ([0, 1]), half ([-1, 1]) or standard.")
+    ] = "none"
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto for a GPU if there is one.")] = "cpu"
+    seed: Annotated[
+        int, typer.Option(help="Seed of random numbers, including weights that the model's function initializes.")
+    ] = 0
+    show_traceback: Traceback = False
+
+    @contextmanager
+    def open(self, dtype: torch.dtype | None = None) -> Iterator[LoadedNetwork]:
+        """Load the network and the data. Inside of the context, errors in the user's code are reported as such.
+
+        Args:
+            dtype: of the data; that of the network by default.
+        """
+        from saltflat.datasets.user_code import wrap_model_errors
+        from saltflat.validation import parse_device
+
+        device = parse_device(self.device)
+        with open_cli_session(self.show_traceback):
+            network, notes = self._load_network(device)
+            examples = self._load_examples(network, device, dtype)
+            with wrap_model_errors(self.model, self.data):
+                yield LoadedNetwork(network, examples, notes, self._format_data_note())
+
+    def is_folded(self) -> bool:
+        """Return whether the weights are those of the model without BatchNorm."""
+        from saltflat.datasets.checkpoints import is_folded
+
+        return self.weights is not None and is_folded(self.weights)
+
+    def _load_network(self, device: torch.device) -> tuple[nn.Module, list[str]]:
+        """Return the model with its weights on its device, and notes about the weights."""
+        import torch
+
+        from saltflat.datasets.checkpoints import load_weights, put_weights
+        from saltflat.datasets.user_code import build_from_spec
+        from saltflat.validation import check_seed
+
+        torch.manual_seed(check_seed(self.seed))
         network = build_from_spec(self.model, "model", self._parse_model_args())
-        if not isinstance(network, nn.Module):
+        if not isinstance(network, torch.nn.Module):
             raise ModelError(
-                f"Got a {type(network).__name__} from {self.model!r}. Want a torch.nn.Module. Do: return the model."
+                f"Expected a torch.nn.Module from {self.model!r}, but got a {type(network).__name__}. Try returning "
+                "the model."
             )
         if self.weights is None:
             notes = [
@@ -113,51 +157,173 @@ class ModelDataSource:
             loaded = load_weights(self.weights)
             notes = [f"Weights: {self.weights}.", *loaded.notes]
             if loaded.folded:
-                network = self._fold_network(network)
-                notes.append("These are weights without BatchNorm: the model was folded before it was given them.")
+                network = self._fold_network(network, device)
+                notes.append("These are weights without BatchNorm: the model was folded before they were loaded.")
             notes += put_weights(network, loaded)
-        return network.to(self.device).eval(), notes
+        return network.to(device).eval(), notes
 
-    def is_folded(self) -> bool:
-        """Whether the weights are of the model without BatchNorm."""
-        return self.weights is not None and is_folded(self.weights)
+    def _fold_network(self, network: nn.Module, device: torch.device) -> nn.Module:
+        from saltflat.datasets.user_code import wrap_model_errors
+        from saltflat.symmetry.fold import fold
+        from saltflat.symmetry.tracing.run import take_example
 
-    def _fold_network(self, network: nn.Module) -> nn.Module:
-        network = network.to(self.device)
-        with self.wrap_errors():
-            return fold(network, take_example(self.load_examples(network)))
+        network = network.to(device)
+        with wrap_model_errors(self.model, self.data):
+            return fold(network, take_example(self._load_examples(network, device)))
 
-    def load_examples(self, network: nn.Module, dtype: torch.dtype | None = None) -> Any:
-        """The data, where the model is; in its precision if no other is given."""
-        own = next((p.dtype for p in network.parameters() if p.dtype in DTYPES.values()), torch.float32)
-        found = read_data(self.data, self.data_dir, self.split, self.skip, self.limit, self.normalize)
-        return move_to_device(found, self.device, dtype or own)
+    def _load_examples(self, network: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Data:
+        """Return the data on the device, in the precision of the network by default."""
+        import torch
 
-    def wrap_errors(self) -> AbstractContextManager[None]:
-        """Inside of it our code calls the model and reads the data: errors in these are told as theirs."""
-        return wrap_model_errors(self.model, self.data)
+        from saltflat.datasets import read_data
 
-    def format_data_note(self) -> str:
-        """The data in a sentence."""
+        precisions = [each.dtype for each in network.parameters() if each.dtype in (torch.float32, torch.float64)]
+        found: Data = read_data(self.data, self.data_dir, self.split, self.skip, self.limit, self.normalize)
+        return move_to_device(found, device, dtype or next(iter(precisions), torch.float32))
+
+    def _format_data_note(self) -> str:
         options = {"split": self.split, "skip": self.skip or None, "limit": self.limit, "normalize": self.normalize}
         said = [f"{name} {value}" for name, value in options.items() if value not in (None, "none")]
         return f"Data: {', '.join([self.data, *said])}."
 
     def _parse_model_args(self) -> dict[str, Any]:
         try:
-            given = json.loads(self.model_args)
+            found, problem = json.loads(self.model_args), ""
         except (ValueError, RecursionError) as error:
-            given = error
-        if not isinstance(given, dict):
+            found, problem = None, f" ({error})"
+        if not isinstance(found, dict):
             raise OptionError(
-                f"Got --model-args {self.model_args[:200]!r}{f' ({given})' if isinstance(given, Exception) else ''}. "
-                "Want a JSON object. Do: for instance '{\"width\": 3}', with the quotes."
+                f"Expected a JSON object, but got --model-args {self.model_args[:200]!r}{problem}. "
+                "Try for instance '{\"width\": 3}', with the quotes."
             )
-        return given
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """How the loss is averaged over the data."""
+
+    loss: Annotated[str, typer.Option(help="cross_entropy, mse or bce_with_logits.")] = "cross_entropy"
+    memory: Annotated[str, typer.Option(help="Working memory beyond the model and the results.")] = "1GiB"
+
+    def make_arguments(self) -> dict[str, Any]:
+        """Return keyword arguments for functions of the library."""
+        return {"memory": self.memory}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(LossOptions):
+    """How the loss is averaged over the data, and in which precision."""
+
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision to compute in, float32 or float64. Default: that of the model.")
+    ] = None
+
+    def make_arguments(self) -> dict[str, Any]:
+        """Return keyword arguments for functions of the library."""
+        return {**super().make_arguments(), "dtype": parse_dtype(self.dtype)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """Which measures are computed, and how."""
+
+    measures: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names, separated by commas or given one by one; quick (one sweep over the data), invariant "
+            "(unchanged by rescaling) or all. Default: quick."
+        ),
+    ] = None
+    columns: Columns = "exact"
+    layers: Layers = None
+    logits: Annotated[str, typer.Option(help="Normalization of each example's outputs: none, std or l2.")] = "none"
+    diagonal: Annotated[
+        str, typer.Option(help="exact, finite_difference, finite_difference_printed or hutchinson.")
+    ] = "exact"
+    initial: Annotated[
+        Path | None, typer.Option(help="Weights before training, for distances from the initialization.")
+    ] = None
+
+    def make_arguments(self, network: nn.Module) -> tuple[list[list[str] | None], dict[str, Any], list[str]]:
+        """Return arguments and keyword arguments for ``saltflat.measure``, and notes about the initial weights."""
+        initial, notes = load_initial_weights(network, self.initial)
+        options: dict[str, Any] = {"columns": self.columns, "logits": self.logits, "diagonal": self.diagonal}
+        return [parse_names(self.measures)], {**options, "layers": parse_names(self.layers), "initial": initial}, notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where a result goes."""
+
+    quiet: Quiet = False
+    out: Annotated[
+        Path | None, typer.Option(help="Write the result to this file, as JSON; saltflat show prints it.")
+    ] = None
+    plot: Plot = None
+
+    @property
+    def progress(self) -> bool | None:
+        """Whether to show progress: False, or None to show it on a terminal."""
+        return False if self.quiet else None
+
+    def check(self) -> None:
+        """Check before the work starts that its results can be written."""
+        check_outputs(self.out, self.plot, self.quiet)
+
+    def write(self, result: Report | Audit | Landscape | Spectrum) -> None:
+        """Print, write and draw the result."""
+        if not self.quiet:
+            print_result(result)
+        write_result(result, self.out, self.plot, self.quiet)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions(OutputOptions):
+    """Where a result goes that can be written as a page."""
+
+    html: Html = None
+
+    def check(self) -> None:
+        """Check before the work starts that its results can be written."""
+        check_outputs(self.out, self.plot, self.quiet, self.html)
+
+    def write(self, result: Report | Audit) -> None:  # type: ignore[override]
+        """Print, write and draw the result, and write its page."""
+        super().write(result)
+        write_result_page(result, self.html, self.quiet)
+
+
+def compute_result(
+    function: Callable[..., Result],
+    source: NetworkOptions,
+    sweep: LossOptions,
+    output: OutputOptions,
+    chosen: MeasureOptions | None = None,
+    **options: Any,
+) -> Result:
+    """Return the result of a function of the library for a network and data, with notes about them.
+
+    Args:
+        function: of a model, data, a loss and, where measures are chosen, their names.
+        source: the network and the data.
+        sweep: how the loss is averaged.
+        output: where the result will go, which is checked first.
+        chosen: the measures, for a function that takes some.
+        options: keyword arguments for the function.
+    """
+    output.check()
+    arguments = {**sweep.make_arguments(), "seed": source.seed, "progress": output.progress, **options}
+    with source.open(arguments.get("dtype")) as loaded:
+        names, more, notes = chosen.make_arguments(loaded.network) if chosen is not None else ([], {}, [])
+        found = function(loaded.network, loaded.examples, sweep.loss, *names, **arguments, **more)
+    return loaded.add_notes(found, *notes)
 
 
 def load_initial_weights(network: nn.Module, path: Path | None) -> tuple[dict[str, Tensor] | None, list[str]]:
-    """The weights before training, by the network's own names; and what is to be said of them."""
+    """Return the weights before training, by the network's own names, and notes about them."""
+    from saltflat.datasets.checkpoints import load_weights, match_weights
+
     if path is None:
         return None, []
     loaded = load_weights(path)
@@ -165,22 +331,32 @@ def load_initial_weights(network: nn.Module, path: Path | None) -> tuple[dict[st
     return found, [f"Weights before training: {path}.", *loaded.notes, *found.notes]
 
 
-def move_to_device(data: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Tensors on the device, real numbers in ``dtype``; batches of other data are moved when they are read."""
-    if isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data):
+@overload
+def move_to_device(data: tuple[Tensor, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]: ...
+@overload
+def move_to_device(data: Data, device: torch.device, dtype: torch.dtype) -> Data: ...
+def move_to_device(data: Data, device: torch.device, dtype: torch.dtype) -> Data:
+    """Return data on the device, tensors of real numbers in ``dtype``. Batches are moved when they are read."""
+    import torch
+
+    if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
         return tuple(part.to(device, dtype if part.is_floating_point() else part.dtype) for part in data)
     return data if device.type == "cpu" else DeviceBatches(data, device)
 
 
 @dataclass(frozen=True)
 class DeviceBatches:
-    """Data whose batches come out on a device; as often as the data can be read."""
+    """Data whose batches are moved to a device; it can be iterated as often as the data."""
 
-    data: Any
+    data: Data
     device: torch.device
 
     def __iter__(self) -> Iterator[Any]:
-        data = self.data
+        from torch import Tensor
+        from torch.utils._pytree import tree_map
+        from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+        data: Any = self.data
         if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
             data = DataLoader(data, batch_size=128)
         for batch in data:

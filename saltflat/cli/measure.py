@@ -1,126 +1,63 @@
-"""saltflat measure, compare, list and show"""
+"""Measure a network, and print, compare and list results: saltflat measure, compare, list and show."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import saltflat
-from saltflat.audit.result import Audit
-from saltflat.cli import inputs
-from saltflat.cli.inputs import ModelDataSource, load_initial_weights
+from saltflat.cli.inputs import Html, MeasureOptions, NetworkOptions, PageOptions, Plot, SweepOptions, compute_result
 from saltflat.cli.program import (
+    add_command,
     app,
     catch_stdout_errors,
     check_outputs,
     check_page_path,
-    open_cli_session,
-    parse_dtype,
     parse_names,
     print_result,
     reword_report,
     write_figure,
-    write_result,
     write_result_page,
 )
 from saltflat.errors import OptionError
-from saltflat.landscape.result import Landscape
-from saltflat.results.files import AUDIT, LANDSCAPE, REPORT, SPECTRUM, FileFormat, find_file_format
-from saltflat.results.report import Report
-from saltflat.spectrum.result import Spectrum
+
+if TYPE_CHECKING:
+    from saltflat.audit.result import Audit
+    from saltflat.landscape.result import Landscape
+    from saltflat.results.files import FileFormat
+    from saltflat.results.report import Report
+    from saltflat.spectrum.result import Spectrum
 
 
-@app.command()
+@add_command(app)
 def measure(
-    model: inputs.Model,
-    data: inputs.Data,
-    model_args: inputs.ModelArgs = "{}",
-    weights: inputs.Weights = None,
-    data_dir: inputs.DataDir = Path("data"),
-    split: inputs.Split = None,
-    skip: inputs.Skip = 0,
-    limit: inputs.Limit = None,
-    normalize: inputs.Normalize = "none",
-    loss: inputs.Loss = "cross_entropy",
-    measures: inputs.Measures = None,
-    columns: inputs.Columns = "exact",
-    layers: inputs.Layers = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or float64; the model's own if not given.")] = None,
-    device: inputs.Device = "cpu",
-    memory: inputs.Memory = "1GiB",
-    seed: inputs.Seed = 0,
-    logits: inputs.Logits = "none",
-    diagonal: inputs.Diagonal = "exact",
-    initial: inputs.Initial = None,
-    certificate: Annotated[bool, typer.Option(help="Check whether the curvature is the Hessian's own.")] = True,
-    quiet: inputs.Quiet = False,
-    out: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the report into this file, .png, .svg or .pdf.")] = None,
-    html: inputs.Html = None,
-    show_traceback: inputs.Traceback = False,
+    source: NetworkOptions,
+    sweep: SweepOptions,
+    chosen: MeasureOptions,
+    output: PageOptions,
+    certificate: Annotated[bool, typer.Option(help="Check whether the curvature is that of the Hessian.")] = True,
 ) -> None:
     """Measure a network on data: print a table, write a report."""
-    check_outputs(out, plot, quiet, html)
-    source = ModelDataSource.from_options(
-        device,
-        model=model,
-        model_args=model_args,
-        weights=weights,
-        data=data,
-        data_dir=data_dir,
-        split=split,
-        skip=skip,
-        limit=limit,
-        normalize=normalize,
-    )
-    precision = parse_dtype(dtype)
-    with open_cli_session(show_traceback):
-        network, notes = source.load_network(seed)
-        examples = source.load_examples(network, precision)
-        before, more = load_initial_weights(network, initial)
-        with source.wrap_errors():
-            report = saltflat.measure(
-                network,
-                examples,
-                loss,
-                parse_names(measures),
-                columns=columns,
-                layers=parse_names(layers),
-                memory=memory,
-                dtype=precision,
-                seed=seed,
-                progress=False if quiet else None,
-                logits=logits,
-                diagonal=diagonal,
-                initial=before,
-                certificate=certificate,
-            )
-    report = dataclasses.replace(reword_report(report), notes=(*notes, *more, *report.notes, source.format_data_note()))
-    if not quiet:
-        print_result(report)
-    write_result(report, out, plot, quiet)
-    write_result_page(report, html, quiet)
+    report = compute_result(saltflat.measure, source, sweep, output, chosen, certificate=certificate)
+    output.write(reword_report(report))
 
 
 FACTS = ("name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options", "cost")
 
 
-@app.command()
+@add_command(app)
 def compare(
-    reports: Annotated[list[Path], typer.Argument(help="Two or more reports that measure wrote.")],
+    reports: Annotated[list[Path], typer.Argument(help="Two or more reports written by measure.")],
     measures: Annotated[
-        list[str] | None, typer.Option(help="Names, with commas or one by one; all if not given.")
+        list[str] | None, typer.Option(help="Names, separated by commas or given one by one. Default: all.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the ratios with their 99 % intervals into this file: png, svg or pdf.")
-    ] = None,
-    html: inputs.Html = None,
+    plot: Plot = None,
+    html: Html = None,
 ) -> None:
-    """Print which network is flatter, the reports side by side, and which differences are real."""
+    """Compare reports side by side: print which network is flatter, and which differences are significant."""
     check_outputs(None, plot, quiet=False, html=html)
     found = saltflat.compare(*reports, names=parse_names(measures))
     print_result(found)
@@ -129,11 +66,11 @@ def compare(
     write_result_page(found, html)
 
 
-@app.command(name="list")
+@add_command(app, name="list")
 def list_measures(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all facts.")] = False,
 ) -> None:
-    """Print every measure: what it means, what leaves it unchanged, what it costs, where it comes from."""
+    """List the measures: meaning, formula, invariances, cost and reference of each."""
     entries = saltflat.list_measures()
     if as_json:
         with catch_stdout_errors():
@@ -142,14 +79,20 @@ def list_measures(
         print_result(entries)
 
 
-@app.command()
+@add_command(app)
 def show(
     report: Annotated[
-        Path, typer.Argument(help="A report that measure wrote, an audit that audit wrote, a landscape or a spectrum.")
+        Path, typer.Argument(help="A report, an audit, a landscape or a spectrum written by the other commands.")
     ],
-    html: inputs.Html = None,
+    html: Html = None,
 ) -> None:
     """Print a report, an audit, a landscape or a spectrum again."""
+    from saltflat.audit.result import Audit
+    from saltflat.landscape.result import Landscape
+    from saltflat.results.files import AUDIT, LANDSCAPE, REPORT, SPECTRUM, find_file_format
+    from saltflat.results.report import Report
+    from saltflat.spectrum.result import Spectrum
+
     check_page_path(html)
     kinds: dict[FileFormat, type[Report | Audit | Landscape | Spectrum]] = {
         REPORT: Report,
@@ -161,7 +104,7 @@ def show(
     found = kinds[form].load(report)
     if html is not None and isinstance(found, Landscape | Spectrum):
         raise OptionError(
-            f"Expected a report or an audit, but got {form.what} with --html. Try drawing it, with its plot()."
+            f"Expected a report or an audit, but got {form.what} with --html. Try drawing it with its plot()."
         )
     print_result(found)
     if not isinstance(found, Landscape | Spectrum):

@@ -1,87 +1,99 @@
-"""The program that the commands belong to: its terminal, its errors, and names as they are typed."""
+"""The program: its commands, its terminal, its errors, and the files that it writes."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
 
-import torch
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import saltflat
-from saltflat.audit.result import Audit
-from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
-from saltflat.results.comparison import Comparison
-from saltflat.results.files import check_writable_path, replace_atomically
-from saltflat.results.report import Report
-from saltflat.results.text import make_lines_printable, make_printable
+from saltflat._startup import raise_on_interrupt
+from saltflat.errors import OptionError, SaltflatError
+
+# The library itself is imported inside of the functions that need it, so that help is printed without torch.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from saltflat.audit.result import Audit
+    from saltflat.results.comparison import Comparison
+    from saltflat.results.report import Report
 
 
 def print_message(text: str, style: str = "dim") -> None:
-    """A line to the person, beside the results."""
+    """Print a line for the user to the standard error."""
+    from saltflat.results.text import make_printable
+
     Console(stderr=True).print(Text(make_printable(text), style=style), soft_wrap=True)
 
 
-def print_result(thing: Any) -> None:
-    """A result as a table: in colours and of the screen's width, or as it prints itself into files and pipes."""
+def print_result(result: RenderableType) -> None:
+    """Print a result: in color and as wide as a terminal, or as its plain text to files and pipes."""
+    from saltflat.results.text import make_lines_printable
+
     with catch_stdout_errors():
         if sys.stdout.isatty():
-            Console().print(_EscapedRenderable(thing))
+            Console().print(_EscapedRenderable(result))
         else:
-            typer.echo(make_lines_printable(str(thing)))
+            typer.echo(make_lines_printable(str(result)))
 
 
 class _EscapedRenderable:
-    """A result whose own text cannot steer the terminal; colours and layout come from rich."""
+    """A result whose own text cannot steer the terminal; colors and layout come from rich."""
 
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
+    def __init__(self, result: RenderableType) -> None:
+        self.result = result
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for text, style, control in console.render(self.thing, options):
+        from saltflat.results.text import make_lines_printable
+
+        for text, style, control in console.render(self.result, options):
             yield Segment(make_lines_printable(text), style, control)
 
 
 def open_missing_streams() -> None:
-    """Send to nowhere what goes to a standard stream that was closed (``>&-``); Python has None for such streams."""
+    """Replace standard streams that were closed (``>&-``), for which Python has None, by the null device."""
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def discard_output() -> None:
-    """Send what is still to be printed to nowhere, or Python tries again at its end, and complains."""
+    """Send buffered output to the null device, since Python flushes it at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager
 def catch_stdout_errors() -> Iterator[None]:
-    """A full disk behind the standard output is an error like others."""
+    """Turn a failed write to the standard output, such as on a full disk, into an error of the library."""
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EPIPE:  # a reader that has seen enough
+        if error.errno == errno.EPIPE:  # the reader of a pipe has left
             raise
         with suppress(OSError):
-            sys.stdout.close()  # else Python tries again at its end, and complains
+            sys.stdout.close()  # else Python flushes it at exit and fails again
         raise OptionError(
-            f"Expected a place for the results, but got a standard output that cannot be written ({error.strerror}). "
-            "Try freeing the disk, or send them elsewhere."
+            f"Expected a standard output that can be written, but got {error.strerror}. Try freeing the disk, or "
+            "redirecting the output elsewhere."
         ) from error
 
 
 def reword_message(text: str) -> str:
-    """A message with options in place of arguments.
+    """Return a message that names options in place of arguments.
 
     Example:
         >>> reword_message("needs the parameters before training: pass initial=")
@@ -91,25 +103,27 @@ def reword_message(text: str) -> str:
 
 
 def reword_report(report: Report) -> Report:
-    """The same report, whose reasons name options."""
+    """Return the report with notes and reasons that name options."""
     readings = {
-        name: replace(each, notes=tuple(map(reword_message, each.notes))) for name, each in report.readings.items()
+        name: dataclasses.replace(each, notes=tuple(map(reword_message, each.notes)))
+        for name, each in report.readings.items()
     }
     left_out = {name: reword_message(why) for name, why in report.left_out.items()}
-    return replace(report, readings=readings, left_out=left_out)
+    return dataclasses.replace(report, readings=readings, left_out=left_out)
 
 
 def reword_audit(audit: Audit) -> Audit:
-    """The same for an audit."""
+    """Return the audit with notes and reasons that name options."""
     report = reword_report(audit.report)
-    lines = {name: replace(line, reading=report[name]) for name, line in audit.items()}
-    return replace(audit, report=report, lines=lines)
+    lines = {name: dataclasses.replace(line, reading=report[name]) for name, line in audit.items()}
+    return dataclasses.replace(audit, report=report, lines=lines)
 
 
 class CommandGroup(TyperGroup):
-    """Bad input is one line and exit code 2; what nobody foresaw keeps its traceback."""
+    """A group whose commands report bad input in one line, with exit code 2. Bugs keep their traceback."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override] # its base class is private
+        """Run the command that was chosen."""
         try:
             return super().invoke(ctx)
         except SaltflatError as error:
@@ -120,16 +134,92 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(130) from stop
 
 
+class LibraryCommand(TyperCommand):
+    """A command that imports the library before it runs, and not for its help."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override] # its base class is private
+        """Run the command."""
+        # Torch and SciPy turn a KeyboardInterrupt during their import into other errors: Ctrl-C raises it afterwards.
+        import_module("saltflat.measures")
+        with raise_on_interrupt():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     cls=CommandGroup,
-    help="How flat is a trained network's minimum, measured so that rescaling its weights cannot fool you?",
+    help="Measure how flat a trained network's minimum is, with measures that rescaling its weights cannot fool.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+def add_command(program: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that makes a function a command of the program.
+
+    Parameters that are dataclasses become one option for each of their fields, so that commands can share options. The
+    docstring is the help, with the lines of each paragraph joined.
+
+    Args:
+        program: that the command belongs to.
+        name: of the command; that of the function by default.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        program.command(name, cls=LibraryCommand, help=text)(flatten_options(function))
+        return function
+
+    return register
+
+
+def flatten_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function of keyword arguments, with the fields of dataclasses in place of the dataclasses.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Size:
+        ...     width: int
+        ...     height: int = 1
+        >>> def show(size: Size, unit: str = "cm") -> None:
+        ...     print(size.width * size.height, unit)
+        >>> inspect.signature(flatten_options(show))
+        <Signature (*, width: int, height: int = 1, unit: str = 'cm')>
+        >>> flatten_options(show)(width=2, height=3, unit="m")
+        6 m
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
+            continue
+        types = get_type_hints(groups[parameter.name], include_extras=True)
+        for field in dataclasses.fields(groups[parameter.name]):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+                )
+            )
+
+    @wraps(function)
+    def call(**options: Any) -> None:
+        made = {
+            name: group(**{field.name: options.pop(field.name) for field in dataclasses.fields(group)})
+            for name, group in groups.items()
+        }
+        function(**made, **options)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    return call
+
+
 def print_version(wanted: bool) -> None:
+    """Print the version and exit, if that is wanted."""
     if wanted:
         typer.echo(f"saltflat {saltflat.__version__}")
         raise typer.Exit
@@ -141,18 +231,20 @@ def start(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """How flat is a trained network's minimum, measured so that rescaling its weights cannot fool you?"""
+    """Measure how flat a trained network's minimum is, with measures that rescaling its weights cannot fool."""
 
 
 @contextmanager
 def open_cli_session(show_traceback: bool, modules_here: bool = True) -> Iterator[None]:
-    """Modules in this folder can be imported, as with ``python -m``; errors are told in full first, where wanted.
+    """Make modules in the current folder importable, as with ``python -m``, and print tracebacks if wanted.
 
     Args:
-        show_traceback: whether they are.
-        modules_here: False where no code of the user's runs: what our own packages import late must not come from
-            this folder, which may be somebody else's.
+        show_traceback: whether to print the traceback of an error.
+        modules_here: False if no code of the user's runs. What the library imports later must then not come from the
+            current folder, which may be someone else's.
     """
+    from saltflat.results.text import make_lines_printable
+
     folder = str(Path.cwd())
     if modules_here:
         sys.path.insert(0, folder)
@@ -167,11 +259,8 @@ def open_cli_session(show_traceback: bool, modules_here: bool = True) -> Iterato
             sys.path.remove(folder)
 
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
 def parse_names(given: list[str] | None) -> list[str] | None:
-    """Names that came with commas, one by one, or both; commas inside of parentheses belong to the name.
+    """Return names that are separated by commas, given one by one, or both; not split inside of parentheses.
 
     Example:
         >>> parse_names(["rho(axis='row', p=2),trace", "frobenius"])
@@ -189,57 +278,55 @@ def parse_names(given: list[str] | None) -> list[str] | None:
     names = [name.strip() for name in names if name.strip()]
     if depth != 0 or not names:
         raise OptionError(
-            "Expected at least one, with as many closing as opening parentheses, but got the names "
-            f"{', '.join(given)!r}. Try quoting names with options, \"rho(axis='row')\"."
+            f"Expected at least one name, with balanced parentheses, but got {', '.join(given)!r}. Try quoting names "
+            "with options, \"rho(axis='row')\"."
         )
     return names
 
 
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in DTYPES:
-        raise make_unknown_name_error("dtype", name, DTYPES)
-    return None if name is None else DTYPES[name]
-
-
-PICTURES = ("png", "svg", "pdf")
-PAGES = (".html", ".htm")
+PICTURE_FORMATS = ("png", "svg", "pdf")
+PAGE_SUFFIXES = (".html", ".htm")
 
 
 class SavableResult(Protocol):
     """A result that can be written and drawn."""
 
-    def save(self, path: Path) -> Path: ...
+    def save(self, path: Path) -> Path:
+        """Write the result."""
 
-    def plot(self) -> Any: ...
+    def plot(self) -> Figure:
+        """Draw the result."""
 
 
 def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path | None = None) -> None:
-    """Find out before the long work whether its results can be kept."""
+    """Check before the work starts that its results can be written."""
+    from saltflat.results.files import check_writable_path
+
     if quiet and out is None and plot is None and html is None:
         raise OptionError(
-            "Expected a place for the results, but got --quiet without --out or --plot. Try --out report.json."
+            "Expected a file for the results, but got --quiet without --out or --plot. Try --out report.json."
         )
     check_page_path(html)
     given = {"--out": out, "--plot": plot, "--html": html}
-    places = [check_writable_path(path, option) for option, path in given.items() if path is not None]
-    if plot is not None and get_picture_format(plot) not in PICTURES:
+    places = {option: check_writable_path(path, option) for option, path in given.items() if path is not None}
+    if plot is not None and get_picture_format(plot) not in PICTURE_FORMATS:
         raise OptionError(
-            f"Expected a name that ends in {' or '.join(PICTURES)}, but got --plot {str(plot)!r}. Try figure.png."
+            f"Expected a name that ends in {' or '.join(PICTURE_FORMATS)}, but got --plot {str(plot)!r}. "
+            "Try figure.png."
         )
-    if len(places) > len(set(places)):
-        both = next(path for path in given.values() if path is not None and places.count(check_writable_path(path)) > 1)
-        names = " and ".join(
-            name
-            for name, path in given.items()
-            if path is not None and check_writable_path(path) == check_writable_path(both)
-        )
-        raise OptionError(f"Expected a file for each, but got {str(both)!r} for both {names}. Try --out report.json.")
+    for option, place in places.items():
+        same = [other for other in places if places[other] == place]
+        if len(same) > 1:
+            raise OptionError(
+                f"Expected a file for each, but got {str(given[option])!r} for both {' and '.join(same)}. "
+                "Try --out report.json."
+            )
 
 
 def write_result(result: SavableResult, out: Path | None, plot: Path | None, quiet: bool) -> None:
-    """Write and draw the result, and say so."""
+    """Write and draw the result, and print where."""
     if out is not None:
-        done = _choose_verb(out)
+        done = choose_verb(out)
         result.save(out)
         if not quiet:
             print_message(f"{done} {out}.")
@@ -247,9 +334,11 @@ def write_result(result: SavableResult, out: Path | None, plot: Path | None, qui
         write_figure(result.plot(), plot, quiet)
 
 
-def write_figure(figure: Any, plot: Path, quiet: bool = False) -> None:
-    """Write a figure, in the format that the name says, and say so."""
-    done = _choose_verb(plot)
+def write_figure(figure: Figure, plot: Path, quiet: bool = False) -> None:
+    """Write a figure in the format of the file's suffix, and print where."""
+    from saltflat.results.files import replace_atomically
+
+    done = choose_verb(plot)
     with replace_atomically(plot) as part:
         figure.savefig(part, format=get_picture_format(plot))
     if not quiet:
@@ -257,30 +346,35 @@ def write_figure(figure: Any, plot: Path, quiet: bool = False) -> None:
 
 
 def check_page_path(html: Path | None, option: str = "--html") -> None:
-    """Find out before anything is shown whether a page can be written."""
+    """Check before the work starts that a page can be written."""
+    from saltflat.results.files import check_writable_path
+
     if html is None:
         return
-    if html.suffix.lower() not in PAGES:
+    if html.suffix.lower() not in PAGE_SUFFIXES:
         raise OptionError(
-            f"Expected a name that ends in {' or '.join(PAGES)}, but got {option} {str(html)!r}. Try page.html."
+            f"Expected a name that ends in {' or '.join(PAGE_SUFFIXES)}, but got {option} {str(html)!r}. Try page.html."
         )
     check_writable_path(html, option)
 
 
 def write_result_page(result: Report | Comparison | Audit, html: Path | None, quiet: bool = False) -> None:
-    """Write the result as a page for a browser, and say so."""
+    """Write the result as a page for a browser, and print where."""
     if html is not None:
-        from saltflat.render.html import render_audit_page, write_page  # needs packages that only pages do
+        from saltflat.audit.result import Audit
+        from saltflat.render.html import render_audit_page, write_page
 
-        done = _choose_verb(html)
+        done = choose_verb(html)
         _ = write_page(render_audit_page(result), html) if isinstance(result, Audit) else result.to_html(html)
         if not quiet:
             print_message(f"{done} {html}.")
 
 
 def get_picture_format(path: Path) -> str:
+    """Return the suffix of a file, in lower case and without the dot."""
     return path.suffix.removeprefix(".").lower()
 
 
-def _choose_verb(path: Path) -> str:
+def choose_verb(path: Path) -> str:
+    """Return what writing this file does: replace one, or write a new one."""
     return "Replaced" if path.exists() else "Wrote"

@@ -36,7 +36,7 @@ def report(**changes: Any) -> Report:
         "examples": 6,
         "loss": 1.25,
         "settings": {"columns": "exact"},
-        "versions": {"saltflat": "0.1.0"},
+        "versions": {"saltflat": "0.2.0"},
         "device": "cpu",
         "seconds": 0.5,
         "seconds_by_step": {"sweep": 0.5},
@@ -78,7 +78,7 @@ def refused(result: Result, *words: str) -> None:
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1, result.stderr
-    assert all(word in result.stderr for word in (*words, "Got ", "Want ", "Do: ")), result.stderr
+    assert all(word in result.stderr for word in (*words, "Expected ", ", but got ")), result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -324,13 +324,13 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
         (["--plot", "{}/figure"], ["--plot"]),
         (["--model-args", "{{"], ["--model-args", "JSON"]),
         (["--model-args", "[1]"], ["--model-args", "[1]"]),
-        (["--model-args", '{{"widht": 3}}'], ["widht", "Want inputs, width, outputs."]),
+        (["--model-args", '{{"widht": 3}}'], ["widht", "Expected inputs, width, outputs"]),
         (["--model", "factories:fixed", "--model-args", '{{"width": 3}}'], ["Sequential"]),
         (["--model", "factories:no_model"], ["a str", "factories:no_model"]),
-        (["--model", "factories:mpl"], ["'mpl'", "use 'mlp'"]),
+        (["--model", "factories:mpl"], ["'mpl'", "Try 'mlp'"]),
         (["--model", "factories"], ["package.module:function"]),
         (["--model", ".factories:mlp"], ["package.module:function"]),
-        (["--model", "factories:mlp.x"], ["'x' in factories.mlp", "leave .x out"]),
+        (["--model", "factories:mlp.x"], ["'x' in factories.mlp", "leaving .x out"]),
         (["--model", "factories:broken"], ["ZeroDivisionError: a mistake of the user's", "factories.py:"]),
         (["--model", "factories:leaving"], ["SystemExit: 3", "factories.py:"]),
         (["--model-args", 100_000 * "["], ["--model-args", "recursion"]),
@@ -342,14 +342,14 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
         (["--model", "no_such_package.models:net"], ["no_such_package"]),
         (["--weights", "{}/none.pt"], ["none.pt", "does not exist"]),
         (["--initial", "{}/none.pt"], ["none.pt", "does not exist"]),
-        (["--data", "mnits"], ["mnits", "use 'mnist'"]),
+        (["--data", "mnits"], ["mnits", "Try 'mnist'"]),
         (["--data", "{}/none.npz"], ["none.npz"]),
         (["--limit", "0"], ["limit=0"]),
         (["--dtype", "float16"], ["dtype", "float32"]),
         (["--device", "nonsense"], ["nonsense", "--device cpu"]),
         (["--device", "cuda:77"], ["cuda:77", "--device cpu"]),
         (["--measures", "rho(axis='row'"], ["parentheses"]),
-        (["--measures", ","], ["at least one"]),
+        (["--measures", ","], ["at least one name"]),
     ],
 )
 def test_bad_requests_fail_before_the_work(words: list[str], told: list[str], measured: Call, tmp_path: Path) -> None:
@@ -359,12 +359,12 @@ def test_bad_requests_fail_before_the_work(words: list[str], told: list[str], me
 
 
 def test_what_the_library_refuses_is_one_line(measured: Call) -> None:
-    measured.found = SaltflatError("Got this\n  and that. Want less. Do: nothing [at all].")
-    refused(run(*REQUIRED), "Got this and that.", "[at all]")
+    measured.found = SaltflatError("Expected less,\n  but got this. Try nothing [at all].")
+    refused(run(*REQUIRED), "less, but got this.", "[at all]")
 
 
 def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saltflat.engine.output_curvature.parse_column_plan", None)
+    monkeypatch.setattr("saltflat.measures.measure.parse_bytes", None)
     result = run(*REQUIRED)
     assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1
@@ -433,7 +433,7 @@ def test_reports_are_compared(saved: Callable[[str, float], Path]) -> None:
     result = run("compare", saved("a.json", 6.25), saved("b.json", 12.5))
     assert result.exit_code == 0, result.output
     assert all(word in result.stdout for word in ("trace", "6.25", "12.5"))
-    refused(run("compare", saved("a.json", 6.25)), "1 report")
+    refused(run("compare", saved("a.json", 6.25)), "two or more reports", "got 1")
 
 
 def test_list_prints_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,11 +469,11 @@ def test_it_runs_as_a_module() -> None:
     environment = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1"}
     found = subprocess.run([*words, "show", "none.json"], env=environment, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("Got ")
+    assert found.stderr.startswith("Expected ")
     with open("/dev/full", "w") as full:
         lost = subprocess.run([*words, "list"], env=environment, stdout=full, stderr=-1, text=True, check=False)
     assert lost.returncode == 2
-    assert lost.stderr.startswith("Got a standard output")
+    assert lost.stderr.startswith("Expected a standard output that can be written, but got No space")
     assert lost.stderr.count("\n") == 1
 
 

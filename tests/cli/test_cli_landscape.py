@@ -86,7 +86,7 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
         (["--points", "4"], ["points=4"]),
         (["--dimensions", "3"], ["dimensions=3"]),
         (["--radius", "0"], ["radius=0"]),
-        (["--directions", "filters"], ["use 'filter'"]),
+        (["--directions", "filters"], ["Try 'filter'"]),
         (["--normalize-directions", "layer"], ["directions='random'"]),
         (["--batch-norm", "fresh"], ["recompute"]),
         (["--dtype", "float16"], ["float16"]),
@@ -103,4 +103,4 @@ def test_bad_landscapes_are_one_line(words: list[str], told: list[str], tmp_path
 def test_the_command_has_help() -> None:
     result = run("landscape", "--help")
     assert result.exit_code == 0
-    assert "Walk away from a network's weights" in " ".join(result.stdout.split())
+    assert "Evaluate the loss along one or two directions" in " ".join(result.stdout.split())

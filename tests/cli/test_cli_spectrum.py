@@ -88,7 +88,7 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
         (["--k", "0"], ["k=0"]),
         (["--k", "1000"], ["k=1000", "parameters"]),
         (["--draws", "1"], ["draws=1"]),
-        (["--matrix", "hessians"], ["use 'hessian'"]),
+        (["--matrix", "hessians"], ["Try 'hessian'"]),
         (["--per", "unit"], ["layer"]),
         (["--plot", "{}/spectrum.jpg"], ["--plot"]),
         (["--quiet"], ["--out"]),

@@ -79,7 +79,7 @@ def test_status_of_a_study_that_was_stopped_says_how_to_go_on(tmp_path: Path) ->
     (tmp_path / "runs" / "rows" / f"{next(iter(results.rows))}.json").unlink()
     result = run("status", tmp_path / "runs")
     assert "1 missing" in result.stdout
-    assert "Nobody is working on it" in result.stderr
+    assert "No process is working on it" in result.stderr
     lines = list(csv.DictReader(io.StringIO(Results.load(tmp_path / "runs").csv())))
     assert [line["status"] for line in lines] == ["missing", "done", "done", "done"]
     assert lines[0]["lr"] == "0.1"
@@ -126,21 +126,21 @@ def test_a_report_without_weights_says_so(finished: Path, tmp_path: Path) -> Non
 def test_mistakes_are_one_line_and_exit_code_two(tmp_path: Path) -> None:
     path = written(study(), tmp_path)
     refused(run("run", tmp_path / "none.yaml", "--out", tmp_path / "runs"), "none.yaml", "cannot be read")
-    refused(run("run", path, "--out", tmp_path / "runs", "--executor", "proceses"), "use 'processes'")
+    refused(run("run", path, "--out", tmp_path / "runs", "--executor", "proceses"), "Try 'processes'")
     refused(run("run", path, "--out", tmp_path / "runs", "--workers", 2), "workers=2", "'serial'")
     refused(run("run", path, "--out", tmp_path / "runs", "--device", "cuda:77"), "cuda:77")
     refused(run("run", path, "--out", path), "is a file")
     refused(run("status", tmp_path), "study.json")
-    refused(run("score", tmp_path, "--gap", "eror"), "use 'error'")
+    refused(run("score", tmp_path, "--gap", "eror"), "Try 'error'")
     refused(run("report", tmp_path, "--out", tmp_path / "report.html"), "study.json")
     path.write_text(path.read_text().replace("axes:", "axis:"))
-    refused(run("run", path, "--out", tmp_path / "runs"), "use 'axes'")
+    refused(run("run", path, "--out", tmp_path / "runs"), "Try 'axes'")
     assert not (tmp_path / "runs").exists()
 
 
 def test_all_problems_of_a_grid_are_told_in_one_line(tmp_path: Path) -> None:
     path = written(study(axes={"lr": [-1.0, 0.1], "widht": [3]}), tmp_path)
-    refused(run("run", path, "--out", tmp_path / "runs"), "2 problems", "lr=-1.0", "use 'width'")
+    refused(run("run", path, "--out", tmp_path / "runs"), "2 problems", "lr=-1.0", "Try 'width'")
 
 
 def test_a_report_that_cannot_be_written_is_told_before_the_work(finished: Path, tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     path = written(study(), tmp_path)
     result = run("run", path, "--out", tmp_path / "runs")
     assert result.exit_code == 130
-    assert f"Go on with: saltflat study run {path} --out {tmp_path / 'runs'}" in result.stderr
+    assert f"Resume with: saltflat study run {path} --out {tmp_path / 'runs'}" in result.stderr
 
 
 def test_the_program_can_be_interrupted_looked_at_and_gone_on_with(tmp_path: Path) -> None:
-    made = study(settings={"depth": 1, "batch": 1}, stop={"epochs": 10_000})
+    made = study(settings={"depth": 1, "batch_size": 1}, stop={"epochs": 10_000})
     path, folder = written(made, tmp_path), tmp_path / "runs"
     words = [sys.executable, "-m", "saltflat", "study", "run", str(path), "--out", str(folder), "--every", "0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -192,7 +192,7 @@ def test_the_program_can_be_interrupted_looked_at_and_gone_on_with(tmp_path: Pat
         program.kill()
         program.communicate()
     assert program.returncode == 130, told
-    assert "What is finished is kept" in told
+    assert "Finished runs are kept" in told
     assert "Traceback" not in told
     assert Results.load(folder).counts["missing"] == 4
 

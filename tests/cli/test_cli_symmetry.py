@@ -12,8 +12,8 @@ from factories import mlp, pair
 from test_cli import Call, refused, run
 from torch import Tensor
 
+import saltflat
 from saltflat.audit import Audit
-from saltflat.audit import audit as auditing
 from saltflat.audit.audit import audit_invariance
 from saltflat.measures.registry import MEASURES, measure
 
@@ -31,7 +31,7 @@ def found() -> Audit:
 def audited(monkeypatch: pytest.MonkeyPatch, found: Audit) -> Call:
     """Stands in for the audit and keeps what it was given."""
     call = Call(found)  # type: ignore[arg-type]
-    monkeypatch.setattr(auditing, "audit_invariance", call)
+    monkeypatch.setattr(saltflat, "audit_invariance", call)
     return call
 
 
@@ -126,7 +126,7 @@ def test_show_names_what_is_wrong_with_an_audit(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--draws", "0"], ["draws=0"]),
-        (["--kinds", "units"], ["'units'", "use 'unit'"]),
+        (["--kinds", "units"], ["'units'", "Try 'unit'"]),
         (["--spread", "-1"], ["spread=-1"]),
         (["--measures", "hessian_tract"], ["hessian_trace"]),
         (["--out", "{}/missing/audit.json"], ["--out", "missing"]),
@@ -160,7 +160,7 @@ def test_symmetries_prints_the_group_and_draws_it(tmp_path: Path, monkeypatch: p
         (["--kind", "units"], ["kind='units'"]),
         (["--plot", "{}/graph.jpg"], ["--plot"]),
         (["--model-args", '{{"inputs": 5}}'], ["on this example"]),
-        (["--data", "mnits"], ["use 'mnist'"]),
+        (["--data", "mnits"], ["Try 'mnist'"]),
     ],
 )
 def test_bad_requests_for_symmetries_are_one_line(words: list[str], told: list[str], tmp_path: Path) -> None:
@@ -176,4 +176,4 @@ def test_every_command_has_help(command: str) -> None:
 
 def test_the_help_says_what_the_exit_code_means() -> None:
     said: Any = " ".join(run("audit", "--help").stdout.split())
-    assert "The exit code is 1 if a measure moved that claims to stay" in said
+    assert "The exit code is 1 if a measure changed that claims to be invariant" in said

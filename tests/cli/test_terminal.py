@@ -257,6 +257,6 @@ def test_an_interrupt_during_imports_is_one_line(module: str, installed: bool, t
 def test_an_interrupt_in_other_programs_is_an_exception(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     (tmp_path / "other.py").write_text("try:\n    import saltflat\nexcept KeyboardInterrupt:\n    print('caught')\n")
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPT_AT": "saltflat.measures.catalog"}
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPT_AT": "saltflat._startup"}
     found = program(script=tmp_path / "other.py", **environment)
     assert (found.returncode, found.stdout) == (0, "caught\n")
