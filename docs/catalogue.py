@@ -1,4 +1,4 @@
-"""Prints docs/measures.md from the catalogue: python docs/catalogue.py > docs/measures.md"""
+"""Print docs/measures.md from the catalog of measures: python docs/catalogue.py > docs/measures.md"""
 
 from __future__ import annotations
 
@@ -11,49 +11,61 @@ from saltflat.measures.registry import MEASURES, PRESETS, REFERENCES, SYMMETRIES
 
 HEAD = """# Measures
 
-Generated from the catalogue by `python docs/catalogue.py > docs/measures.md`; do not edit. `saltflat list` prints the
-same. [choosing.md](choosing.md) says which to take, [misprints.md](misprints.md) where papers print something else.
+Generated from the catalog by `python docs/catalogue.py > docs/measures.md`; do not edit. `saltflat list` prints the
+same. [choosing.md](choosing.md) says which to use, [misprints.md](misprints.md) where papers print something else.
 
-*Unchanged by* is what the tests hold each measure to, both ways: what is claimed must hold, and what is not claimed
-must visibly fail.
+The tests check *unchanged by* for each measure, both ways: what is claimed must hold, and what is not claimed must
+visibly fail.
 """
 
-COST = """*Cost* is what a measure needs beside the model and the data, with its usual options:
+COST = """*Cost* is what a measure takes with its default options:
 """
 
-SEVERAL = """Some names stand for several measures, those first that rescaling cannot fool:
+SEVERAL = """Some names select several measures, starting with those that rescaling cannot fool:
 """
 
 
 def main() -> None:
-    print(page(), end="")
+    print(make_page(), end="")
 
 
-def page() -> str:
-    """The whole file."""
+def make_page() -> str:
+    """Return the whole page."""
     entries = list(saltflat.list_measures())
-    parts = [HEAD, *described(SYMMETRIES), "", COST, *described(COSTS), "", SEVERAL, *described(PRESETS), ""]
+    parts = [
+        HEAD,
+        *list_meanings(SYMMETRIES),
+        "",
+        COST,
+        *list_meanings(COSTS),
+        "",
+        SEVERAL,
+        *list_meanings(PRESETS),
+        "",
+    ]
     family = ""
     for entry in entries:
-        if family_of(entry) != family:
-            family = family_of(entry)
+        if find_family(entry) != family:
+            family = find_family(entry)
             parts += [f"## {family}", ""]
-        parts += [*section(entry), ""]
+        parts += [*make_section(entry), ""]
     used = dict.fromkeys(entry.reference for entry in entries)
     parts += ["## References", "", *(f"* **{key}**: {REFERENCES[key]}" for key in sorted(used))]
     return "\n".join(parts) + "\n"
 
 
-def described(names: Mapping[str, str]) -> list[str]:
+def list_meanings(names: Mapping[str, str]) -> list[str]:
+    """Return a Markdown list of names and their meanings."""
     return [f"* `{name}`: {meaning}." for name, meaning in names.items()]
 
 
-def family_of(entry: CatalogueEntry) -> str:
-    """The name of the file that the measure is in."""
+def find_family(entry: CatalogueEntry) -> str:
+    """Return the name of the file that defines the measure."""
     return MEASURES[entry.name].function.__module__.rpartition(".")[2].capitalize()
 
 
-def section(entry: CatalogueEntry) -> list[str]:
+def make_section(entry: CatalogueEntry) -> list[str]:
+    """Return the lines about one measure."""
     options = ", ".join(f"`{name}={value!r}`" for name, value in entry.options.items())
     return [
         f"### {entry.name}",

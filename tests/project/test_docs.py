@@ -60,6 +60,48 @@ def test_what_a_python_block_imports_and_calls_exists(block: str) -> None:
             assert hasattr(saltflat, node.attr), node.attr
 
 
+def test_the_code_of_the_readme_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = BLOCK.findall(text)
+    exec(block, {})
+    printed = _read_comparison(capsys.readouterr().out)
+    shown = _read_comparison(text)
+    assert (
+        printed.keys() == shown.keys() == {*re.findall(r'"(\w+)"', block.partition("measures = ")[2].splitlines()[0])}
+    )
+    for name, numbers in shown.items():  # training depends on the number of threads, in the last digits
+        assert printed[name] == pytest.approx(numbers, rel=0.1), name
+
+
+def _read_comparison(text: str) -> dict[str, list[float]]:
+    """Return both values and their ratio for each measure in a printed comparison."""
+    rows = re.findall(r"^(\w+) .*?((?: +[\d.]+){3})   (?:same|\w+ flatter)$", text, re.MULTILINE)
+    return {name: [float(each) for each in numbers.split()] for name, numbers in rows}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 800
+
+
+def test_the_map_of_the_package_names_every_module_and_no_other() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    there = {
+        path.relative_to(ROOT / "saltflat").as_posix()
+        for path in (ROOT / "saltflat").rglob("*.py")
+        if not path.name.startswith("__")
+    }
+    named = set()
+    files = page.partition("## The files")[2].partition("## The sweep")[0]
+    head, *folders = re.split(r"^\*\*`(\w+/)`\*\*", files, flags=re.MULTILINE)
+    for folder, table in (("", head), *zip(folders[::2], folders[1::2], strict=True)):
+        # `training/` (`train_one.py`, ...) names files of a folder within the folder.
+        for inner, inside in re.findall(r"`(\w+/)` \(([^)]*)\)", table):
+            named |= {f"{folder}{inner}{name}" for name in re.findall(r"`(\w+\.py)`", inside)}
+        plain = re.sub(r"`\w+/` \([^)]*\)", "", table)
+        named |= {f"{folder}{name}" for name in re.findall(r"`([\w/]+\.py)`", plain)}
+    assert named == there
+
+
 def test_the_code_about_rescalings_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     known: dict[str, Any] = {}
