@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from saltflat.errors import SaltflatError as SaltflatError
     from saltflat.landscape.landscape import compute_landscape as compute_landscape
     from saltflat.measures.catalog import list_measures as list_measures
-    from saltflat.measures.measure import measure as measure
+    from saltflat.measures.compute import measure as measure
     from saltflat.results.comparison import compare as compare
     from saltflat.results.report import Report as Report
     from saltflat.spectrum.compute import compute_spectrum as compute_spectrum
@@ -40,7 +40,7 @@ _HOMES = {
     "find_symmetries": "saltflat.symmetry.find",
     "fold": "saltflat.symmetry.fold",
     "list_measures": "saltflat.measures.catalog",
-    "measure": "saltflat.measures.measure",
+    "measure": "saltflat.measures.compute",
     "rebalance": "saltflat.symmetry.minimize",
     "rescale": "saltflat.symmetry.rescale",
 }

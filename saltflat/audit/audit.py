@@ -21,7 +21,7 @@ from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session, take_turns
 from saltflat.errors import OptionError, SaltflatError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
-from saltflat.measures.measure import measure
+from saltflat.measures.compute import measure
 from saltflat.measures.registry import parse_measures
 from saltflat.results.report import Report
 from saltflat.symmetry.equality import copy_model

@@ -20,7 +20,7 @@ from saltflat.integrations.probe_set import ProbeSet, check_measurement, get_dev
 from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record, Table
 from saltflat.integrations.sample import ProbeMeasurer, find_gauss_newton_caveats
 from saltflat.integrations.schedule import DEFAULT_EVERY, Schedule
-from saltflat.measures.measure import measure
+from saltflat.measures.compute import measure
 from saltflat.measures.registry import parse_measures
 from saltflat.validation import check_flag
 

@@ -24,7 +24,7 @@ from saltflat.errors import (
     SaltflatError,
     UnknownNameError,
 )
-from saltflat.measures.measure import measure
+from saltflat.measures.compute import measure
 
 Item = tuple[Any, Tensor]
 

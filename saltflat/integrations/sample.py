@@ -24,7 +24,7 @@ from saltflat.engine.session import open_session
 from saltflat.errors import NonFiniteError, format_error_line
 from saltflat.integrations.record import EDGE_NAME, PREFIX, THRESHOLD_NAME, OneTimeWarnings
 from saltflat.integrations.stability import StabilityMatrix, compute_stability_matrix, is_preconditioned
-from saltflat.measures.measure import is_gauss_newton, measure
+from saltflat.measures.compute import is_gauss_newton, measure
 from saltflat.measures.registry import parse_measures
 from saltflat.validation import parse_bytes
 

@@ -28,7 +28,7 @@ from saltflat.landscape.evaluate import (
     find_batch_norms,
 )
 from saltflat.landscape.result import Landscape
-from saltflat.measures.measure import get_package_version
+from saltflat.measures.compute import get_package_version
 from saltflat.statistics.compute import describe_setting
 from saltflat.validation import MOST, check_positive, check_seed, parse_bytes
 

@@ -29,7 +29,7 @@ from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session, take_turns
 from saltflat.errors import ModelError, NonFiniteError, OptionError, make_unknown_name_error
-from saltflat.measures.measure import get_package_version
+from saltflat.measures.compute import get_package_version
 from saltflat.spectrum.result import Block, Eigenvalue, Spectrum
 from saltflat.statistics.compute import describe_setting
 from saltflat.validation import check_count, check_seed, parse_bytes

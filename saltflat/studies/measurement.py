@@ -25,7 +25,7 @@ from saltflat.errors import (
     make_unknown_name_error,
 )
 from saltflat.measures.collect import DIAGONALS
-from saltflat.measures.measure import measure
+from saltflat.measures.compute import measure
 from saltflat.measures.registry import parse_measures
 from saltflat.results.report import Reading, Report
 from saltflat.studies.grid import raise_problems

@@ -364,7 +364,7 @@ def test_what_the_library_refuses_is_one_line(measured: Call) -> None:
 
 
 def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saltflat.measures.measure.parse_bytes", None)
+    monkeypatch.setattr("saltflat.measures.compute.parse_bytes", None)
     result = run(*REQUIRED)
     assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1
