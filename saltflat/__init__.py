@@ -1,8 +1,8 @@
-"""How flat a trained network's minimum is, without being fooled by rescaling."""
+"""Measure how flat a trained network's minimum is, with measures that rescaling its weights cannot fool."""
 
 from saltflat import _startup as _startup  # isort: split
 
-from importlib import import_module
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from saltflat.symmetry.minimize import rebalance as rebalance
     from saltflat.symmetry.rescale import rescale as rescale
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-# Where each public name is defined; loaded at the first use, so that importing saltflat takes no longer than torch.
+# Where each public name is defined. Names are loaded on first use, so that importing saltflat costs next to nothing.
 _HOMES = {
     "Report": "saltflat.results.report",
     "SaltflatError": "saltflat.errors",
@@ -44,9 +44,10 @@ _HOMES = {
     "rebalance": "saltflat.symmetry.minimize",
     "rescale": "saltflat.symmetry.rescale",
 }
-_PACKAGES = (
+_MODULES = (
     "audit",
     "datasets",
+    "errors",
     "integrations",
     "landscape",
     "layers",
@@ -80,15 +81,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or a package that has some, at the first use."""
+    """Load a public name, or a public module, on first use."""
     if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+        value = getattr(_import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    if name in _PACKAGES:
-        return import_module(f"saltflat.{name}")
+    if name in _MODULES:
+        return _import_module(f"saltflat.{name}")
     raise AttributeError(f"module 'saltflat' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_PACKAGES, "__version__"])
+    """Return the public names, loaded or not."""
+    return sorted([*__all__, *_MODULES, "__version__"])

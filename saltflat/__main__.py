@@ -1,4 +1,4 @@
-"""python -m saltflat"""
+"""Run the command line: ``python -m saltflat``."""
 
 import sys
 
