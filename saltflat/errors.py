@@ -119,7 +119,7 @@ def make_unknown_name_error(kind: str, name: object, known: Iterable[str]) -> Un
 
 
 class NotDefinedError(SaltflatError, ValueError):
-    """This model, loss or data does not have the quantity asked for. The message is the reason."""
+    """Raised if a model, a loss or data does not have the requested quantity. The message is the reason."""
 
 
 class MemoryLimitWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""Checks of public calls: their arguments, and that calls on models take turns."""
+"""Check the arguments of public calls, and let calls on models take turns."""
 
 from __future__ import annotations
 
@@ -125,23 +125,23 @@ T = TypeVar("T")
 
 
 class _TurnState:
-    """What the thread that holds the lock is doing; no other thread changes it."""
+    """What the thread that holds the lock is doing. No other thread changes it."""
 
     lock = threading.RLock()
     borrowed = 0  # models that are borrowed: more than one where a loss function measures another model
     is_running = False  # whether a borrowed model's forward pass is running
-    # The parameters that are moved at present, by their ids, and the thread that moved them.
+    # Ids of the parameters that are shifted at the moment, and the thread that shifted them.
     moved: list[tuple[threading.Thread, frozenset[int]]] = []  # noqa: RUF012
 
 
 def _reset_in_child() -> None:
-    # A process that is forked while another thread measures has no such thread to wait for.
+    # A process that is forked while another thread is measuring does not have that thread to wait for.
     _TurnState.lock = threading.RLock()
     _TurnState.borrowed, _TurnState.is_running = 0, False
 
 
 def take_turns(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function wait until no other thread is in a function made so."""
+    """Decorate a function so that threads run such functions one at a time."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -154,9 +154,9 @@ def take_turns(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def borrow_model(model: nn.Module) -> Iterator[None]:
-    """Wait for the turn; inside, the model is this thread's alone.
+    """Wait for other threads. Inside of the context, only this thread uses the model.
 
-    A call from the model's own forward or backward pass is refused: that would find other tensors in the place of the
+    Calls from the model's own forward or backward pass raise an error: they would find other tensors in place of the
     parameters, or never end.
     """
     _check_can_wait()
@@ -165,7 +165,7 @@ def borrow_model(model: nn.Module) -> Iterator[None]:
             raise OptionError(
                 "Expected a call outside of a model's forward and backward pass, but got one from inside of a pass "
                 "that saltflat itself is running (from a hook, or from the forward pass). "
-                "Try calling before or after the other call, or removing the hook for its time."
+                "Try calling before or after the other call, or removing the hook meanwhile."
             )
         check_not_moved(model.parameters())
         try:
@@ -177,7 +177,7 @@ def borrow_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def mark_running() -> Iterator[None]:
-    """Around the forward pass of a borrowed model."""
+    """Mark that the forward pass of a borrowed model is running."""
     before = _TurnState.is_running
     try:
         _TurnState.is_running = True
@@ -188,7 +188,7 @@ def mark_running() -> Iterator[None]:
 
 @contextmanager
 def mark_moved(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep other threads from measuring or moving these parameters: inside, they are not where they belong."""
+    """Keep other threads from measuring or shifting these parameters, which are shifted inside of the context."""
     check_not_moved(parameters)
     entry = threading.current_thread(), frozenset(map(id, parameters))
     try:
@@ -199,20 +199,20 @@ def mark_moved(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def check_not_moved(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that another thread has moved; the thread that did so knows what it does."""
+    """Check that no other thread has shifted these parameters."""
     own = threading.current_thread()
     away = [ids for thread, ids in list(_TurnState.moved) if thread is not own]
     if away and any(id(each) in ids for each in parameters for ids in away):
         raise ModelError(
-            "Expected weights where they belong, but another thread has shifted them: it is between first_step() and "
-            "second_step(). Try again later, or train with step(closure), which other threads wait for."
+            "Expected weights that no other thread has shifted, but got weights between first_step() and second_step() "
+            "of another thread. Try again later, or train with step(closure), which other threads wait for."
         )
 
 
 def _check_can_wait() -> None:
-    """Refuse to wait inside of a backward pass, which the thread that holds the lock may itself be waiting for.
+    """Check that this is not a backward pass that the thread with the lock is itself waiting for.
 
-    On a GPU hooks run in a thread of torch's own.
+    On a GPU, hooks run in a thread of torch's own.
     """
     if not _is_in_backward():
         return

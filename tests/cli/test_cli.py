@@ -310,7 +310,7 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "parts"),
     [
         (["--out", "{}/missing/report.json"], ["--out", "missing"]),
         (["--out", "{}"], ["--out", "is a folder"]),
@@ -352,9 +352,9 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
         (["--measures", ","], ["at least one name"]),
     ],
 )
-def test_bad_requests_fail_before_the_work(words: list[str], told: list[str], measured: Call, tmp_path: Path) -> None:
+def test_bad_requests_fail_before_the_work(words: list[str], parts: list[str], measured: Call, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    refused(run(*REQUIRED, *(word.format(tmp_path) for word in words)), *told)
+    refused(run(*REQUIRED, *(word.format(tmp_path) for word in words)), *parts)
     assert measured.args == ()
 
 
@@ -363,14 +363,14 @@ def test_what_the_library_refuses_is_one_line(measured: Call) -> None:
     refused(run(*REQUIRED), "less, but got this.", "[at all]")
 
 
-def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saltflat.measures.compute.parse_bytes", None)
     result = run(*REQUIRED)
     assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1
 
 
-def test_errors_of_the_users_code_are_one_line_or_told_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_user_code_are_one_line_or_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wrong.py").write_text("ones = 1\ntwos = = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     refused(run(*REQUIRED, "--model", "wrong:ones"), "SyntaxError: invalid syntax from wrong:ones", "wrong.py:2")
@@ -457,7 +457,7 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage: " in result.stdout
 
 
-def test_what_the_shell_cannot_mean_is_exit_code_2() -> None:
+def test_invalid_command_lines_exit_with_code_2() -> None:
     assert run("measure").exit_code == 2
     assert run("mesure").exit_code == 2
     assert run("compare").exit_code == 2

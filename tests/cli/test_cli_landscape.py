@@ -81,7 +81,7 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "parts"),
     [
         (["--points", "4"], ["points=4"]),
         (["--dimensions", "3"], ["dimensions=3"]),
@@ -96,8 +96,8 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
         (["--model", "factories:careless"], ["KeyError"]),
     ],
 )
-def test_bad_landscapes_are_one_line(words: list[str], told: list[str], tmp_path: Path) -> None:
-    refused(run("landscape", *MLP, *(word.format(tmp_path) for word in words)), *told)
+def test_bad_landscapes_are_one_line(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    refused(run("landscape", *MLP, *(word.format(tmp_path) for word in words)), *parts)
 
 
 def test_the_command_has_help() -> None:

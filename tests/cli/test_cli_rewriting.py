@@ -110,7 +110,7 @@ def test_a_tied_weight_is_written_once_and_stays_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["fold", "rebalance"])
-def test_no_file_is_replaced_unless_that_is_asked_for(command: str, tmp_path: Path) -> None:
+def test_files_are_replaced_only_with_overwrite(command: str, tmp_path: Path) -> None:
     model = normed() if command == "fold" else mlp()
     named = NORMED if command == "fold" else MLP
     weights, out = tmp_path / "trained.safetensors", tmp_path / "new.safetensors"
@@ -140,7 +140,9 @@ def test_no_file_is_replaced_unless_that_is_asked_for(command: str, tmp_path: Pa
         ("/proc/new.safetensors", "cannot be written"),
     ],
 )
-def test_a_place_that_cannot_be_is_said_before_the_work(command: str, out: str, says: str, tmp_path: Path) -> None:
+def test_an_output_path_that_cannot_be_written_fails_before_the_work(
+    command: str, out: str, says: str, tmp_path: Path
+) -> None:
     (tmp_path / "folder.safetensors").mkdir()
     words = ("--model", "factories:broken", "--data", "factories:pair", "--out", tmp_path / out)
     refused(run(command, *words), says)
@@ -163,7 +165,7 @@ def test_nothing_is_written_if_the_function_is_not_the_same(
     assert not os.listdir(tmp_path)
 
 
-def test_what_rebalancing_doubts_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_of_rebalance_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def doubting(model: nn.Module, *args: object, **options: object) -> nn.Module:
         warnings.warn("The trace may not be the smallest: it is not.", stacklevel=1)
         return model

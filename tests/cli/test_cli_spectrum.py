@@ -83,7 +83,7 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "parts"),
     [
         (["--k", "0"], ["k=0"]),
         (["--k", "1000"], ["k=1000", "parameters"]),
@@ -95,5 +95,5 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
         (["--model", "factories:careless"], ["KeyError"]),
     ],
 )
-def test_bad_spectra_are_one_line(words: list[str], told: list[str], tmp_path: Path) -> None:
-    refused(run("spectrum", *MLP, *(word.format(tmp_path) for word in words)), *told)
+def test_bad_spectra_are_one_line(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    refused(run("spectrum", *MLP, *(word.format(tmp_path) for word in words)), *parts)

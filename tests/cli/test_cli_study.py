@@ -59,7 +59,7 @@ def test_run_prints_a_summary_and_what_to_do_next(finished: Path) -> None:
     assert "saltflat study report" in result.stderr
 
 
-def test_run_is_quiet_when_asked(finished: Path) -> None:
+def test_quiet_run_prints_nothing(finished: Path) -> None:
     result = run("run", finished.parent / "study.yaml", "--out", finished, "--quiet")
     assert result.exit_code == 0
     assert result.output == ""
@@ -74,7 +74,7 @@ def test_status_counts_and_changes_nothing(finished: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
-def test_status_of_a_study_that_was_stopped_says_how_to_go_on(tmp_path: Path) -> None:
+def test_status_of_a_study_that_was_stopped_says_how_to_resume(tmp_path: Path) -> None:
     results = study().run(tmp_path / "runs", progress=False)
     (tmp_path / "runs" / "rows" / f"{next(iter(results.rows))}.json").unlink()
     result = run("status", tmp_path / "runs")
@@ -97,7 +97,7 @@ def test_score_prints_every_measure_and_json_has_all(finished: Path) -> None:
     assert found["runs"] == 8
 
 
-def test_score_needs_runs_that_are_done_or_to_be_told_otherwise(tmp_path: Path) -> None:
+def test_score_needs_finished_runs_or_keep_missed(tmp_path: Path) -> None:
     study(stop={"epochs": 1, "loss": 1e-6}).run(tmp_path / "runs", progress=False)
     refused(run("score", tmp_path / "runs"), "4 missed", "--keep-missed")
     assert run("score", tmp_path / "runs", "--keep-missed").exit_code == 0
@@ -138,12 +138,12 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_all_problems_of_a_grid_are_told_in_one_line(tmp_path: Path) -> None:
+def test_all_problems_of_a_grid_are_one_line(tmp_path: Path) -> None:
     path = written(study(axes={"lr": [-1.0, 0.1], "widht": [3]}), tmp_path)
     refused(run("run", path, "--out", tmp_path / "runs"), "2 problems", "lr=-1.0", "Try 'width'")
 
 
-def test_a_report_that_cannot_be_written_is_told_before_the_work(finished: Path, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_fails_before_the_work(finished: Path, tmp_path: Path) -> None:
     refused(run("report", finished, "--out", tmp_path / "none" / "report.html"), "folder does not exist")
 
 
@@ -159,7 +159,7 @@ def test_failed_runs_are_counted_and_can_be_tried_again(tmp_path: Path, monkeypa
     assert "2 done" in run("run", path, "--out", tmp_path / "runs", "--retry-failed").stdout
 
 
-def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -170,7 +170,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"Resume with: saltflat study run {path} --out {tmp_path / 'runs'}" in result.stderr
 
 
-def test_the_program_can_be_interrupted_looked_at_and_gone_on_with(tmp_path: Path) -> None:
+def test_the_program_can_be_interrupted_inspected_and_resumed(tmp_path: Path) -> None:
     made = study(settings={"depth": 1, "batch_size": 1}, stop={"epochs": 10_000})
     path, folder = written(made, tmp_path), tmp_path / "runs"
     words = [sys.executable, "-m", "saltflat", "study", "run", str(path), "--out", str(folder), "--every", "0.1"]
@@ -210,7 +210,7 @@ def test_modules_beside_the_study_are_found(tmp_path: Path, monkeypatch: pytest.
     assert "4 done" in result.stdout
 
 
-def test_a_page_under_another_ending_and_fewer_audits_than_none_are_refused(finished: Path, tmp_path: Path) -> None:
+def test_a_page_with_another_suffix_and_negative_audits_raise(finished: Path, tmp_path: Path) -> None:
     refused(run("report", finished, "--out", tmp_path / "page.txt"), "page.txt", ".html")
     refused(run("report", finished, "--out", tmp_path / "page.html", "--audits", "-1"), "audits=-1")
     assert not list(tmp_path.iterdir())

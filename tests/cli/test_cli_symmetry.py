@@ -109,7 +109,7 @@ def test_compare_says_that_a_file_is_an_audit(found: Audit, tmp_path: Path) -> N
     refused(run("compare", path, path), "not a report but an audit", "saltflat show")
 
 
-def test_what_is_missing_is_asked_for_as_an_option() -> None:
+def test_missing_arguments_are_named_as_options() -> None:
     for words in (["audit", *MLP, "--draws", 1], ["measure", *MLP]):
         assert "pass --initial" in run(*words).stdout
         assert "pass --initial" in run(*words, "--measures", "distance_from_init").stdout
@@ -123,7 +123,7 @@ def test_show_names_what_is_wrong_with_an_audit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "parts"),
     [
         (["--draws", "0"], ["draws=0"]),
         (["--kinds", "units"], ["'units'", "Try 'unit'"]),
@@ -137,8 +137,8 @@ def test_show_names_what_is_wrong_with_an_audit(tmp_path: Path) -> None:
         (["--model", "factories:careless"], ["on this example", "KeyError"]),
     ],
 )
-def test_bad_audits_are_one_line(words: list[str], told: list[str], tmp_path: Path) -> None:
-    refused(run("audit", *MLP, *QUICK, *(word.format(tmp_path) for word in words)), *told)
+def test_bad_audits_are_one_line(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    refused(run("audit", *MLP, *QUICK, *(word.format(tmp_path) for word in words)), *parts)
 
 
 def test_symmetries_prints_the_group_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_symmetries_prints_the_group_and_draws_it(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "parts"),
     [
         (["--kind", "units"], ["kind='units'"]),
         (["--plot", "{}/graph.jpg"], ["--plot"]),
@@ -163,8 +163,8 @@ def test_symmetries_prints_the_group_and_draws_it(tmp_path: Path, monkeypatch: p
         (["--data", "mnits"], ["Try 'mnist'"]),
     ],
 )
-def test_bad_requests_for_symmetries_are_one_line(words: list[str], told: list[str], tmp_path: Path) -> None:
-    refused(run("symmetries", *MLP, *(word.format(tmp_path) for word in words)), *told)
+def test_bad_requests_for_symmetries_are_one_line(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    refused(run("symmetries", *MLP, *(word.format(tmp_path) for word in words)), *parts)
 
 
 @pytest.mark.parametrize("command", ["audit", "symmetries"])

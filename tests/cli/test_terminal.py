@@ -168,7 +168,7 @@ def test_show_escapes_what_files_say(words: list[Any], tmp_path: Path) -> None:
         steers_nothing(repr(saltflat.compare(path, path)))
 
 
-def test_what_a_run_tells_is_escaped(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_a_run_are_escaped(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from saltflat.studies.runner import show_progress
 
     for progress in (None, True):
@@ -179,7 +179,7 @@ def test_what_a_run_tells_is_escaped(finished: Path, capsys: pytest.CaptureFixtu
         assert EVIL[:5] not in told
 
 
-def test_a_terminal_gets_colors_of_ours_alone(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_receives_no_escape_codes_from_files(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -220,7 +220,7 @@ def test_closed_streams_are_no_error() -> None:
 
 
 @pytest.mark.parametrize("command", ["list", "list --json", "--help", "study run --help"])
-def test_a_reader_that_leaves_ends_the_program_quietly(command: str) -> None:
+def test_a_closed_pipe_ends_the_program_quietly(command: str) -> None:
     found = program(command, "| true; exit ${PIPESTATUS[0]}")
     assert (found.returncode, found.stderr) == (141, "")
 
