@@ -1,11 +1,15 @@
-"""Data by name, from files, or from a function of the user's; one file per data set.
+"""Read data by name, from files, or from a user's function.
 
-A named data set says where torchvision puts it and how its numbers are scaled:
+Public are :func:`read_data`, and for data sets of your own :class:`Reader`, :func:`register_reader`,
+:func:`find_reader` and the registry ``READERS``; ``SPLITS`` and ``SCALES`` list the valid options. Weights are read and
+written by :mod:`saltflat.datasets.checkpoints`. All other modules are internal.
+
+A named data set has one registered reader::
 
     register_reader(Reader("mnist", "...", read=..., top=255, mean=(0.1307,), std=(0.3081,)))
 
-``read(folder, split)`` gives what the files hold: integer inputs of 0 to ``top``, and class numbers. Everything else
-(which examples, which scale) is done here, once for all.
+``read(folder, split)`` returns the contents of the files: integer inputs from 0 to ``top``, and class numbers.
+Selecting examples and scaling inputs is done here, once for all data sets.
 """
 
 from __future__ import annotations
@@ -34,15 +38,15 @@ SCALES = ("none", "half", "standard")
 
 @dataclass(frozen=True)
 class Reader:
-    """A data set that has a name.
+    """A named data set.
 
     Attributes:
-        name: how it is asked for.
-        meaning: what it holds.
-        read: ``read(folder, split)`` gives inputs as stored, examples first, and labels (int64).
-        top: the largest value an input can have; inputs are divided by it.
-        mean: of each channel over the training inputs, after that division.
-        std: their standard deviation.
+        name: the name passed to :func:`read_data`.
+        meaning: a description of the data.
+        read: ``read(folder, split)`` returns inputs as stored, examples first, and labels (int64).
+        top: the largest possible input value; inputs are divided by it.
+        mean: the mean of each channel over the training inputs, after that division.
+        std: the standard deviation of each channel, likewise.
     """
 
     name: str
@@ -56,13 +60,14 @@ class Reader:
 READERS: dict[str, Reader] = {}
 
 
-def register_reader(each: Reader) -> Reader:
-    READERS[each.name] = each
-    return each
+def register_reader(reader: Reader) -> Reader:
+    """Add a reader to the registry, and return it."""
+    READERS[reader.name] = reader
+    return reader
 
 
 def find_reader(name: str) -> Reader:
-    """The reader of this name."""
+    """Return the reader with this name."""
     if name not in READERS:
         raise make_unknown_name_error("data set", name, READERS)
     return READERS[name]
@@ -76,22 +81,22 @@ def read_data(
     limit: int | None = None,
     normalize: str = "none",
 ) -> Any:
-    """Data to measure on.
+    """Return data to measure on.
 
     Args:
         source: the name of a data set (``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``); a file
             ``.npz`` or ``.safetensors`` with the arrays ``inputs`` (or ``x``) and ``targets`` (or ``y``); or
-            ``package.module:factory``, a callable that returns any data :func:`saltflat.measure` takes.
-        folder: where named data sets are, laid out as torchvision does (its ``root``).
-        split: ``"train"`` (if None) or ``"test"``, of a named data set.
-        skip: leave out so many examples at the beginning.
-        limit: then take at most so many; all if None.
-        normalize: what is done with the inputs of a named data set, which are in [0, 1]: ``"none"``; ``"half"``,
-            (x - 0.5) / 0.5, so that they are in [-1, 1]; or ``"standard"``, less the mean of their channel over the
-            training set and divided by its standard deviation, both as the data set's file here states them.
+            ``package.module:factory``, a callable that returns any data :func:`saltflat.measure` accepts.
+        folder: the folder of named data sets, laid out as by torchvision (its ``root``).
+        split: ``"train"`` (if None) or ``"test"``, for a named data set.
+        skip: the number of examples to skip at the beginning.
+        limit: the largest number of examples to return after that; all if None.
+        normalize: how to scale the inputs of a named data set, which are in [0, 1]: ``"none"``; ``"half"``,
+            (x - 0.5) / 0.5, so that they are in [-1, 1]; or ``"standard"``, minus the mean of the channel over the
+            training set and divided by its standard deviation, both as given by the reader.
 
     Returns:
-        ``(inputs, targets)``, float32 and int64 for a named data set; or what the factory gave.
+        ``(inputs, targets)``, float32 and int64 for a named data set; or the factory's return value.
     """
     check_skip_and_limit(skip, limit)
     parse_path(source, DataError)
@@ -108,7 +113,7 @@ def read_data(
         return select_examples(found, skip, limit)
     if is_existing_file(Path(source)):
         raise DataError(
-            f"Expected one that ends in {' or '.join(FORMATS)}, or the name of a data set, but got the file "
+            f"Expected a file that ends in {' or '.join(FORMATS)}, or the name of a data set, but got the file "
             f"{source!r}. Try saving the arrays 'inputs' and 'targets' with numpy.savez."
         )
     named = find_reader(source)
@@ -126,14 +131,14 @@ def _check_unnamed_options(source: str, split: str | None, normalize: str) -> No
     if split is not None or normalize != "none":
         option = f"split={split!r}" if split is not None else f"normalize={normalize!r}"
         raise OptionError(
-            f"Expected it for a named data set only, but got {option} for {source!r}, whose splits and scales are "
-            "not known. Try leaving it out, and split and scale where the data is made."
+            f"Expected {option.partition('=')[0]} for named data sets only, but got {option} for {source!r}, whose "
+            "splits and scales are unknown. Try leaving it out, and split and scale the data where it is created."
         )
 
 
 def _scale_inputs(inputs: Tensor, named: Reader, normalize: str) -> Tensor:
-    """Inputs as float32 in [0, 1], or moved and stretched from there."""
-    # A division rounds correctly, a product with 1/255 does not; in place, since all of CIFAR is 600 MB of float32.
+    """Return inputs as float32 in [0, 1], or shifted and scaled from there."""
+    # Division rounds correctly, multiplication by 1/255 does not. In place, since all of CIFAR is 600 MB of float32.
     scaled = inputs.to(torch.float32).div_(named.top)
     if normalize == "half":
         return scaled.sub_(0.5).div_(0.5)

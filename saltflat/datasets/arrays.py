@@ -1,4 +1,4 @@
-"""Data in one file of arrays, and files checked against their published digests."""
+"""Read data from one file of arrays, and files checked against their published checksums."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from saltflat.errors import DataError
 
 
 def read_verified_bytes(path: Path, md5: str) -> bytes:
-    """What the file holds, if its md5 is this. Against damage; whoever can make a file can make one of any md5."""
+    """Return the contents of a file with this md5. Detects damage, not forgery: md5 collisions are easy to make."""
     content = read_file_bytes(path)
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
         raise DataError(
-            f"Expected {md5}, that of the published file, but got {str(path)!r} with the md5 {found} "
-            f"({len(content):,} bytes). This one is damaged, incomplete or another. Try deleting it and download it "
+            f"Expected the md5 {md5} of the published file, but got {str(path)!r} with the md5 {found} "
+            f"({len(content):,} bytes), which is damaged, incomplete or another file. Try to delete it and download it "
             "again."
         )
     return content
 
 
 def read_file_bytes(path: Path) -> bytes:
-    """What the file holds."""
+    """Return the contents of a file."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -37,7 +37,7 @@ def read_file_bytes(path: Path) -> bytes:
 
 
 def is_existing_file(path: Path) -> bool:
-    """Whether there is such a file; a name that no file can have is an error."""
+    """Return whether the file exists; raise an error for a name that no file can have."""
     try:
         return path.is_file()
     except OSError as error:
@@ -46,15 +46,15 @@ def is_existing_file(path: Path) -> bool:
 
 def _make_unreadable_error(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"Expected the file as published, but got {str(path)!r}, which cannot be read ({error.strerror}). Check the "
+        f"Expected a readable file, but got {str(path)!r}, which cannot be read ({error.strerror}). Try checking the "
         "folder and its permissions."
     )
 
 
 def make_missing_file_error(path: Path, dataset: str) -> DataError:
-    """The error for a file that is not there; ``dataset`` is torchvision's name of what it belongs to."""
+    """Return the error for a missing file of a data set; ``dataset`` is torchvision's name for it."""
     return DataError(
-        f"Expected {dataset} as torchvision lays it out, but got no file {str(path)!r}. Try naming the folder it is "
+        f"Expected {dataset} as torchvision lays it out, but got no file {str(path)!r}. Try passing the folder it is "
         f"in, or download it there with torchvision.datasets.{dataset}(folder, download=True)."
     )
 
@@ -63,20 +63,20 @@ NAMES = {"inputs": ("inputs", "x"), "targets": ("targets", "y")}
 
 
 def read_npz(path: Path) -> tuple[Tensor, Tensor]:
-    """Inputs and targets that ``numpy.savez`` wrote; pickled objects in it are refused."""
+    """Return inputs and targets written by ``numpy.savez``; pickled objects are rejected."""
     try:
-        with path.open("rb") as stream:  # numpy does not close what it fails to read
+        with path.open("rb") as stream:  # numpy does not close a file that it fails to read
             found = np.load(stream, allow_pickle=False)
             if not isinstance(found, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array without a name")
             one, two = (_make_tensor(found[name], name) for name in _find_array_names(found.files, path))
             return _prepare_pair(one, two)
-    except Exception as error:  # a file that numpy did not write, or not to its end, can fail in any way
+    except Exception as error:  # a foreign or truncated file can fail in any way
         raise _make_array_file_error(path, error) from error
 
 
 def read_safetensors(path: Path) -> tuple[Tensor, Tensor]:
-    """Inputs and targets that safetensors wrote."""
+    """Return inputs and targets written by safetensors."""
     try:
         with safe_open(str(path), framework="pt") as file:
             one, two = (file.get_tensor(name) for name in _find_array_names(file.keys(), path))
@@ -88,10 +88,10 @@ def read_safetensors(path: Path) -> tuple[Tensor, Tensor]:
 FORMATS: dict[str, Callable[[Path], tuple[Tensor, Tensor]]] = {".npz": read_npz, ".safetensors": read_safetensors}
 
 
-def _make_tensor(array: Any, name: str) -> Tensor:
+def _make_tensor(array: np.ndarray[Any, Any] | bytes, name: str) -> Tensor:
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name!r} is no array")
-    # Torch has no place for other byte orders.
+        raise ValueError(f"{name!r} is not an array")
+    # Torch supports the native byte order only.
     array = array.astype(array.dtype.newbyteorder("="))
     try:
         return torch.from_numpy(array)
@@ -110,7 +110,7 @@ def _find_array_names(names: Collection[str], path: Path) -> list[str]:
 
 
 def _prepare_pair(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes are pixels and come out in [0, 1]; other integers are tokens or classes, int64; real numbers stay."""
+    """Scale bytes, which are pixels, to [0, 1]; convert other integers to int64; keep real numbers."""
     for name, values in {"inputs": inputs, "targets": targets}.items():
         if values.dim() == 0 or values.is_complex():
             raise ValueError(f"the {name} are {'complex' if values.is_complex() else 'one number'}")
@@ -137,5 +137,5 @@ def _make_array_file_error(path: Path, error: Exception) -> DataError:
     why = said.splitlines()[0][:300] if said else type(error).__name__
     return DataError(
         f"Expected a whole {path.suffix} file of plain arrays, but got {str(path)!r}, which cannot be read ({why}). "
-        "Check the path, or write the file again."
+        "Try checking the path, or write the file again."
     )

@@ -1,4 +1,4 @@
-"""Trained weights from a file, without running what a file may ask for."""
+"""Load and save trained weights, without running code that a file may contain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,9 +20,10 @@ from torch.nn.parameter import is_lazy
 from saltflat.errors import SaltflatError
 from saltflat.results.files import parse_path, replace_atomically
 
-# Where training scripts keep the weights beside optimizers and epochs; the first that is there.
+T = TypeVar("T")
+# Keys under which training scripts save the weights beside optimizers and epochs; the first one found is used.
 NESTS = ("state_dict", "model_state_dict", "model")
-# What a file says of weights whose model was folded.
+# The metadata key of weights whose model was folded.
 FOLDED = "saltflat.folded"
 
 
@@ -34,8 +35,8 @@ class Weights(dict[str, Tensor]):
     """Tensors by name.
 
     Attributes:
-        notes: what was done to the names in the file.
-        folded: whether they are of a model whose BatchNorm layers were folded.
+        notes: changes made to the names in the file.
+        folded: whether they belong to a model whose BatchNorm layers were folded.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], notes: tuple[str, ...] = (), folded: bool = False) -> None:
@@ -44,12 +45,12 @@ class Weights(dict[str, Tensor]):
 
 
 def load_weights(path: str | Path) -> Weights:
-    """The weights in a file, on the CPU.
+    """Return the weights in a file, on the CPU.
 
     ``.safetensors`` is read by safetensors, anything else by ``torch.load(weights_only=True)``: tensors and plain
-    values only, and a file that asks for more is refused before it does anything. Weights may be nested under
+    values only, and a file that needs more is rejected before any of it runs. Weights may be nested under
     ``state_dict``, ``model_state_dict`` or ``model``; what ``DataParallel`` (``module.``) and ``torch.compile``
-    (``_orig_mod.``) add to the names is taken away. Both are said in ``notes``.
+    (``_orig_mod.``) add to the names is removed. ``notes`` mention both.
     """
     path = parse_path(path, WeightsError)
     _check_file(path)
@@ -62,7 +63,7 @@ def load_weights(path: str | Path) -> Weights:
 
 
 def is_folded(path: str | Path) -> bool:
-    """Whether a file of weights says that they are of a folded model, as :func:`save_weights` has it say."""
+    """Return whether a file says that its weights belong to a folded model; see :func:`save_weights`."""
     if Path(path).suffix != ".safetensors":
         return False
     with safe_open(str(path), framework="pt") as file:
@@ -70,19 +71,19 @@ def is_folded(path: str | Path) -> bool:
 
 
 def save_weights(model: nn.Module, path: str | Path, folded: bool = False) -> int:
-    """Write the model's weights to a ``.safetensors`` file, a tied weight once; return how many tensors that were.
+    """Write the model's weights to a ``.safetensors`` file, tied weights once, and return the number of tensors.
 
     Args:
         model: any module.
-        path: a file that was there is replaced, whole or not at all.
-        folded: say in the file that they are of a folded model: what reads it has to fold its own.
+        path: an existing file is replaced atomically.
+        folded: record in the file that the model was folded, so that a reader folds its own model, too.
     """
     tensors: dict[str, Tensor] = {}
     held: list[Tensor] = []
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise WeightsError(
-                f"Expected tensors alone in a file of weights, but got {name!r} in the state of the model, a "
+                f"Expected only tensors in the state of the model, but got {name!r}, a "
                 f"{type(value).__name__}. Try saving the model's state_dict with torch.save."
             )
         if not any(value is other for other in held):
@@ -95,9 +96,9 @@ def save_weights(model: nn.Module, path: str | Path, folded: bool = False) -> in
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Give the model these weights, all of them; if they do not fit, it is left as it is.
+    """Load all of these weights into the model; if they do not fit, the model is unchanged.
 
-    Returns notes: which prefix was taken from the names or put before them, and what was rounded.
+    Returns notes: which prefix was removed from the names or added to them, and what was rounded.
     """
     found = match_weights(model, weights)
     own = model.state_dict()
@@ -118,10 +119,10 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 def match_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Weights:
-    """The weights under the model's own names, if names and shapes agree. A tied weight may be there once.
+    """Return the weights under the model's own names, if names and shapes agree. A tied weight may be given once.
 
-    A prefix that all names in the file have and the model's do not (``net.``, ``backbone.``), or the other way round,
-    is no obstacle, provided that everything fits without it; ``notes`` say so.
+    A prefix that all names in the file have and the model's do not (``net.``, ``backbone.``), or vice versa, is
+    removed or added if everything fits then; ``notes`` mention it.
     """
     wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     own = strip_wrapper_prefixes(list(wanted))
@@ -143,7 +144,7 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Weights:
 def _match_names(
     given: list[str], known: list[str], aliases: list[list[str]]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The names in a file as the model has them: without, or with, a prefix that all of them have or lack."""
+    """Map the names in a file to those of the model, without or with a prefix that all of them have or lack."""
     same = {name: name for name in given}
     if _has_all_names(given, known, aliases):
         return same, ()
@@ -164,15 +165,15 @@ def _match_names(
     }
     if len(fits) > 1:
         raise WeightsError(
-            f"Got weights whose names fit the model in {len(fits)} ways: {' Or: '.join(fits)} Want one way only. "
-            "Do: rename them in the file."
+            f"Expected names that fit the model in one way, but got weights whose names fit in {len(fits)} ways: "
+            f"{' Or: '.join(fits)} Try renaming them in the file."
         )
     _check_parts(given, known, aliases)
     return next(((names, (note,)) for note, names in fits.items()), (same, ()))
 
 
 def _check_parts(given: list[str], known: list[str], aliases: list[list[str]]) -> None:
-    """Refuse a file in which the model's weights are one part, beside others: what those are for is not known."""
+    """Check that the file does not contain other weights beside those of the model, whose purpose is unknown."""
     ends = tuple(f".{name}" for name in known[:1])
     for prefix in dict.fromkeys(name.removesuffix(known[0]) for name in given if name.endswith(ends)):
         others = [name for name in given if not name.startswith(prefix)]
@@ -193,7 +194,8 @@ def _has_all_names(names: Iterable[str], known: list[str], aliases: list[list[st
 
 
 def _find_common_prefixes(names: list[str]) -> list[str]:
-    """
+    """Return the prefixes that all names share.
+
     >>> _find_common_prefixes(["net.body.0.weight", "net.body.1.weight"])
     ['net.', 'net.body.']
     """
@@ -203,7 +205,7 @@ def _find_common_prefixes(names: list[str]) -> list[str]:
 
 
 def _check_tied(stored: Mapping[str, list[Tensor]]) -> None:
-    """One weight cannot have two values: which of them was trained is not known."""
+    """Check that tied weights have the same value, since it is unknown which of two was trained."""
     torn = [
         name
         for name, (first, *others) in stored.items()
@@ -211,21 +213,21 @@ def _check_tied(stored: Mapping[str, list[Tensor]]) -> None:
     ]
     if torn:
         raise WeightsError(
-            "Expected the same under each of its names, but got different values for weights that are one in the "
-            f"model: {_format_names(list(map(repr, torn)))}. Try untying them in the model, or saving the weights "
-            "again."
+            "Expected the same values under all names of a tied weight, but got different ones for weights that are "
+            f"one in the model: {_format_names(list(map(repr, torn)))}. Try untying them in the model, or saving "
+            "the weights again."
         )
 
 
 def strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
-    """Each name without what wrappers around a model put into it.
+    """Map each name to the name without the prefixes of wrappers around a model.
 
     Example:
         >>> strip_wrapper_prefixes(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])
         {'module._orig_mod.0.weight': '0.weight', 'module._orig_mod.0.bias': '0.bias'}
     """
     plain = [re.sub(r"(?<![^.])_orig_mod\.", "", name) for name in names]
-    # A wrapper's prefix is on every name; on some it is a layer that is called so.
+    # A wrapper's prefix is on every name; if it is on some only, it is the name of a layer.
     while plain and all(name.startswith("module.") for name in plain):
         plain = [name.removeprefix("module.") for name in plain]
     return dict(zip(names, plain if len(set(plain)) == len(plain) else names, strict=True))
@@ -236,26 +238,28 @@ def _check_file(path: Path) -> None:
         found = path.stat()
     except FileNotFoundError as error:
         raise WeightsError(
-            f"Expected a file of weights, but got {str(path)!r}, which does not exist. Check the path."
+            f"Expected a file of weights, but got {str(path)!r}, which does not exist. Try checking the path."
         ) from error
     except OSError as error:
-        raise _make_file_error(path, f"it cannot be reached ({error.strerror})", "check the path") from error
+        raise _make_file_error(path, f"it cannot be reached ({error.strerror})", "checking the path") from error
     if stat.S_ISDIR(found.st_mode):
         raise WeightsError(
             f"Expected a file of weights, but got {str(path)!r}, a folder. Try naming the file in it, .safetensors "
             "or .pt."
         )
     if not stat.S_ISREG(found.st_mode):
-        raise _make_file_error(path, "it is no regular file", "save the weights into a file")
+        raise _make_file_error(path, "it is no regular file", "saving the weights into a file")
     if found.st_size == 0:
-        raise _make_file_error(path, "it is empty", "save the weights again")
+        raise _make_file_error(path, "it is empty", "saving the weights again")
 
 
 def _load_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise _make_file_error(path, f"it is no whole safetensors file ({error})", "save the weights again") from error
+        raise _make_file_error(
+            path, f"it is no whole safetensors file ({error})", "saving the weights again"
+        ) from error
 
 
 def _load_pickle(path: Path) -> Any:
@@ -263,22 +267,22 @@ def _load_pickle(path: Path) -> Any:
         raise _make_file_error(
             path,
             "it is a TorchScript archive, a program with weights",
-            "save the weights alone, torch.save(model.state_dict(), path)",
+            "saving the weights alone, torch.save(model.state_dict(), path)",
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unusual files, in torch's words; what comes of them is said below
+            warnings.simplefilter("ignore")  # about unusual files; problems are reported below
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file that torch did not write, or not to its end, can fail in any way
-        # Torch says of a name that it did not follow: "... GLOBAL os.system was not ..."
+    except Exception as error:  # a foreign or truncated file can fail in any way
+        # Torch reports a rejected name as "... GLOBAL os.system was not ..."
         asked = re.search(r"GLOBAL (\S+\w)\s", str(error))
         if asked is not None:
             raise _make_file_error(
                 path,
-                f"it asks for {asked[1]}, which is more than tensors and could do anything; nothing of it was run",
-                "save the weights alone, torch.save(model.state_dict(), path)",
+                f"it needs {asked[1]}, which is not a tensor and could run any code; nothing of it was run",
+                "saving the weights alone, torch.save(model.state_dict(), path)",
             ) from error
-        raise _make_file_error(path, "it is damaged, or torch did not write it", "save the weights again") from error
+        raise _make_file_error(path, "it is damaged, or torch did not write it", "saving the weights again") from error
 
 
 def _is_script(path: Path) -> bool:
@@ -288,24 +292,26 @@ def _is_script(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
-        raise _make_file_error(path, f"it is a damaged archive ({error})", "save the weights again") from error
+        raise _make_file_error(path, f"it is a damaged archive ({error})", "saving the weights again") from error
 
 
-def _extract_state_dict(found: Any, path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _extract_state_dict(found: Mapping[str, Any] | T, path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     notes: tuple[str, ...] = ()
     nest = next((key for key in NESTS if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)), None)
-    if nest is not None:
+    if nest is not None and isinstance(found, Mapping):
         others = sorted(str(key) for key in found if key != nest)
         notes = (
             f"Weights are those under {nest!r} in {path.name}" + (f", beside {', '.join(others)}." if others else "."),
         )
         found = found[nest]
     if not isinstance(found, Mapping):
-        raise _make_file_error(path, f"it holds a {type(found).__name__}", "save a dict of tensors, model.state_dict()")
+        raise _make_file_error(
+            path, f"it holds a {type(found).__name__}", "saving a dict of tensors, model.state_dict()"
+        )
     wrong = [str(name) for name, value in found.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
     if wrong or not found:
         got = f"it holds other things than tensors: {_format_names(wrong)}" if wrong else "it holds no tensors"
-        raise _make_file_error(path, got, "save a dict of tensors, model.state_dict()")
+        raise _make_file_error(path, got, "saving a dict of tensors, model.state_dict()")
     return dict(found), notes
 
 
@@ -338,7 +344,7 @@ def _check_fit(
         told = "; ".join(f"{len(names)} {kind}: {_format_names(names)}" for kind, names in problems.items() if names)
         raise WeightsError(
             "Expected every weight of the model once, dense and real, in its shape, but got weights that do not fit "
-            f"the model. {told}. Check that the file belongs to this model, and that it is made as it was for "
+            f"the model. {told}. Try checking that the file belongs to this model, and that the model is built as for "
             "training."
         )
 
@@ -348,7 +354,7 @@ def _has_same_values(one: Tensor, two: Tensor) -> bool:
 
 
 def _find_integer_kind(tensor: Tensor, wanted: Tensor) -> str | None:
-    """What numbers without a scale (of a quantized network) or flags are, in the place of real weights."""
+    """Describe integers (of a quantized network) or flags that take the place of real weights; None for others."""
     if is_lazy(wanted) or not wanted.is_floating_point() or tensor.is_floating_point():
         return None
     return f"{_format_dtype(tensor.dtype)} there and {_format_dtype(wanted.dtype)} in the model"

@@ -20,12 +20,12 @@ SHAPE = (3, 32, 32)
 
 
 def read_cifar(folder: Path, dataset: str, files: Sequence[tuple[str, str]], key: str) -> tuple[Tensor, Tensor]:
-    """Images ``(N, 3, 32, 32)`` and labels of these files, joined.
+    """Return images ``(N, 3, 32, 32)`` and labels of these files, concatenated.
 
     Args:
         dataset: torchvision's name.
-        files: path in ``folder`` and md5 of each.
-        key: under which the labels are.
+        files: the path in ``folder`` and the md5 of each file.
+        key: the key of the labels.
     """
     images, labels = [], []
     for name, md5 in files:
@@ -39,7 +39,7 @@ def read_cifar(folder: Path, dataset: str, files: Sequence[tuple[str, str]], key
 
 
 def parse_cifar(content: bytes, path: Path, key: str) -> tuple[Tensor, Tensor]:
-    """Images and labels in one file, whatever else its pickle asks for."""
+    """Return images and labels of one file, without running its pickle."""
     try:
         found = _SafeUnpickler(io.BytesIO(content), encoding="bytes").load()
         rows, classes = found[b"data"].to_numpy(), found[key.encode()]
@@ -47,31 +47,31 @@ def parse_cifar(content: bytes, path: Path, key: str) -> tuple[Tensor, Tensor]:
         labels = torch.tensor(classes, dtype=torch.int64)
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels")
-    except Exception as error:  # a pickle that is not what it should be can fail in any way
+    except Exception as error:  # a malformed pickle can fail in any way
         raise DataError(
             f"Expected pixels under 'data' and labels under {key!r}, but got {str(path)!r}, which is not a file of "
-            f"CIFAR ({error}). Try deleting it and download it again."
+            f"CIFAR ({error}). Try to delete it and download it again."
         ) from error
     return images, labels
 
 
 class _PickledDtype:
-    """What a pickle says of an array's type, noted."""
+    """Record what a pickle says about an array's type."""
 
-    def __init__(self, code: Any, *_: Any) -> None:
+    def __init__(self, code: bytes | str, *_: Any) -> None:
         self.code = code
 
-    def __setstate__(self, state: Any) -> None:
-        """Byte order and fields, which bytes do not have."""
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Ignore byte order and fields, which bytes do not have."""
 
 
 class _PickledArray:
-    """What a pickle says of an array, noted; numpy is not asked to follow it."""
+    """Record what a pickle says about an array, without passing it to numpy."""
 
     def __init__(self, *_: Any) -> None:
         self.state: Any = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.state = state
 
     def to_numpy(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -81,7 +81,7 @@ class _PickledArray:
         return np.frombuffer(numbers, np.uint8).reshape(shape)
 
 
-# Python 2 wrote the first; newer versions of numpy write the second.
+# Python 2 wrote the first; recent versions of numpy write the second.
 ADMITTED = {
     ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
     ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
@@ -91,9 +91,9 @@ ADMITTED = {
 
 
 class _SafeUnpickler(pickle.Unpickler):
-    """Knows the names that an array takes, and notes what numpy would have been asked to do instead of asking it.
+    """Accept only the names that an array needs, and record their arguments instead of calling numpy.
 
-    They stand for classes with a ``__setstate__`` of their own: a pickle can fill their objects, not change them.
+    Each name maps to a class with its own ``__setstate__``: a pickle can fill its instances, but not change the class.
     """
 
     def find_class(self, module: str, name: str) -> Any:

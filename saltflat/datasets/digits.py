@@ -18,8 +18,8 @@ def _read_digits(folder: Path, split: str) -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            f"Expected it installed, but got 'digits' without scikit-learn, which holds them ({error}). Try pip "
-            "install scikit-learn."
+            f"Expected scikit-learn, which contains the data set 'digits', but got an error when importing it "
+            f"({error}). Try pip install scikit-learn."
         ) from error
     images, classes = load_digits(return_X_y=True)
     chosen = slice(None, TRAINING_EXAMPLES) if split == "train" else slice(TRAINING_EXAMPLES, None)

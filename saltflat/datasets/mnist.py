@@ -22,11 +22,11 @@ STEMS = {"train": "train", "test": "t10k"}
 
 
 def read_idx(folder: Path, split: str, dataset: str, checksums: Mapping[str, str]) -> tuple[Tensor, Tensor]:
-    """Images ``(N, 1, rows, columns)`` and labels of one split, from torchvision's folder ``dataset/raw``.
+    """Return images ``(N, 1, rows, columns)`` and labels of one split, from torchvision's folder ``dataset/raw``.
 
     Args:
-        checksums: md5 by file name. Of a file and its ``.gz`` the one that comes first here is taken; a file that is
-            not listed only if the listed one is not there, and then only its form is checked.
+        checksums: md5 by file name. Of a file and its ``.gz``, the first one listed here that exists is read. An
+            unlisted file is read only if no listed one exists, and then only its format is checked.
     """
     stem, raw = STEMS[split], folder / dataset / "raw"
     images = _read_idx_array(raw, f"{stem}-images-idx3-ubyte", dataset, checksums)
@@ -34,7 +34,7 @@ def read_idx(folder: Path, split: str, dataset: str, checksums: Mapping[str, str
     if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
             f"Expected as many labels as images, but got images of shape {tuple(images.shape)} and labels of shape "
-            f"{tuple(labels.shape)} in {str(raw)!r}. Try deleting the files and download them again."
+            f"{tuple(labels.shape)} in {str(raw)!r}. Try to delete the files and download them again."
         )
     return images.unsqueeze(1), labels.to(torch.int64)
 
@@ -57,7 +57,7 @@ def _decompress_gzip(content: bytes, path: Path) -> bytes:
 
 
 def parse_idx(content: bytes, path: Path) -> Tensor:
-    """The array in an IDX file of unsigned bytes.
+    """Return the array in an IDX file of unsigned bytes.
 
     Example:
         >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), Path("labels"))
@@ -72,19 +72,19 @@ def parse_idx(content: bytes, path: Path) -> Tensor:
     if len(content) - start != math.prod(shape):
         raise _make_idx_error(path, f"{len(content) - start:,} numbers for the shape {shape}")
     try:
-        # A copy: the bytes cannot be written to, a tensor can.
+        # Copied, since bytes are read-only and tensors are not.
         return torch.from_numpy(np.frombuffer(content[start:], np.uint8).reshape(shape).copy())
-    except (ValueError, RuntimeError) as error:  # more axes than an array can have, or empty ones of absurd lengths
+    except (ValueError, RuntimeError) as error:  # too many axes, or empty ones of absurd lengths
         raise _make_idx_error(path, f"{len(shape)} axes that no array can have ({error})") from error
 
 
 def _make_idx_error(path: Path, got: str) -> DataError:
     return DataError(
-        f"Expected an IDX file of bytes, but got {got} in {str(path)!r}. Try deleting it and download it again."
+        f"Expected an IDX file of bytes, but got {got} in {str(path)!r}. Try to delete it and download it again."
     )
 
 
-# Of the .gz as torchvision lists them; of the others as these unpack.
+# Those of .gz files are torchvision's; the others are of their unpacked contents.
 MNIST_CHECKSUMS = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -107,7 +107,7 @@ register_reader(
     )
 )
 
-# As torchvision lists them. It unpacks each beside its .gz; where only that is left, there is no published checksum.
+# As in torchvision, which unpacks each file beside its .gz; unpacked files have no published checksum.
 FASHION_CHECKSUMS = {
     "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
     "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
@@ -121,7 +121,7 @@ def _read_fashion_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 register_reader(
-    # Mean and deviation as they are commonly given for this data set.
+    # Mean and standard deviation as commonly given for this data set.
     Reader(
         "fashion-mnist",
         "clothing, 1 x 28 x 28, 10 classes",

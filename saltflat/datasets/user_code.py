@@ -1,4 +1,4 @@
-"""The user's own code, named as package.module:function, and its errors."""
+"""Import and call the user's own code, named as package.module:function, and report its errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 import saltflat
 from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
 
+T = TypeVar("T")
 OURS = os.path.dirname(saltflat.__file__) + os.sep
 LIBRARIES = (
     "<",  # code without a file, such as Python's own import machinery
@@ -33,19 +34,19 @@ class UserCodeError(SaltflatError, RuntimeError):
 
 @contextmanager
 def wrap_user_errors(spec: str, what: str) -> Iterator[None]:
-    """Inside of it nothing but the user's code runs: whatever fails is an error of that code."""
+    """Convert every error inside, where only the user's code runs, to a :class:`UserCodeError`."""
     try:
         yield
     except SaltflatError:
         raise
     except (Exception, SystemExit) as error:
-        advice = f"see that {spec} works by itself; --traceback shows all of the error"
+        advice = f"running {spec} by itself; --traceback shows the whole error"
         raise _make_user_error(error, spec, f"the {what} without an error", advice) from error
 
 
 @contextmanager
 def wrap_model_errors(model: str, data: str) -> Iterator[None]:
-    """Inside of it our code calls the user's model and reads the data: what fails in these is theirs, the rest ours."""
+    """Convert errors inside that the user's model or data raise to a :class:`UserCodeError`; leave our own alone."""
     try:
         yield
     except SaltflatError:
@@ -54,7 +55,7 @@ def wrap_model_errors(model: str, data: str) -> Iterator[None]:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         last = max(i for i, frame in enumerate(frames) if frame.f_code.co_filename.startswith(OURS))
         beyond = frames[last + 1 :]
-        advice = "see that it works by itself; --traceback shows all of the error"
+        advice = "running it by itself; --traceback shows the whole error"
         if any(frame.f_code is nn.Module._call_impl.__code__ for frame in beyond):
             raise _make_user_error(error, model, "a model that takes the data", advice) from error
         if any(_is_user_frame(frame) for frame in beyond):
@@ -73,7 +74,7 @@ def _make_user_error(error: BaseException, spec: str, want: str, advice: str) ->
 
 
 def _format_error_location(error: BaseException) -> str:
-    """File and line of the user's that is nearest to the error; where there is none, of the error itself."""
+    """Return the file and line of the user's code nearest to the error, or those of the error if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     places = list(traceback.walk_tb(error.__traceback__))
@@ -82,7 +83,7 @@ def _format_error_location(error: BaseException) -> str:
 
 
 def import_object(spec: str, what: str) -> Any:
-    """What ``package.module:name`` stands for. Importing runs the module, as any import does.
+    """Return the object named ``package.module:name``. Importing runs the module, as any import does.
 
     Example:
         >>> import_object("math:sqrt", "model")(9.0)
@@ -95,7 +96,8 @@ def import_object(spec: str, what: str) -> Any:
             "make in my_module.py."
         )
     with wrap_user_errors(spec, what):
-        found, path = _import_user_module(module, spec, what), module
+        found: Any = _import_user_module(module, spec, what)
+        path = module
         for part in name.split("."):
             if not hasattr(found, part):
                 raise _make_attribute_error(found, path, part)
@@ -103,31 +105,31 @@ def import_object(spec: str, what: str) -> Any:
     return found
 
 
-def _import_user_module(module: str, spec: str, what: str) -> Any:
+def _import_user_module(module: str, spec: str, what: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        # Only if it is this module that is missing; what the module itself fails to import is its own affair.
+        # Only if this module itself is missing, not one that it imports.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise OptionError(
-            f"Expected one that Python can import, but got {spec!r} as the {what}, and no module {error.name!r} is "
-            "found. Try running from the folder that holds it, or install it."
+            f"Expected a module that Python can import, but got {spec!r} as the {what}, and no module {error.name!r} "
+            "is found. Try running from the folder that contains it, or install it."
         ) from error
 
 
-def _make_attribute_error(found: Any, path: str, part: str) -> SaltflatError:
+def _make_attribute_error(found: T, path: str, part: str) -> SaltflatError:
     known = [each for each in dir(found) if not each.startswith("_")]
     if known:
         return make_unknown_name_error(f"function in {path}", part, known)
     return OptionError(
-        f"Expected package.module:function, but got {part!r} in {path}, a {type(found).__name__} with nothing in it. "
-        f"Try leaving .{part} out, or check the name."
+        f"Expected package.module:function, but got {part!r} in {path}, a {type(found).__name__} without public "
+        f"attributes. Try leaving .{part} out, or check the name."
     )
 
 
 def build_from_spec(spec: str, what: str, arguments: Mapping[str, Any] | None = None) -> Any:
-    """What the function of this name returns for these arguments; a model or data that has a name is taken as it is.
+    """Call the function of this name and return its result; return a model or data of this name as it is.
 
     Example:
         >>> build_from_spec("fractions:Fraction", "data", {"numerator": 1, "denominator": 3})
@@ -137,13 +139,13 @@ def build_from_spec(spec: str, what: str, arguments: Mapping[str, Any] | None = 
     if isinstance(found, nn.Module) or not callable(found):
         if given:
             raise OptionError(
-                f"Expected a function to give them to, but got the arguments {given} for {spec!r}, a "
+                f"Expected a function that takes arguments, but got the arguments {given} for {spec!r}, a "
                 f"{type(found).__name__}. Try leaving them out."
             )
         return found
     try:
         signature: inspect.Signature | None = inspect.signature(found)
-    except ValueError:  # written in C, without a signature: the call will tell
+    except ValueError:  # written in C, without a signature: the call itself checks
         signature = None
     if signature is not None:
         _check_factory_arguments(signature, given, spec)
@@ -156,6 +158,6 @@ def _check_factory_arguments(signature: inspect.Signature, given: Mapping[str, A
         signature.bind(**given)
     except TypeError as error:
         raise OptionError(
-            f"Expected {', '.join(signature.parameters) or 'none'}, but got the arguments {given} for {spec!r}: "
-            f"{error}. Try giving others, or defaults to the function."
+            f"Expected the arguments {', '.join(signature.parameters) or '(none)'}, but got {given} for {spec!r}: "
+            f"{error}. Try other arguments, or give the function defaults."
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def refused(call: Callable[[], Any], *words: str) -> None:
         call()
     message = str(caught.value)
     assert all(word in message for word in words), message
-    assert all(part in message for part in ("Got ", "Want ", "Do: ")), message
+    assert re.fullmatch(r"Expected .+, but got .+\. Try .+\.", message), message
     assert "\n" not in message
 
 
@@ -255,7 +256,7 @@ def test_a_damaged_archive_is_refused(place: int, tmp_path: Path) -> None:
     # In the first entry of the table of contents: how it begins (0), and the version it needs (6).
     content[content.index(b"PK\x01\x02") + place] = 0xFF
     path.write_bytes(content)
-    refused(lambda: load_weights(path), "w.pt", "save the weights again")
+    refused(lambda: load_weights(path), "w.pt", "saving the weights again")
 
 
 def test_a_pipe_is_no_file_of_weights(tmp_path: Path) -> None:
@@ -321,7 +322,7 @@ def test_a_file_cut_short_is_refused(name: str, save: Callable[..., None], tmp_p
     whole = path.read_bytes()
     for length in (1, 10, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        refused(lambda: load_weights(path), name, "save the weights again")
+        refused(lambda: load_weights(path), name, "saving the weights again")
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
