@@ -14,7 +14,7 @@ from saltflat.errors import StudyError
 Floats: TypeAlias = "NDArray[np.float64]"
 Ints: TypeAlias = "NDArray[np.int64]"
 # The value of an axis in one run, as a study file gives it.
-Setting: TypeAlias = "Hashable | Mapping[str, Any] | Sequence[Any]"
+Setting: TypeAlias = "bool | int | float | str | Sequence[Any] | Mapping[str, Any] | None"
 # How often each resample contains each run, (runs, resamples): integers, which float32 represents exactly below 2^24.
 Counts: TypeAlias = "NDArray[np.float32]"
 
