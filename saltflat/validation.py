@@ -204,8 +204,8 @@ def check_not_moved(parameters: Iterable[Tensor]) -> None:
     away = [ids for thread, ids in list(_TurnState.moved) if thread is not own]
     if away and any(id(each) in ids for each in parameters for ids in away):
         raise ModelError(
-            "Expected weights that no other thread has shifted, but got weights between first_step() and second_step() "
-            "of another thread. Try again later, or train with step(closure), which other threads wait for."
+            "Expected weights in place, but got weights that another thread has shifted: it is between first_step() "
+            "and second_step(). Try again later, or train with step(closure), which other threads wait for."
         )
 
 
