@@ -324,7 +324,7 @@ def test_quiet_prints_nothing(measured: Call, tmp_path: Path) -> None:
         (["--plot", "{}/figure"], ["--plot"]),
         (["--model-args", "{{"], ["--model-args", "JSON"]),
         (["--model-args", "[1]"], ["--model-args", "[1]"]),
-        (["--model-args", '{{"widht": 3}}'], ["widht", "Expected inputs, width, outputs"]),
+        (["--model-args", '{{"widht": 3}}'], ["widht", "arguments inputs, width, outputs"]),
         (["--model", "factories:fixed", "--model-args", '{{"width": 3}}'], ["Sequential"]),
         (["--model", "factories:no_model"], ["a str", "factories:no_model"]),
         (["--model", "factories:mpl"], ["'mpl'", "Try 'mlp'"]),
