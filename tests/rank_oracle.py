@@ -116,8 +116,8 @@ def zeros(values: Tensor) -> Tensor:
     smallest = float(relative[~zero].min())
     if smallest < CLEAR * ROUNDING:
         raise UnclearGapError(
-            f"Got {smallest:.1e} beside a largest value of 1. Want less than {ROUNDING:.0e}, which is rounding, or "
-            f"more than {CLEAR * ROUNDING:.0e}. Do: look at the entries with almost no effect."
+            f"Expected less than {ROUNDING:.0e}, which is rounding, or more than {CLEAR * ROUNDING:.0e}, but got "
+            f"{smallest:.1e} beside a largest value of 1. Try looking at the entries with almost no effect."
         )
     return zero
 

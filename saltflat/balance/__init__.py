@@ -1,20 +1,21 @@
-r"""Matrix balancing: the smallest total that rescaling can reach.
+r"""Matrix balancing: minimize a sum of exponentials over scales.
 
-Given weights :math:`B_{pq} \ge 0` on the edges of a directed graph, find potentials :math:`z` that minimise
+Given weights :math:`B_{pq} \ge 0` on the edges of a directed graph, find potentials :math:`z` that minimize
 
 .. math::
     \sum_{pq} B_{pq} e^{z_p - z_q}.
 
-The problem is convex, and at its minimum as much flows out of every node as flows in. Normalized sharpness and its
-printed form are this problem on two kinds of graph, one function each. A network's rescalings lead to a wider one,
+The problem is convex, and at its minimum the outflow of every node equals its inflow. Normalized sharpness and its
+printed form are this problem on two kinds of graph, one function each. The rescalings of a network lead to the more
+general problem
 
 .. math::
     \sum_e b_e e^{A_e \cdot s},
 
-with the logarithm of every term any linear form of the scales; a graph is the case of a difference of two.
+where the logarithm of every term is an arbitrary linear form of the scales; on a graph it is a difference of two.
 
-Everything is in float64. Matrices stay on the device they are on; graphs and forms are solved on the CPU. The answer
-says how far from balance it stopped.
+All computations use float64. Matrices stay on their device; graphs and linear forms are solved on the CPU. Results
+report the remaining imbalance.
 """
 
 from saltflat.balance.exponentials import FormBalanceResult, balance_forms

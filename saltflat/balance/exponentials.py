@@ -1,7 +1,7 @@
-r"""Balance a sum of exponentials of linear forms, of which all balancing is a special case.
+r"""Balance a sum of exponentials of linear forms, the general case of matrix balancing.
 
 Term e is :math:`t_e = b_e e^{A_e \cdot z}`. Where :math:`A_{ej}` is positive, :math:`A_{ej} t_e` flows out of scale j;
-where it is negative, :math:`-A_{ej} t_e` flows into it. At the minimum as much flows out of every scale as flows in.
+where it is negative, :math:`-A_{ej} t_e` flows into it. At the minimum the outflow of every scale equals its inflow.
 An edge of a graph is a term with +1 at its tail and -1 at its head.
 """
 
@@ -25,11 +25,14 @@ Array = NDArray[np.float64]
 
 
 class TermFlow(Flow):
-    """Needs rows of A whose sizes add up to 2 at most, and in every column entries of both signs."""
+    """The flow of a sum of exponentials.
 
-    # All scales move at once, each by its share of the sum of sizes: for shifts x the total then only falls, because
+    The absolute values in each row of A must add up to at most 2, and each column must have entries of both signs.
+    """
+
+    # All scales are updated at once. For shifts x the total never increases, because
     # exp(sum_j a_j x_j) <= sum_j |a_j| / 2 exp(2 sign(a_j) x_j) + a constant, whose minimum is at a quarter each.
-    pace = 0.25
+    step_size = 0.25
 
     def __init__(self, A: csr_array, log_weights: Array) -> None:
         self.A, self.log_weights = A, log_weights
@@ -37,14 +40,16 @@ class TermFlow(Flow):
         self.out, self.into = FlowSide(by_scale, 1), FlowSide(by_scale, -1)
 
     def compute_log_terms(self, z: Tensor) -> Array:
+        """Return the logarithms of all terms at potentials ``z``."""
         return np.asarray(self.log_weights + self.A @ z[0].numpy())
 
     def make_point(self, z: Tensor) -> TermFlowPoint:
+        """Return the flow at potentials ``z``."""
         return TermFlowPoint(self, z)
 
 
 class FlowSide:
-    """The entries of one sign, scale by scale."""
+    """The entries of A that have one sign, grouped by scale."""
 
     def __init__(self, by_scale: csr_array, sign: int) -> None:
         has = sign * by_scale.data > 0
@@ -54,9 +59,9 @@ class FlowSide:
         self.log_sizes = np.log(abs(by_scale.data[has]))
 
     def compute_flows(self, log_terms: Array) -> tuple[csr_array, Array]:
-        """``(scales, terms)``, in units that every scale has for itself, and the logarithms of those.
+        """Return the flows ``(scales, terms)`` in a separate unit for every scale, and the logarithms of the units.
 
-        So no flow is too small to be seen.
+        Separate units keep small flows from underflowing.
         """
         logs = log_terms[self.terms] + self.log_sizes
         units = np.maximum.reduceat(logs, self.starts[:-1])
@@ -65,6 +70,8 @@ class FlowSide:
 
 
 class TermFlowPoint(FlowPoint):
+    """The flow of a sum of exponentials at given potentials."""
+
     def __init__(self, flow: TermFlow, z: Tensor) -> None:
         self.flow, self.z = flow, z
         self.log_terms = flow.compute_log_terms(z)
@@ -75,60 +82,67 @@ class TermFlowPoint(FlowPoint):
         return np.log(self.out @ change) + self.out_units, np.log(self.into @ change) + self.in_units
 
     def compute_imbalance(self, shift: Tensor) -> Tensor:
+        """Return ln(out / in) of every scale at ``z + shift``."""
         log_out, log_in = self._compute_log_flows(np.exp(self.flow.A @ shift[0].numpy()))
         return torch.from_numpy(log_out - log_in)[None]
 
     def compute_log_flow(self) -> Tensor:
+        """Return ln(out + in) of every scale."""
         return torch.from_numpy(np.logaddexp(*self._compute_log_flows(np.ones_like(self.log_terms))))[None]
 
     @cached_property
     def _root(self) -> tuple[csr_array, csr_array]:
-        """M with M^T M the second derivative over the roots of the flows at both ends; its transpose."""
+        """Return M and its transpose, where M^T M is the second derivative over the roots of the flows at both ends."""
         A, flow = self.flow.A, self.compute_log_flow()[0].numpy()
         logs = np.repeat(self.log_terms, np.diff(A.indptr)) - flow[A.indices]
         M = csr_array((A.data * np.exp(logs / 2), A.indices, A.indptr), shape=A.shape)
         return M, M.T.tocsr()
 
     def multiply_stiffness(self, v: Tensor) -> Tensor:
+        """Return S v without forming S."""
         M, turned = self._root
         return torch.from_numpy(turned @ (M @ v[0].numpy()))[None]
 
     def compute_stiffness(self, root: Tensor) -> Tensor:
+        """Return S."""
         M, turned = self._root
         return torch.from_numpy((turned @ M).toarray())[None]
 
 
 Integers = NDArray[np.int64]
-# Terms that fall slower than this along a direction that has one fall by 1 are looked at again, among themselves.
-SLOW = 1e-3
+# Terms that decrease by less than this, where the fastest decreases by 1, are examined again among themselves.
+MIN_DECREASE = 1e-3
 
 
-def find_drift(A: csr_array) -> tuple[NDArray[np.bool_], Array]:
-    """The terms (rows, none of them empty) that are lost, and a direction along which each falls by 1 or more.
+def find_recession_direction(A: csr_array) -> tuple[NDArray[np.bool_], Array]:
+    """Return which terms (nonempty rows) vanish in the limit, and a direction along which each decreases by at least 1.
+
+    No other term changes along this direction of recession.
 
     Example:
-        exp(x) + exp(-x) + exp(x - y) + exp(-y): y can grow without end.
+        In exp(x) + exp(-x) + exp(x - y) + exp(-y), y can grow without bound.
 
-        >>> lost, way = find_drift(csr_array([[1.0, 0.0], [-1.0, 0.0], [1.0, -1.0], [0.0, -1.0]]))
-        >>> lost.tolist(), way.tolist()
+        >>> A = csr_array([[1.0, 0.0], [-1.0, 0.0], [1.0, -1.0], [0.0, -1.0]])
+        >>> vanishing, direction = find_recession_direction(A)
+        >>> vanishing.tolist(), direction.tolist()
         ([False, False, True, True], [0.0, 1.0])
     """
     paired, tails, heads = _build_signed_graph(A)
     nodes = 2 * A.shape[1] + 1
     parts = find_components(torch.from_numpy(tails), torch.from_numpy(heads), nodes).numpy()
     if paired.all():
-        way = _compute_component_levels(parts, tails, heads)
-        lost = A @ way < 0
+        direction = _compute_component_levels(parts, tails, heads)
+        vanishing = A @ direction < 0
     else:
-        lost, way = _find_drift_by_lp(A, parts)
-    return lost, way / np.min(-(A @ way)[lost], initial=np.inf)
+        vanishing, direction = _find_recession_direction_by_lp(A, parts)
+    return vanishing, direction / np.min(-(A @ direction)[vanishing], initial=np.inf)
 
 
 def _build_signed_graph(A: csr_array) -> tuple[NDArray[np.bool_], Integers, Integers]:
-    """Which rows have at most two entries, of one size, and the graph that these are.
+    """Return which rows have at most two entries, of equal absolute value, and the edges of the graph they form.
 
-    A sum x + y is no edge from x to y. But if every scale is two nodes, 2j for x and 2j + 1 for -x, it is an edge from
-    x to -y, and one from y to -x; a single x is one from x to 0 and from 0 to -x, with 0 the last node.
+    A sum x + y is not an edge from x to y. With two nodes per scale, 2j for x and 2j + 1 for -x, it is an edge from x
+    to -y and one from y to -x; a single x is an edge from x to 0 and one from 0 to -x, where 0 is the last node.
     """
     counts = np.diff(A.indptr)
     first, last = A.indptr[:-1], A.indptr[1:] - 1
@@ -142,9 +156,12 @@ def _build_signed_graph(A: csr_array) -> tuple[NDArray[np.bool_], Integers, Inte
 
 
 def _compute_component_levels(parts: Integers, tails: Integers, heads: Integers) -> Array:
-    """Every part of the graph as high as the longest way to it; scales are halfway between their two nodes."""
+    """Return half the difference of the levels of each scale's two nodes.
+
+    The level of a component is the length of the longest path to it.
+    """
     tails, heads = parts[tails], parts[heads]
-    # Parts have no cycles between them. Most edges are inside a part, and many join the same two.
+    # There are no cycles between components. Most edges lie inside a component, and many join the same two.
     tails, heads = np.divmod(np.unique((tails * len(parts) + heads)[tails != heads]), len(parts))
     level = np.zeros(len(parts))
     while (low := level[heads] < level[tails] + 1).any():
@@ -152,9 +169,9 @@ def _compute_component_levels(parts: Integers, tails: Integers, heads: Integers)
     return np.asarray(level[parts[:-1:2]] - level[parts[1::2]]) / 2
 
 
-def _find_drift_by_lp(A: csr_array, parts: Integers) -> tuple[NDArray[np.bool_], Array]:
-    """By linear programming, on what the graph leaves open."""
-    # No drift moves scales of one part against each other: they become one variable, x + y = 0 included.
+def _find_recession_direction_by_lp(A: csr_array, parts: Integers) -> tuple[NDArray[np.bool_], Array]:
+    """Find the direction by linear programming over the scales that the graph does not determine."""
+    # Scales of one component move together along any such direction and become one variable, including x + y = 0.
     up, down = parts[:-1:2], parts[1::2]
     free = np.flatnonzero(up != down)
     groups, group = np.unique(np.minimum(up, down)[free], return_inverse=True)
@@ -162,61 +179,62 @@ def _find_drift_by_lp(A: csr_array, parts: Integers) -> tuple[NDArray[np.bool_],
     joined = csr_array((signs, (free, group)), shape=(len(up), len(groups)))
     sizes = np.maximum.reduceat(abs(A.data), A.indptr[:-1])
     C = csr_array((A.data / np.repeat(sizes, np.diff(A.indptr)), A.indices, A.indptr), shape=A.shape) @ joined
-    C.data[abs(C.data) < 1e-12] = 0  # what cancels
+    C.data[abs(C.data) < 1e-12] = 0  # rounding errors
     C.eliminate_zeros()
     open_rows = np.flatnonzero(np.diff(C.indptr))
-    C, way, lost = C[open_rows], np.zeros(len(groups)), np.zeros(len(open_rows), dtype=bool)
-    while not lost.all():
-        step = _solve_linear_program(C[~lost])
-        falls = -(C @ step)
-        if not (falls[~lost] > SLOW).any():
+    C, direction, vanishing = C[open_rows], np.zeros(len(groups)), np.zeros(len(open_rows), dtype=bool)
+    while not vanishing.all():
+        step = _solve_linear_program(C[~vanishing])
+        decrease = -(C @ step)
+        if not (decrease[~vanishing] > MIN_DECREASE).any():
             break
-        # A step for the rest may lift what is lost already, which therefore falls so much more.
-        before = -(C @ way)[lost]
-        way = step + way * (1 + np.max(-falls[lost] / before, initial=0.0))
-        lost |= falls > SLOW
-    all_lost = np.zeros(A.shape[0], dtype=bool)
-    all_lost[open_rows[lost]] = True
-    return all_lost, np.asarray(joined @ way)
+        # A step for the remaining terms may increase vanishing ones: the previous direction is extended to compensate.
+        before = -(C @ direction)[vanishing]
+        direction = step + direction * (1 + np.max(-decrease[vanishing] / before, initial=0.0))
+        vanishing |= decrease > MIN_DECREASE
+    all_vanishing = np.zeros(A.shape[0], dtype=bool)
+    all_vanishing[open_rows[vanishing]] = True
+    return all_vanishing, np.asarray(joined @ direction)
 
 
 def _solve_linear_program(C: csr_array) -> Array:
-    """The direction of largest total fall, with none above 1: 0 if nothing can fall."""
-    # No variable is whole here, so this is linear programming; it takes sparse constraints with two sides.
+    """Return the direction of largest total decrease, at most 1 per term; 0 if no term can decrease."""
+    # Without integer variables ``milp`` solves a linear program; it accepts sparse two-sided constraints.
     found = milp(C.sum(0), constraints=LinearConstraint(C, -1, 0), bounds=Bounds(-np.inf, np.inf))
     if found.x is None:
         raise SaltflatError(
-            f"Got no answer of linear programming to which of {C.shape[0]} terms can be scaled away: {found.message} "
-            "Want forms of small whole or half numbers. Do: look for entries of very different sizes."
+            "Expected linear forms with small integer or half-integer entries, but got no solution of the linear "
+            f"program that finds the vanishing ones of {C.shape[0]} terms: {found.message} Try removing entries of "
+            "very different sizes."
         )
     return np.asarray(found.x)
 
 
 @dataclass(frozen=True)
 class FormBalanceResult:
-    """The smallest total that scales can reach, and the scales that reach it.
+    """The smallest total that scales can reach, and the scales that attain it.
 
     Attributes:
         value: the infimum.
-        terms: ``(terms,)``, what each term adds to it.
-        potentials: ``(scales,)``, logarithms of scales that reach it, or would if there were no lost terms. Always
-            finite; 0 for scales that no term needs. Where the terms leave a choice this is one of many.
-        lost: ``(terms,)``, the terms above 0 that can be made as small as one likes: they add nothing.
-        drift: ``(scales,)``, how to lose them. Along ``potentials + t * drift`` each falls at least as fast as
-            ``exp(-t)``, and no other term changes; all 0 if nothing is lost.
-        residual: the largest ``|ln(out / in)|`` of any scale, with the sums of the terms that its growth lifts and
-            lowers, each times the size of its entry; 0 if there are none.
+        terms: ``(terms,)``, the contribution of each term.
+        potentials: ``(scales,)``, logarithms of scales that minimize the terms that do not vanish. Always finite; 0 for
+            scales that no such term depends on. If the minimizer is not unique, this is one of many.
+        vanishing: ``(terms,)``, the positive terms that rescaling makes arbitrarily small: they contribute 0.
+        recession_direction: ``(scales,)``. Along ``potentials + t * recession_direction`` every vanishing term falls at
+            least as fast as ``exp(-t)``, and no other term changes; all 0 if no term vanishes.
+        residual: the largest ``|ln(out / in)|`` of any scale, where out and in are the sums of the terms that increase
+            and decrease with it, each times the absolute value of its entry; 0 if there are none.
         converged: whether ``residual`` is within the tolerance. If not, ``value`` is only an upper bound.
-        attained: whether some finite scales reach ``value``: whether nothing is lost.
-        sweeps: how often all potentials were updated.
-        notes: what a reader should know besides.
+        attained: whether finite scales attain ``value``, that is, no term vanishes.
+        sweeps: number of updates of all potentials.
+        notes: further remarks for the reader.
     """
 
     value: float
     terms: Array
     potentials: Array
-    lost: NDArray[np.bool_]
-    drift: Array
+    vanishing: NDArray[np.bool_]
+    recession_direction: Array
     residual: float
     converged: bool
     attained: bool
@@ -227,19 +245,20 @@ class FormBalanceResult:
 def balance_forms(
     forms: csr_array, weights: Array | Tensor, tolerance: float = 1e-10, limit: int = 10_000
 ) -> FormBalanceResult:
-    r"""The smallest sum of terms when scales multiply each of them by a monomial.
+    r"""Minimize a sum of terms, each multiplied by a monomial of positive scales.
 
     .. math::
         \inf_s \sum_e b_e e^{A_e \cdot s}
 
-    An edge of a graph is a term with +1 for its tail and -1 for its head, an edge from or to the ground a term with one
-    entry. Sums of scales, more than two of them and powers are as good.
+    An edge of a graph is a term with +1 for its tail and -1 for its head; an edge from or to a fixed node is a term
+    with one entry. Rows may have any number of entries of any sign and size.
 
     Args:
-        forms: A, ``(terms, scales)``, best of small whole or half numbers; an empty row is a constant.
-        weights: b, ``(terms,)``, at least 0.
+        forms: A, ``(terms, scales)``, preferably with small integer or half-integer entries; an empty row is a
+            constant.
+        weights: b, ``(terms,)``, nonnegative.
         tolerance: largest ``|ln(out / in)|`` that counts as balanced.
-        limit: sweeps after which to give up.
+        limit: maximum number of sweeps.
 
     Example:
         A query and a key share one scale: :math:`1 e^{2u} + 16 e^{-2u}` is smallest at :math:`e^{2u} = 4`.
@@ -248,10 +267,10 @@ def balance_forms(
         >>> round(found.value, 9), np.exp(2 * found.potentials).round(9).tolist()
         (8.0, [4.0])
 
-        With a third term that only a second scale holds up, :math:`5 e^{u - v}`, the value stays.
+        A third term :math:`5 e^{u - v}` vanishes as v grows and leaves the value unchanged.
 
         >>> found = balance_forms(csr_array([[2.0, 0.0], [-2.0, 0.0], [1.0, -1.0]]), torch.tensor([1.0, 16.0, 5.0]))
-        >>> round(found.value, 9), found.lost.tolist(), found.drift.tolist()
+        >>> round(found.value, 9), found.vanishing.tolist(), found.recession_direction.tolist()
         (8.0, [False, False, True], [0.0, 1.0])
     """
     check_solver_options(tolerance, limit)
@@ -262,35 +281,35 @@ def balance_forms(
     A.eliminate_zeros()
     moving = np.diff(A.indptr) > 0
     A, there = A[moving], there[moving]
-    vanishing, way = find_drift(A)
-    lost = np.zeros(len(b), dtype=bool)
-    lost[there[vanishing]] = True
-    A, there = A[~vanishing], there[~vanishing]
+    vanishing_rows, direction = find_recession_direction(A)
+    vanishing = np.zeros(len(b), dtype=bool)
+    vanishing[there[vanishing_rows]] = True
+    A, there = A[~vanishing_rows], there[~vanishing_rows]
     live = np.flatnonzero(np.bincount(A.indices, minlength=A.shape[1]))
-    terms, potentials = np.where(lost, 0.0, b), np.zeros(A.shape[1])
+    terms, potentials = np.where(vanishing, 0.0, b), np.zeros(A.shape[1])
     residual, sweeps = 0.0, 0
     if len(live):
-        # Factors of all entries are only another unit of the scales: sweeps want rows of at most 2 in all.
+        # A common factor of all entries only changes the unit of the scales: sweeps need row sums of at most 2.
         unit = 2 / float(abs(A).sum(1).max())
         flow = TermFlow(csr_array(A[:, live] * unit), np.log(b[there]))
         z, residual, sweeps = balance_flow(flow, torch.zeros(1, len(live), dtype=torch.float64), tolerance, limit)
         terms[there] = np.exp(flow.compute_log_terms(z))
         potentials[live] = unit * z[0].numpy()
     notes: tuple[str, ...] = ()
-    if lost.any():
+    if vanishing.any():
         notes = (
-            f"{lost.sum()} of {(b > 0).sum()} terms can be scaled towards 0 without end and add nothing; no finite "
-            "scales reach the value.",
+            f"{vanishing.sum()} of {(b > 0).sum()} terms vanish: rescaling makes them arbitrarily small. No finite "
+            "scales attain the value.",
         )
     return FormBalanceResult(
         value=float(terms.sum()),
         terms=terms,
         potentials=potentials,
-        lost=lost,
-        drift=way,
+        vanishing=vanishing,
+        recession_direction=direction,
         residual=residual,
         converged=residual <= tolerance,
-        attained=not lost.any(),
+        attained=not vanishing.any(),
         sweeps=sweeps,
         notes=(*notes, *format_convergence_notes(residual, tolerance, sweeps)),
     )
@@ -303,7 +322,7 @@ def _check_terms(forms: csr_array, weights: Array | Tensor) -> tuple[csr_array, 
     )
     if A.ndim != 2 or b.shape != A.shape[:1] or not np.isfinite(A.data).all():
         raise OptionError(
-            f"Expected (terms, scales) and (terms,), with finite entries, but got forms of shape {A.shape} and "
-            f"weights of shape {b.shape}. Try giving every term a row of its factors' exponents and one weight."
+            f"Expected finite forms (terms, scales) and weights (terms,), but got forms of shape {A.shape} and "
+            f"weights of shape {b.shape}. Try passing one row of exponents and one weight per term."
         )
     return A, b

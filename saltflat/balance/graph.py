@@ -1,4 +1,4 @@
-"""Balancing a sparse graph."""
+"""Balance a sparse graph."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from saltflat.errors import OptionError
 def balance_graph(
     tails: Tensor, heads: Tensor, weights: Tensor, nodes: int, tolerance: float = 1e-10, limit: int = 10_000
 ) -> BalanceResult:
-    r"""The smallest total weight of a graph when nodes scale their outgoing edges and divide their incoming ones.
+    r"""Minimize the total weight of a graph whose nodes multiply outgoing edges and divide incoming ones by a scale.
 
     .. math::
         \min_z \sum_e b_e e^{z_{\mathrm{tail}(e)} - z_{\mathrm{head}(e)}}
 
-    Edges from a node to itself are a constant part of the value. Potentials have a free constant in every part of the
-    graph; it is chosen so that the part's first node has 0.
+    Self-loops contribute a constant to the value. Potentials are determined up to a constant in every component of the
+    graph; it is chosen such that the first node of the component has potential 0.
 
     Args:
         tails: ``(edges,)``, the nodes that edges leave.
         heads: ``(edges,)``, the nodes they enter.
-        weights: ``(edges,)``, at least 0.
-        nodes: how many there are.
+        weights: ``(edges,)``, nonnegative.
+        nodes: number of nodes.
         tolerance: largest ``|ln(out / in)|`` that counts as balanced.
-        limit: sweeps after which to give up.
+        limit: maximum number of sweeps.
 
     Example:
         A cycle of D edges: D times their geometric mean, here 2 sqrt(1 * 16).
@@ -44,7 +44,7 @@ def balance_graph(
     forms = csr_array((np.tile([1.0, -1.0], len(tails)), (numbers, ends)), shape=(len(tails), nodes))
     found = balance_forms(forms, weights, tolerance, limit)
     tails, heads, there = tails.long(), heads.long(), (weights > 0) & (tails != heads)
-    kept = there & ~torch.from_numpy(found.lost).to(there.device)
+    kept = there & ~torch.from_numpy(found.vanishing).to(there.device)
     z = torch.from_numpy(found.potentials).to(weights.device)
     z = _shift_to_first_node(z, find_components(tails[kept], heads[kept], nodes))
     had, live = (
@@ -54,8 +54,8 @@ def balance_graph(
     notes: tuple[str, ...] = ()
     if not found.attained:
         notes = (
-            f"{int(found.lost.sum())} of {int(there.sum())} edges lie on no cycle, can be scaled towards 0 without end "
-            "and add nothing; no finite scales reach the value.",
+            f"{int(found.vanishing.sum())} of {int(there.sum())} edges lie on no cycle: rescaling makes them "
+            "arbitrarily small. No finite scales attain the value.",
         )
     return BalanceResult(
         value=found.value,
@@ -77,9 +77,9 @@ def _check_edges(tails: Tensor, heads: Tensor, weights: Tensor, nodes: int) -> N
     inside = ends.numel() == 0 or (whole and int(ends.min()) >= 0 and int(ends.max()) < nodes)
     if not (tails.dim() == 1 and tails.shape == heads.shape == weights.shape and whole and inside):
         raise OptionError(
-            f"Expected one of each per edge, with tails and heads integers from 0 to {nodes - 1}, but got tails, "
-            f"heads and weights of shapes {tuple(tails.shape)}, {tuple(heads.shape)} and {tuple(weights.shape)} for "
-            f"{nodes} nodes. Try numbering the nodes from 0."
+            f"Expected one tail, head and weight per edge, with integers from 0 to {nodes - 1} as tails and heads, but "
+            f"got tails, heads and weights of shapes {tuple(tails.shape)}, {tuple(heads.shape)} and "
+            f"{tuple(weights.shape)} for {nodes} nodes. Try numbering the nodes from 0."
         )
 
 
@@ -91,7 +91,7 @@ def _find_touched_nodes(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
 
 
 def _shift_to_first_node(z: Tensor, parts: Tensor) -> Tensor:
-    """Potentials as seen from the first node of the same part."""
+    """Return potentials relative to the first node of the same component."""
     numbers = torch.arange(len(parts), device=parts.device)
     first = torch.full_like(parts, len(parts)).scatter_reduce(0, parts, numbers, "amin")
     return z - z[first[parts]]

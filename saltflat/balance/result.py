@@ -1,4 +1,4 @@
-"""What a balancing found, and which terms survive the infimum."""
+"""Results of balancing, input checks, and the entries that survive the infimum."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from saltflat.errors import OptionError
 
 @dataclass(frozen=True)
 class BalanceResult:
-    """The smallest total that rescaling can reach, and the scales that reach it.
+    """The smallest total that rescaling can reach, and the scales that attain it.
 
     Attributes:
         value: the infimum, summed over groups.
-        values: the same by group, ``(groups,)``.
-        potentials: logarithms of the scales: of the rows, or of the nodes. Where edges had to be dropped (see
-            ``attained``) the parts that remain drift apart without end; inside each part the first row or node has
-            0. ``nan`` for what belongs to no part; 0 for what has no edges at all.
-        column_potentials: logarithms of the columns' scales, where columns have some.
-        slopes: derivative of ``value`` by every entry of F, or weight of an edge; 0 for those that add nothing.
-        residual: the largest ``|ln(out / in)|`` of any node, with what flows out of it and into it; 0 if nothing flows.
+        values: the infimum of each group, ``(groups,)``.
+        potentials: logarithms of the scales of rows or nodes. Where edges vanish (see ``attained``), potentials are
+            relative to the first row or node of each remaining component. ``nan`` for rows and nodes in no component;
+            0 for those without edges.
+        column_potentials: logarithms of the scales of columns, or None if columns have no scales.
+        slopes: derivative of ``value`` by every entry of F, or by every edge weight; 0 for entries that vanish.
+        residual: the largest ``|ln(out / in)|`` of any node, where out and in are its outflow and inflow; 0 if nothing
+            flows.
         converged: whether ``residual`` is within the tolerance. If not, ``value`` is only an upper bound.
-        attained: whether some finite scales reach ``value``; if not, they only come as close to it as one likes.
-        sweeps: how often all potentials were updated.
-        notes: what a reader should know besides.
+        attained: whether finite scales attain ``value``; if not, it is only approached in the limit.
+        sweeps: number of updates of all potentials.
+        notes: further remarks for the reader.
     """
 
     value: float
@@ -45,37 +46,39 @@ class BalanceResult:
 
 
 def check_nonnegative(values: Tensor, what: str) -> Tensor:
-    """In float64, if all are finite and at least 0."""
+    """Return the values in float64, or raise an error unless all are finite and nonnegative."""
     if values.is_complex() or not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
         raise OptionError(
-            f"Expected finite numbers of at least 0, but got {what} with entries that are negative, complex or not "
-            "finite. Try clamping what an estimate made negative, and look where the others come from."
+            f"Expected finite nonnegative numbers, but got {what} with entries that are negative, complex or not "
+            "finite. Try clamping estimates that are slightly negative."
         )
     return values.detach().to(torch.float64)
 
 
 def check_solver_options(tolerance: float, limit: int) -> None:
+    """Check that the tolerance and the limit on sweeps are positive."""
     if not tolerance > 0 or limit < 1:
         raise OptionError(
-            f"Expected both above 0, but got tolerance={tolerance} and limit={limit}. Try leaving them out; 1e-10 is "
-            "usual."
+            f"Expected a positive tolerance and limit, but got tolerance={tolerance} and limit={limit}. Try omitting "
+            "them; the default tolerance is 1e-10."
         )
 
 
 def format_convergence_notes(residual: float, tolerance: float, sweeps: int) -> tuple[str, ...]:
+    """Return a note if balancing did not converge."""
     if residual <= tolerance:
         return ()
     return (
-        f"Balancing stopped after {sweeps} sweeps at a residual of {residual:.1e} (wanted: {tolerance:.0e}); "
+        f"Balancing stopped after {sweeps} sweeps at a residual of {residual:.1e} (tolerance: {tolerance:.0e}); "
         "the value is an upper bound.",
     )
 
 
 def find_components(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
-    """``(nodes,)``: the number of the strongly connected component of every node.
+    """Return the index of the strongly connected component of every node, ``(nodes,)``.
 
     Example:
-        A cycle of two, and an edge that leaves it.
+        A cycle of two nodes, and an edge that leaves it.
 
         >>> parts = find_components(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2]), 3)
         >>> bool(parts[0] == parts[1]), bool(parts[1] == parts[2])
@@ -88,15 +91,15 @@ def find_components(tails: Tensor, heads: Tensor, nodes: int) -> Tensor:
 
 
 def find_cyclic_entries(F: Tensor, U: Tensor) -> Tensor | None:
-    """Which entries of two matrices ``(groups, rows, columns)`` lie on cycles; None for all that are not 0.
+    """Return a mask of the entries of two matrices ``(groups, rows, columns)`` that lie on cycles.
 
-    ``F[i, j] > 0`` is an edge from row i to column j, ``U[i, j] > 0`` one from column j to row i. The common cases
-    need no search.
+    ``F[i, j] > 0`` is an edge from row i to column j, ``U[i, j] > 0`` one from column j to row i. Returns None if all
+    nonzero entries lie on cycles. The common cases need no search.
     """
     there, back = F > 0, U > 0
     if torch.equal(there, back):  # every edge lies on a cycle of two
         return None
-    # Networks have many rows and columns with edges in one direction only, and often no other trouble.
+    # Networks have many rows and columns with edges in one direction only; removing those often suffices.
     live = (there.any(2) & back.any(2))[:, :, None] & (there.any(1) & back.any(1))[:, None, :]
     there, back = there & live, back & live
     if torch.equal(there, back):

@@ -1,9 +1,9 @@
-r"""The solver: closed-form coordinate sweeps, and Newton's method where they converge slowly.
+r"""The solver: closed-form coordinate sweeps, and Newton steps where sweeps converge slowly.
 
 A node's *imbalance* is :math:`r_p = \ln(\mathrm{out}_p / \mathrm{in}_p)`. Lowering its potential by
-:math:`r_p / 2` balances it exactly (Osborne, 1960). Doing so again and again never increases the distance to the
-solution, however badly the weights are scaled, but takes long where groups of nodes hang together by thin threads.
-There Newton's method moves each group as one: on a graph the second derivative is a Laplacian,
+:math:`r_p / 2` balances it exactly (Osborne, 1960). Repeated sweeps never increase the distance to the solution,
+however badly the weights are scaled, but converge slowly where groups of nodes are only weakly connected. There
+Newton's method moves each group as a whole: on a graph the second derivative is a Laplacian,
 :math:`\mathrm{diag}(d) - W` with :math:`d = \mathrm{out} + \mathrm{in}`.
 """
 
@@ -16,60 +16,62 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-# Shifts beyond this are taken into the point they start from, so that no exponential comes near overflow.
-FAR = 20.0
-# Sweeps between two looks at how fast they are, and how many more are worth waiting for.
-ROUND = 20
-PATIENCE = 100
-# Laplacians up to this many entries are factorised; for larger ones conjugate gradients use products only.
-DENSE = 2**22
+# Larger shifts are moved into a new point of expansion, so that no exponential comes near overflow.
+MAX_SHIFT = 20.0
+# Sweeps between two checks of the rate of convergence.
+SWEEPS_PER_ROUND = 20
+# Newton steps take over if more than this many further sweeps would be needed.
+MAX_REMAINING_SWEEPS = 100
+# Laplacians with up to this many entries are factorized; larger ones are solved by conjugate gradients.
+MAX_DENSE_ENTRIES = 2**22
 
 
 class FlowPoint(ABC):
-    """The flow at some potentials ``z``, ``(groups, nodes)``."""
+    """The flow at given potentials ``z``, ``(groups, nodes)``."""
 
     z: Tensor
 
     @abstractmethod
     def compute_imbalance(self, shift: Tensor) -> Tensor:
-        """``(groups, nodes)``: ln(out / in) at ``z + shift``; 0 where nothing flows."""
+        """Return ln(out / in) at ``z + shift``, ``(groups, nodes)``; 0 where nothing flows."""
 
     @abstractmethod
     def compute_log_flow(self) -> Tensor:
-        """``(groups, nodes)``: ln(out + in)."""
+        """Return ln(out + in), ``(groups, nodes)``."""
 
     @abstractmethod
     def multiply_stiffness(self, v: Tensor) -> Tensor:
-        """``(groups, nodes)``: S v with S the second derivative over ``sqrt(d[p] d[q])``."""
+        """Return S v, ``(groups, nodes)``, where S is the second derivative over ``sqrt(d[p] d[q])``."""
 
     @abstractmethod
     def compute_stiffness(self, root: Tensor) -> Tensor:
-        """``(groups, nodes, nodes)``: S itself, given sqrt(d) in any unit."""
+        """Return S, ``(groups, nodes, nodes)``, given sqrt(d) up to a constant factor."""
 
 
 class Flow(ABC):
-    """Something to balance."""
+    """A problem to balance."""
 
-    # How much of its imbalance a node gives up per sweep: 1/2 if nodes do not disturb each other, else 1/4.
-    pace: float
+    # Share of its imbalance by which a sweep lowers a potential: 1/2 if nodes do not affect each other, else 1/4.
+    step_size: float
 
     @abstractmethod
-    def make_point(self, z: Tensor) -> FlowPoint: ...
+    def make_point(self, z: Tensor) -> FlowPoint:
+        """Return the flow at potentials ``z``."""
 
 
 def balance_flow(flow: Flow, z: Tensor, tolerance: float, limit: int) -> tuple[Tensor, float, int]:
-    """The best potentials found, the largest imbalance there, and the number of sweeps, Newton steps among them."""
+    """Return the best potentials found, their largest imbalance, and the number of sweeps including Newton steps."""
     point = flow.make_point(z)
     residual = _compute_residual(point.compute_imbalance(torch.zeros_like(z)))
     best = point.z, residual
     sweeps = 0
     while residual > tolerance and sweeps < limit:
         before = residual
-        point, residual, done = _run_sweeps(flow, point, tolerance, min(ROUND, limit - sweeps))
+        point, residual, done = _run_sweeps(flow, point, tolerance, min(SWEEPS_PER_ROUND, limit - sweeps))
         sweeps += done
         best = min(best, (point.z, residual), key=itemgetter(1))
-        crawling = residual > tolerance and log(before / residual) / done * PATIENCE < log(residual / tolerance)
-        while crawling and residual > tolerance and sweeps < limit:
+        slow = residual > tolerance and log(before / residual) / done * MAX_REMAINING_SWEEPS < log(residual / tolerance)
+        while slow and residual > tolerance and sweeps < limit:
             moved = _take_newton_step(flow, point, residual, tolerance / 1000)
             sweeps += 1
             if moved is None:
@@ -84,13 +86,13 @@ def _compute_residual(imbalance: Tensor) -> float:
 
 
 def _run_sweeps(flow: Flow, point: FlowPoint, tolerance: float, count: int) -> tuple[FlowPoint, float, int]:
-    """After up to so many sweeps, with the imbalance that is left and the number of sweeps made."""
+    """Return the point after at most ``count`` sweeps, the remaining imbalance and the number of sweeps made."""
     shift = torch.zeros_like(point.z)
     r = point.compute_imbalance(shift)
     done = 0
     while done < count and _compute_residual(r) > tolerance:
-        shift = shift - flow.pace * r
-        if _compute_residual(shift) > FAR:
+        shift = shift - flow.step_size * r
+        if _compute_residual(shift) > MAX_SHIFT:
             point = flow.make_point(point.z + shift)
             shift = torch.zeros_like(shift)
         r = point.compute_imbalance(shift)
@@ -100,10 +102,10 @@ def _run_sweeps(flow: Flow, point: FlowPoint, tolerance: float, count: int) -> t
 
 
 def _take_newton_step(flow: Flow, point: FlowPoint, residual: float, noise: float) -> tuple[FlowPoint, float] | None:
-    """One step, shortened until it helps; None if it does not."""
+    """Take one Newton step, shortened until it reduces the residual; return None if no step does."""
     step = _compute_newton_step(point, noise)
     for _ in range(6):
-        there, worst, _ = _run_sweeps(flow, flow.make_point(point.z + step.clamp(-FAR, FAR)), 0.0, 2)
+        there, worst, _ = _run_sweeps(flow, flow.make_point(point.z + step.clamp(-MAX_SHIFT, MAX_SHIFT)), 0.0, 2)
         if worst < max(residual, 0.1):
             return there, worst
         step = step / 4
@@ -112,7 +114,7 @@ def _take_newton_step(flow: Flow, point: FlowPoint, residual: float, noise: floa
 
 def _compute_newton_step(point: FlowPoint, noise: float) -> Tensor:
     r = point.compute_imbalance(torch.zeros_like(point.z))
-    # What hangs together by the thinnest threads must not be pushed about by rounding errors.
+    # Rounding errors must not move weakly connected nodes.
     r = torch.where(r.abs() > noise, r, 0.0)
     flow = point.compute_log_flow()
     root = ((flow - flow.amax(1, keepdim=True)) / 2).exp()
@@ -122,24 +124,24 @@ def _compute_newton_step(point: FlowPoint, noise: float) -> Tensor:
     groups, nodes = want.shape
     step = (
         _solve_by_cholesky(point, root, want)
-        if groups * nodes * nodes <= DENSE
+        if groups * nodes * nodes <= MAX_DENSE_ENTRIES
         else _solve_by_conjugate_gradients(point, want)
     )
     return step / root
 
 
 def build_laplacian(N: Tensor, root: Tensor) -> Tensor:
-    """1 - N for a graph whose links over the roots of the flows at both ends are N."""
+    """Return 1 - N, where N holds the links of a graph over the roots of the flows at both ends."""
     N.diagonal(dim1=1, dim2=2).zero_()
-    # The diagonal of a Laplacian is the sum of the rest of its row. Added up it is right to the last digit, however
-    # thin the threads; as a difference it would not be.
+    # The diagonal of a Laplacian is the sum of the rest of its row. Computed as this sum it is accurate to the last
+    # digit, however small the links; computed as a difference it would not be.
     return torch.diag_embed((N @ root[:, :, None])[:, :, 0] / root) - N
 
 
 def _solve_by_cholesky(point: FlowPoint, root: Tensor, want: Tensor) -> Tensor:
     S = point.compute_stiffness(root)
     one = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
-    # A Laplacian is singular; and threads thinner than the first of these move no imbalance that counts.
+    # A Laplacian is singular; links below the smallest ridge do not affect any relevant imbalance.
     for ridge in (1e-13, 1e-12, 1e-11, 1e-10):
         factor, failed = torch.linalg.cholesky_ex(S + ridge * one)
         if not bool(failed.any()):

@@ -1,4 +1,4 @@
-"""The rescalings of a network that leave its function alone."""
+"""Rescalings of the weights of a network that leave its function unchanged."""
 
 from saltflat.symmetry.canonical import canonicalize, equal_up_to_rescaling
 

@@ -1,17 +1,18 @@
-"""What the axes of parameters count, determined from the operations that use them.
+"""Determine what the axes of parameters count from the operations that use them.
 
-A convolution of torch has outputs, inputs and places of a kernel, in that order. Who multiplies by a parameter of his
-own (``x @ W``, ``einsum``, a stack of experts, position embeddings) may have them in any order, so the forward pass is
-watched. A geometry fits the rescalings of a network if each multiplies an entry by a factor of its row and one of its
-column: then the measures that take the best factors of rows and columns do not notice it.
+The axes of torch's convolutions count outputs, inputs and kernel positions, in that order. Custom code that multiplies
+by its own parameters (``x @ W``, ``einsum``, a stack of experts, position embeddings) may use any order, so the forward
+pass is traced. A geometry fits the rescalings of a network if each multiplies an entry by a factor of its row and one
+of its column: then measures that minimize over factors of rows and columns are invariant to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -20,26 +21,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from saltflat.engine.context import find_geometries
 from saltflat.engine.data import Batch
-from saltflat.engine.geometry import (
-    GROUP,
-    IN,
-    OUT,
-    POSITION,
-    Convolution,
-    Geometry,
-    PermutedGeometry,
-    Transposed,
-    find_geometries,
-)
 from saltflat.engine.network import Network
 from saltflat.errors import ModelError
+from saltflat.layers import GROUP, IN, OUT, POSITION, Convolution, Geometry, PermutedGeometry, Transposed
 from saltflat.symmetry.find import compute_output_change, trace_batch
 from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.tracing.entries import ParameterEntries
 
-# The functions by which layers of torch use their own weights.
-LAYERS: dict[Any, set[str]] = {
+# The functions that layers of torch apply to their own weights.
+LAYER_FUNCTIONS: dict[type[nn.Module] | UnionType, set[str]] = {
     nn.Linear: {"linear", "_transformer_encoder_layer_fwd", "_native_multi_head_attention"},
     Convolution: {"conv1d", "conv2d", "conv3d"},
     Transposed: {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"},
@@ -53,17 +45,19 @@ LAYERS: dict[Any, set[str]] = {
         *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
     },
 }
-# What may give every position of an image a size of its own.
-PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum", "bilinear", "tensordot"}
-UNEVEN = (
-    "rescaling units multiplies its entries by factors that are not one of a row times one of a column, so this value "
-    "does not stay under it"
+# Functions that may give every position of an image a scale of its own.
+MATRIX_PRODUCTS = {
+    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum", "bilinear", "tensordot")
+}
+NOT_SEPARABLE = (
+    "rescaling units multiplies its entries by factors that are not products of a row factor and a column factor, so "
+    "this value is not invariant to it"
 )
-UNSEEN = "the rescalings of its units could not be found, so this value may not stay under them"
+NOT_TRACED = "the rescalings of its units could not be found, so this value may not be invariant to them"
 
 
 def find_used_geometries(network: Network, batch: Batch) -> dict[str, Geometry]:
-    """The measured parameters of two or more axes, as the model uses them on a batch."""
+    """Return the geometries of measured parameters with two or more axes, as the model uses them on a batch."""
     layouts, few = dict(find_geometries(network)), batch.cut(0, 2)
     others = _find_custom_uses(network, few, set(layouts)) if layouts else set()
     if not others:
@@ -75,10 +69,10 @@ def find_used_geometries(network: Network, batch: Batch) -> dict[str, Geometry]:
         off, tolerance = inf, 0.0
     if not off <= tolerance:
         return {
-            name: replace(layout, doubt=UNSEEN, guessed=True) if name in others else layout
+            name: replace(layout, doubt=NOT_TRACED, guessed=True) if name in others else layout
             for name, layout in layouts.items()
         }
-    # No relation between numbers of scales is met by chance.
+    # Generic values of the scales, which satisfy no equation by chance.
     sizes = group.forms @ np.sin(1.0 + np.e * np.arange(group.scales))
     for name in others:
         layouts[name] = _choose_geometry(name, layouts[name], group, entries, sizes)
@@ -86,7 +80,7 @@ def find_used_geometries(network: Network, batch: Batch) -> dict[str, Geometry]:
 
 
 def _find_custom_uses(network: Network, batch: Batch, names: set[str]) -> set[str]:
-    """Those parameters that are used in another way than layers of torch use theirs."""
+    """Return the parameters that are not used as layers of torch use their weights."""
     owners = {name: network.model.get_submodule(name.rpartition(".")[0]) for name in names}
     known = {name: _get_known_functions(name, owner) for name, owner in owners.items()}
     calls = WeightUseRecorder({id(network.constants[name]): name for name in names})
@@ -94,7 +88,7 @@ def _find_custom_uses(network: Network, batch: Batch, names: set[str]) -> set[st
         with torch.no_grad(), calls:
             network(batch)
     except Exception:
-        # Some models refuse to be looked at: what their layers do with their weights is not known.
+        # Some models cannot run in this mode: then the use of their weights is unknown.
         return names
     return {name for name in names if not known[name] or not calls.found[name] <= known[name]}
 
@@ -102,61 +96,67 @@ def _find_custom_uses(network: Network, batch: Batch, names: set[str]) -> set[st
 def _get_known_functions(name: str, owner: nn.Module) -> set[str]:
     if "weight" not in name.rpartition(".")[2] or name.endswith("_orig"):
         return set()
-    return next((functions for kind, functions in LAYERS.items() if isinstance(owner, kind)), set())
+    return next((functions for kind, functions in LAYER_FUNCTIONS.items() if isinstance(owner, kind)), set())
 
 
 class WeightUseRecorder(TorchFunctionMode):
-    """While it is entered, the names of the functions that are called with some tensors."""
+    """Records the names of the functions that are called with given tensors."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names = names
         self.found: dict[str, set[str]] = {name: set() for name in names.values()}
         self.by_position = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
-        # Asking for a shape is no use of the values.
+        # Reading a shape does not use the values.
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten(out)[0]):
             name = self._get_call_name(func, args)
             leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
             given = [self.names[id(leaf)] for leaf in leaves if id(leaf) in self.names]
             for each in given:
                 self.found[each].add(name)
-            self.by_position |= name in PRODUCTS or bool(given and not name.startswith("conv"))
+            self.by_position |= name in MATRIX_PRODUCTS or bool(given and not name.startswith("conv"))
         return out
 
-    def _get_call_name(self, func: Any, args: Any) -> str:
+    def _get_call_name(self, func: Callable[..., Any], args: Sequence[Any]) -> str:
         name: str = getattr(func, "__name__", "")
         if name == "multi_head_attention_forward" and args[0] is not args[1]:
-            return f"{name} of two inputs"  # of which each has a part of the weight to itself
+            return f"{name} of two inputs"  # each input uses its own part of the weight
         if name.startswith("conv") and self.by_position:
-            return f"{name} behind a layer that may have given every position a size of its own"
+            return f"{name} after a layer that may give every position a scale of its own"
         return name
 
 
 def _choose_geometry(
     name: str, layout: Geometry, group: Symmetries, entries: ParameterEntries, sizes: Array
 ) -> Geometry:
-    """The first use of a parameter that fits the rescalings; the usual layout if it was never seen used."""
+    """Return the first use of a parameter that fits the rescalings, or the usual layout if no use was recorded."""
     member = group.members[name]
     logs = torch.from_numpy(np.asarray(sizes[member.head] - sizes[member.tail])).reshape(layout.shape)
     idle = entries.idle[entries.first[name] :][: layout.shape.numel()].reshape(layout.shape)
     seen = [*_iterate_geometries(layout.shape, entries.first[name], entries)]
     usual = replace(layout, guessed=not seen)
-    # Rows of a table are its inputs, whatever else is done with it.
+    # Rows of an embedding table are its inputs, however else it is used.
     candidates = [usual, *seen] if layout.inputs_first else [*seen, usual]
     if not seen and len(layout.shape) > 2:
-        # Experts of which some are chosen, one matrix each.
+        # A stack of experts, one matrix each, of which some are selected.
         roles = (GROUP, OUT, IN, *[POSITION] * (len(layout.shape) - 3))
         candidates.append(replace(PermutedGeometry.from_roles(layout.shape, tuple(layout.shape), roles), guessed=True))
     fitting = next((each for each in candidates if _is_separable(each, logs, idle)), None)
-    return fitting or replace(candidates[0], doubt=UNEVEN)
+    return fitting or replace(candidates[0], doubt=NOT_SEPARABLE)
 
 
 def _is_separable(geometry: Geometry, logs: Tensor, idle: Tensor) -> bool:
-    """Whether every logarithm of a factor is one of its row plus one of its column."""
+    """Return whether every log factor is a term of its row plus a term of its column."""
     L, used = geometry.view_as_matrices(logs), ~geometry.view_as_matrices(idle)
-    # Rows and columns that nothing uses have no curvature and add nothing, whatever their factors are.
+    # Unused rows and columns have no curvature and contribute nothing, whatever their factors are.
     rows, columns = used.any(3).any(2), used.any(3).any(1)
     group = torch.arange(L.shape[0])
     row, column = rows.byte().argmax(1), columns.byte().argmax(1)
@@ -167,7 +167,7 @@ def _is_separable(geometry: Geometry, logs: Tensor, idle: Tensor) -> bool:
 
 
 def _iterate_geometries(shape: torch.Size, first: int, entries: ParameterEntries) -> Iterator[Geometry]:
-    """A parameter as each of its uses sees it."""
+    """Yield the geometry of a parameter in each of its uses."""
     for use in entries.uses.values():
         if first <= int(use.numbers[(0,) * use.numbers.dim()]) < first + shape.numel():
             steps = _find_axis_steps(use.numbers.long() - first)
@@ -175,7 +175,7 @@ def _iterate_geometries(shape: torch.Size, first: int, entries: ParameterEntries
                 continue
             roles = entries.find_roles(use)
             pieces = [(step, count, role) for each, role in zip(steps, roles, strict=True) for step, count in each]
-            # A part of a parameter may stand for all of it; if that does not fit, the parts are by themselves.
+            # A use of one part may represent the whole parameter; otherwise parts are separate groups.
             parts = {step * count for step, count, _ in pieces}
             for ends in (set(), parts):
                 found = _arrange_axes(shape, pieces, ends)
@@ -184,9 +184,9 @@ def _iterate_geometries(shape: torch.Size, first: int, entries: ParameterEntries
 
 
 def _arrange_axes(shape: torch.Size, pieces: list[tuple[int, int, str]], ends: set[int]) -> Geometry | None:
-    """A parameter by the roles of its axes in an operation, which may have seen it reshaped or a part of it."""
+    """Return the geometry that follows from the roles of axes in an operation on a reshaped or partial parameter."""
     total = shape.numel()
-    # Axes end where one of the parameter's does, or one of the operation's.
+    # Axes end where an axis of the parameter or of the operation ends.
     ends = ends | {total, *(shape[axis:].numel() for axis in range(1, len(shape) + 1)), *(each[0] for each in pieces)}
     cuts = sorted(ends, reverse=True)
     if cuts[0] > total or any(large % small for large, small in pairwise(cuts)):
@@ -194,13 +194,13 @@ def _arrange_axes(shape: torch.Size, pieces: list[tuple[int, int, str]], ends: s
     sizes, roles = [], []
     for large, small in pairwise(cuts):
         sizes.append(large // small)
-        # What the operation saw one number of, such as one of several experts, is a part by itself.
+        # An axis of which the operation used one index, such as one of several experts, counts groups.
         roles.append(next((role for step, count, role in pieces if step <= small < step * count), GROUP))
     return _simplify_geometry(shape, tuple(sizes), tuple(roles))
 
 
 def _simplify_geometry(shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> Geometry:
-    """As a plain matrix or convolution where it is one."""
+    """Return a plain matrix or convolution geometry where possible."""
     if sizes == tuple(shape) and set(roles[2:]) <= {POSITION}:
         if roles[:2] == (OUT, IN):
             return Geometry(shape)
@@ -210,7 +210,7 @@ def _simplify_geometry(shape: torch.Size, sizes: tuple[int, ...], roles: tuple[s
 
 
 def _find_axis_steps(numbers: Tensor) -> list[list[tuple[int, int]]] | None:
-    """Each axis as steps and how often they are taken, largest first; None if numbers do not go in such steps."""
+    """Return each axis as pairs of step and count, largest first, or None if numbers are not regular."""
     start = numbers[(0,) * numbers.dim()]
     lines = []
     total = start
@@ -225,12 +225,13 @@ def _find_axis_steps(numbers: Tensor) -> list[list[tuple[int, int]]] | None:
 
 
 def _find_regular_steps(line: list[int]) -> list[tuple[int, int]] | None:
-    """
+    """Return pairs of step and count that generate a list of numbers, or None if there are none.
+
     >>> _find_regular_steps([0, 1, 2, 12, 13, 14])
     [(12, 2), (1, 3)]
     """
     steps: list[tuple[int, int]] = []
-    if not any(line):  # the same entries again and again
+    if not any(line):  # repeated entries
         return steps
     while len(line) > 1:
         step = line[1]

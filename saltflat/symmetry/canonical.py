@@ -1,4 +1,4 @@
-"""One network for all those that differ by rescaling."""
+"""A canonical representative of all networks that differ only by a rescaling."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from scipy.special import logsumexp
 from torch import Tensor, nn
 
 from saltflat.engine.problem import is_finite
-from saltflat.engine.session import check_module, check_tensors, take_turns
+from saltflat.engine.session import check_module, check_tensors
 from saltflat.errors import ModelError, NonFiniteError
 from saltflat.symmetry.equality import compare_outputs, copy_in_float64
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Array, Mask, Numbers, ScaledTensor, Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
-from saltflat.symmetry.tracing.run import parse_example
+from saltflat.symmetry.tracing.run import Example, parse_example
+from saltflat.validation import take_turns
 
-# Relative, per entry: what rounding in each precision can make of a factor.
+# Relative rounding error of an entry in each precision.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-COARSE = 0.05  # for half precision
+HALF_TOLERANCE = 0.05  # for half precision
 
 
 @take_turns
-def canonicalize(model: nn.Module, example: Any) -> nn.Module:
-    """The member of a network's family whose units have incoming weights of length one.
+def canonicalize(model: nn.Module, example: Example) -> nn.Module:
+    """Return the rescaled network whose units have incoming weights of norm one.
 
-    Networks that are the same function up to rescaling become equal. Where several layers lead to one unit from
-    earlier ones, as in the sums of a residual network, the length is that of all their weights together. Where a
-    BatchNorm or LayerNorm gives a unit its size, it is that of factor and shift. A unit that is always zero, because
-    all weights that lead to it are, has outgoing weights of length one instead.
+    Networks that differ only by a rescaling become equal. Where several layers lead to one unit, as in the sums of a
+    residual network, the norm is that of all their weights together. Where a BatchNorm or LayerNorm determines the
+    scale of a unit, it is that of its weight and bias. A unit whose incoming weights are all zero has outgoing weights
+    of norm one instead.
 
     Args:
-        model: any module; it is left as it is.
-        example: an input like those it will get: a tensor, a tuple of positional inputs or a dict of named ones.
+        model: any module; it is not modified.
+        example: a typical input: a tensor, a tuple of positional inputs or a dict of named ones.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -49,13 +50,13 @@ def canonicalize(model: nn.Module, example: Any) -> nn.Module:
 
 
 @take_turns
-def equal_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
-    """Whether two networks are the same function with weights that differ only by a rescaling.
+def equal_up_to_rescaling(a: nn.Module, b: nn.Module, example: Example) -> bool:
+    """Return whether two networks compute the same function with weights that differ only by a rescaling.
 
     Args:
         a: any module.
-        b: another with the same parameters, for instance another checkpoint.
-        example: an input of both. On it the outputs are compared, too.
+        b: a module of the same architecture, for instance another checkpoint.
+        example: an input of both, on which the outputs are compared, too.
 
     Example:
         >>> from saltflat import rescale
@@ -70,7 +71,7 @@ def equal_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
     if shapes[0] != shapes[1]:
         different = sorted({*shapes[0].items()} ^ {*shapes[1].items()})
         raise ModelError(
-            f"Expected two of one architecture, but got two models of which only one has {different[0][0]!r} with "
+            f"Expected two models of one architecture, but got models of which only one has {different[0][0]!r} with "
             f"the shape {different[0][1]}. Try comparing checkpoints of the same model."
         )
     tolerance = max(_get_weight_tolerance(a), _get_weight_tolerance(b))
@@ -80,7 +81,7 @@ def equal_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
         group = find_symmetries(wide, inputs[0] or inputs[1])
         found.append((wide, apply_rescaling(wide, group, compute_canonical_logs(wide, group))))
     (wide_a, one), (wide_b, two) = found
-    # Rounding of the weights adds up on the way to the outputs.
+    # Rounding errors of the weights accumulate in the outputs.
     if not compare_outputs(wide_a, wide_b, inputs) <= max(10 * tolerance, least):
         return False
     others = _collect_tensors(two)
@@ -90,7 +91,7 @@ def equal_up_to_rescaling(a: nn.Module, b: nn.Module, example: Any) -> bool:
 
 
 def compute_canonical_logs(model: nn.Module, group: Symmetries) -> Array:
-    """Logarithms of the scales that give every unit's incoming weights the length one."""
+    """Return the logarithms of the scales that give the incoming weights of every unit the norm one."""
     values = _collect_tensors(model)
     for name, value in values.items():
         if value.is_floating_point() and not is_finite(value):
@@ -107,11 +108,11 @@ def compute_canonical_logs(model: nn.Module, group: Symmetries) -> Array:
     starts = np.searchsorted(scale[order], np.arange(group.scales + 1))
     logs = np.zeros(group.scales)
     for number, (start, stop) in enumerate(pairwise(starts)):
-        # Scales are in the order in which units were met: what a unit's weights come from is settled already.
+        # Scales are in the order of the forward pass: those of preceding units are already determined.
         mine = order[start:stop]
-        # What comes from a unit of no size (nan) is nothing.
+        # Weights from units without a scale (nan) contribute nothing.
         parts = _replace_nan(entries[mine] - group.forms[tail[mine]] @ logs)
-        # Weights say how large a unit is; where there are none, factors and shifts do.
+        # Weights determine the scale of a unit; if there are none, affine parameters do.
         length = _compute_log_norm(parts[wide[mine]])
         logs[number] = -length if np.isfinite(length) else -_compute_log_norm(parts)
         logs[number] = logs[number] if np.isfinite(logs[number]) else np.nan
@@ -119,7 +120,7 @@ def compute_canonical_logs(model: nn.Module, group: Symmetries) -> Array:
 
 
 def _scale_dead_units(group: Symmetries, logs: Array, leaving: Sequence[tuple[Any, ...]]) -> Array:
-    """Units that nothing leads to are zero whatever their size, which is then that of their outgoing weights."""
+    """Set the scales of units without nonzero incoming weights from their outgoing weights."""
     scale, head, entries = (np.concatenate(part) for part in zip(*leaving, strict=True))
     for number in np.flatnonzero(np.isnan(logs))[::-1]:
         mine = np.flatnonzero(scale == number)
@@ -133,16 +134,17 @@ def _replace_nan(logs: Array) -> Array:
 
 
 def _compute_log_norm(logs: Array) -> float:
-    """The logarithm of the length of what has these logarithms of sizes: no square is too small or too large."""
+    """Return the logarithm of a norm, given logarithms of absolute values, without overflow."""
     return float(logsumexp(2 * logs)) / 2 if len(logs) else -np.inf
 
 
 def _collect_entries(
     member: ScaledTensor, values: Tensor, last: Numbers, single: Mask
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Entries that lead to a unit from earlier ones: its scale, whether they are weights, whence, how large.
+    """Return the entries that lead to a unit from earlier ones, and the entries that lead away from a unit.
 
-    And those that lead away from a unit: its scale, where to, how large.
+    The former as scale of the unit, whether the entry belongs to a weight, tail, and logarithm of the absolute value;
+    the latter as scale of the unit, head, and logarithm of the absolute value.
     """
     head, tail = member.head.reshape(-1), member.tail.reshape(-1)
     with np.errstate(divide="ignore"):
@@ -154,7 +156,7 @@ def _collect_entries(
 
 
 def _find_last_scales(group: Symmetries) -> tuple[Numbers, Mask]:
-    """For every unit the latest scale in its size, -1 for none; and whether its size is just this scale."""
+    """Return the latest scale in every unit's linear form (-1 if none), and whether the form is just this scale."""
     forms = group.forms
     counts = np.diff(forms.indptr)
     last = np.full(forms.shape[0], -1, dtype=np.int64)
@@ -170,12 +172,12 @@ def _collect_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _get_weight_tolerance(model: nn.Module) -> float:
     kinds = {value.dtype for value in _collect_tensors(model).values() if value.is_floating_point()}
-    return max((TOLERANCE.get(kind, COARSE) for kind in kinds), default=TOLERANCE[torch.float64])
+    return max((TOLERANCE.get(kind, HALF_TOLERANCE) for kind in kinds), default=TOLERANCE[torch.float64])
 
 
 def _is_close_tensor(one: Tensor, two: Tensor, name: str, group: Symmetries, tolerance: float) -> bool:
     if not one.is_floating_point():
-        # Counters of batches seen are no part of the function.
+        # Batch counters do not affect the function.
         return name.endswith("num_batches_tracked") or torch.equal(one.cpu(), two.cpu())
     eps = group.members[name].eps if name in group.members else 0.0
     one, two = one.detach().double().cpu() + eps, two.detach().double().cpu() + eps

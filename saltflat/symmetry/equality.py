@@ -1,31 +1,32 @@
-"""Copies of a model, and whether two models compute the same function."""
+"""Copy models, and compare the functions of two models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map_only
 
-from saltflat.engine.session import check_not_moved, open_session
+from saltflat.engine.session import open_session
 from saltflat.errors import ModelError, NonFiniteError, format_error_line
-from saltflat.symmetry.tracing.run import Seen, compute_outputs, find_tensors
+from saltflat.symmetry.tracing.run import ModelInputs, OutputSelector, compute_outputs, find_tensors
+from saltflat.validation import check_not_moved
 
-SAME = 1e-9  # relative, in float64
-COARSE = 1e-3  # the same where a model runs in less
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+TOLERANCE = 1e-9  # relative, in float64
+COARSE_TOLERANCE = 1e-3  # relative, in lower precisions
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A copy that shares nothing with the model."""
+    """Return a copy that shares nothing with the model."""
     check_not_moved(model.parameters())
-    # Weights that a hook computes before each pass (pruning, weight_norm) are left on the module by the last one, and
-    # are no tensors that deepcopy takes.
+    # Weights that a hook computes before each pass (pruning, weight_norm) remain on the module, and deepcopy does not
+    # support such non-leaf tensors.
     computed = {
         id(value): value.detach().clone()
         for module in model.modules()
@@ -36,42 +37,44 @@ def copy_model(model: nn.Module) -> nn.Module:
         return deepcopy(model, computed)
     except Exception as error:
         raise ModelError(
-            "Expected one that copy.deepcopy accepts, but got a model that cannot be copied "
-            f"({format_error_line(error)}). Try taking what cannot be copied (hooks, open files, computed tensors) "
-            "out of it first."
+            "Expected a model that copy.deepcopy accepts, but got one that cannot be copied "
+            f"({format_error_line(error)}). Try removing attributes that cannot be copied (hooks, open files, computed "
+            "tensors)."
         ) from error
 
 
-def copy_in_float64(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, float]:
-    """A copy of the model and its inputs in float64, and how far outputs may be apart by rounding.
+def copy_in_float64(model: nn.Module, inputs: ModelInputs) -> tuple[nn.Module, ModelInputs, float]:
+    """Return a copy of the model and its inputs in float64, and the tolerance for rounding errors of outputs.
 
-    A model that insists on another precision is taken in its own.
+    A model that does not run in float64 is copied in its own precision.
     """
 
-    def convert_leaf(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    def convert_tensor(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
 
-    wide, wide_inputs = copy_model(model).double(), tree_map(convert_leaf, inputs)
+    wide, wide_inputs = copy_model(model).double(), tree_map_only(Tensor, convert_tensor, inputs)
     try:
         with open_session(wide, "eval"), torch.no_grad(), PrecisionRecorder() as coarsest:  # type: ignore[no-untyped-call]
             compute_outputs(wide, *wide_inputs)
     except ModelError:
-        return copy_model(model), inputs, COARSE
+        return copy_model(model), inputs, COARSE_TOLERANCE
     return wide, wide_inputs, compute_tolerance(coarsest.step)
 
 
 def compute_tolerance(step: float) -> float:
-    """How far outputs may be apart, where numbers are rounded to steps of this size on the way."""
-    # Some models go through shorter numbers, whatever their weights are.
-    return SAME if step <= torch.finfo(torch.float64).eps else step**0.5
+    """Return the tolerance for outputs, given the largest machine epsilon of all intermediate results."""
+    # Some models compute in a lower precision in between, whatever their weights are.
+    return TOLERANCE if step <= torch.finfo(torch.float64).eps else step**0.5
 
 
 class PrecisionRecorder(TorchDispatchMode):
-    """The largest rounding step of any number that operations give."""
+    """Records the largest machine epsilon among the results of all operations."""
 
     step = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_flatten(out)[0]:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -79,17 +82,19 @@ class PrecisionRecorder(TorchDispatchMode):
         return out
 
 
-def compare_outputs(one: nn.Module, two: nn.Module, inputs: Inputs, seen: Seen = find_tensors) -> float:
-    """How far the outputs of two models differ; those of the first must be finite."""
-    # A loan gives random states back: both begin with the same.
+def compare_outputs(
+    one: nn.Module, two: nn.Module, inputs: ModelInputs, select_outputs: OutputSelector = find_tensors
+) -> float:
+    """Return the largest relative difference between the outputs of two models; those of the first must be finite."""
+    # A session restores random states: both models start with the same.
     with open_session(one, "eval"), torch.no_grad():
-        before = compute_outputs(one, *inputs, seen)
+        before = compute_outputs(one, *inputs, select_outputs)
     with open_session(two, "eval"), torch.no_grad():
-        after = compute_outputs(two, *inputs, seen)
+        after = compute_outputs(two, *inputs, select_outputs)
     if not all(bool(each.isfinite().all()) for each in before):
         raise NonFiniteError(
-            "Expected finite ones, which can be compared, but got NaN or infinity in the model's outputs on this "
-            "example. Try passing another example, or look at the weights."
+            "Expected finite outputs, but got NaN or infinity in the model's outputs on this example. Try passing "
+            "another example, or checking the weights."
         )
     if len(before) != len(after):
         return inf
@@ -97,7 +102,7 @@ def compare_outputs(one: nn.Module, two: nn.Module, inputs: Inputs, seen: Seen =
 
 
 def compute_relative_difference(one: Tensor, two: Tensor) -> float:
-    """Largest, relative to the largest entry."""
+    """Return the largest absolute difference, relative to the largest absolute entry of the first tensor."""
     if one.shape != two.shape:
         return inf
     largest = float(one.abs().max()) if one.numel() else 0.0

@@ -1,4 +1,4 @@
-"""The same network without BatchNorm: its factors and shifts go into the layers before it."""
+"""Fold every BatchNorm into the preceding layer, or replace it by an affine layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.session import open_session
 from saltflat.errors import DataError, ModelError
 from saltflat.layers.normalization import Affine
 from saltflat.symmetry.batch_norm_uses import (
-    Norm,
+    BatchNorm,
     Transposed,
     get_output_dimensions,
     is_batch_norm,
@@ -20,30 +20,33 @@ from saltflat.symmetry.batch_norm_uses import (
     trace_uses,
 )
 from saltflat.symmetry.equality import copy_model
+from saltflat.symmetry.tracing.run import Example
+from saltflat.validation import take_turns
 
 
 @take_turns
-def fold(model: nn.Module, example: Any = None) -> nn.Module:
-    """The same function without BatchNorm, as a new model.
+def fold(model: nn.Module, example: Example | None = None) -> nn.Module:
+    """Return a new model that computes the same function without BatchNorm.
 
-    A BatchNorm in eval mode is a factor and a shift per channel. Where it is given exactly what one linear layer or
-    convolution returns, and nothing else is, they go into that layer's weight and bias, and an ``nn.Identity`` takes
-    its place. Everywhere else (after a sum or a concatenation, first in the network, called twice) it becomes an
-    :class:`~saltflat.layers.normalization.Affine`. Either way no running statistics are left to absorb the scale of a layer.
+    A BatchNorm in eval mode is a factor and a shift per channel. Where its input is exactly the output of one linear
+    layer or convolution, used nowhere else, they are merged into that layer's weight and bias, and an ``nn.Identity``
+    replaces the BatchNorm. Everywhere else (after a sum or a concatenation, first in the network, called twice) an
+    :class:`~saltflat.layers.normalization.Affine` replaces it. Either way no running statistics remain that could
+    absorb the scale of a layer.
 
-    The model itself is left as it is. The copy is of its class and has its train and eval modes, hooks and
-    ``requires_grad``: that of a folded weight is the layer's; that of a folded bias is the layer's, or the BatchNorm's
-    where the layer had none. What was no parameter before does not require a gradient.
+    The model itself is not modified. The copy has its class, train and eval modes, hooks and ``requires_grad``: a
+    folded weight takes that of the layer; a folded bias that of the layer, or of the BatchNorm if the layer had no
+    bias. New parameters do not require a gradient.
 
-    A BatchNorm stays if it has no running statistics or a forward pass of its own, or if other code of the model reads
-    its numbers.
+    A BatchNorm is kept if it has no running statistics or a custom forward pass, or if other code of the model reads
+    its tensors.
 
     Args:
         model: any module.
-        example: an input like those it will get: a tensor, a tuple of positional inputs or a dict of named ones. It
-            shows what the layers are given, and both models are compared on it in float64; other inputs are taken to
-            go the same way through the model. Without one, ``torch.fx`` has to trace the forward pass, which not every
-            model allows.
+        example: a typical input: a tensor, a tuple of positional inputs or a dict of named ones. The layers are
+            observed while the model runs on it, and both models are compared on it in float64; other inputs are
+            assumed to take the same path through the model. If None, ``torch.fx`` traces the forward pass, which is
+            not possible for every model.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU(), nn.BatchNorm2d(2))
@@ -63,11 +66,11 @@ def fold(model: nn.Module, example: Any = None) -> nn.Module:
             for name in norms:
                 if name not in uses.read:
                     _fold_batch_norm(folded, name, uses.sources.get(name))
-            if not uses.kept_by(folded):
+            if not uses.is_preserved_by(folded):
                 raise ModelError(
-                    f"Expected code that only calls them, but got a {type(model).__name__} that does something else "
-                    "once its BatchNorm layers are replaced: its code looks at them besides calling them. Try "
-                    "changing it, or going on with the model as it is."
+                    f"Expected code that only calls its BatchNorm layers, but got a {type(model).__name__} that "
+                    "behaves differently once they are replaced. Try removing code that inspects them, or using the "
+                    "model without folding."
                 )
     for old, new in zip(model.modules(), folded.modules(), strict=True):
         new.training = old.training
@@ -75,32 +78,34 @@ def fold(model: nn.Module, example: Any = None) -> nn.Module:
 
 
 class FoldedBatchNorm(nn.Identity):
-    """In the place of a BatchNorm that takes inputs of several dimensions: the layer before has it for one of them."""
+    """Replaces a folded BatchNorm that accepts several input dimensions, and checks that inputs have the folded one."""
 
     def __init__(self, dimensions: int) -> None:
         super().__init__()
         self.dimensions = dimensions
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the input."""
         return check_dimensions(input, self.dimensions)
 
     def extra_repr(self) -> str:
+        """Return the dimensions for ``repr``."""
         return f"dimensions={self.dimensions}"
 
 
-@torch.fx.wrap  # one step to a tracer, which does not know the dimensions
+@torch.fx.wrap  # a single step of the graph, since a tracer does not know the dimensions
 def check_dimensions(x: Tensor, dimensions: int) -> Tensor:
+    """Return the tensor, or raise an error if it has another number of dimensions."""
     if x.dim() != dimensions:
         raise DataError(
-            f"Expected {dimensions}, but got {x.dim()} dimensions where a BatchNorm was folded into the layer "
-            "before. The channels are the layer's units only then. Try folding with an input like this one: "
-            "fold(model, example)."
+            f"Expected an input of {dimensions} dimensions where a BatchNorm was folded into the preceding layer, but "
+            f"got {x.dim()} dimensions. Try folding with an input like this one: fold(model, example)."
         )
     return x
 
 
 def _fold_batch_norm(model: nn.Module, name: str, source: str | None) -> None:
-    """Replace one BatchNorm, by what it does to the layer it follows or else by an ``Affine``."""
+    """Fold one BatchNorm into the layer ``source``, or replace it by an ``Affine`` if there is none."""
     norm: Any = model.get_submodule(name)
     if source is None:
         affine = Affine(norm.num_features)
@@ -123,8 +128,8 @@ def _fold_batch_norm(model: nn.Module, name: str, source: str | None) -> None:
     _replace_in_place(norm, nn.Identity() if strict else FoldedBatchNorm(get_output_dimensions(layer)))
 
 
-def _fuse_weights(weight: Tensor, bias: Tensor | None, norm: Norm, transposed: bool) -> tuple[Tensor, Tensor]:
-    """By torch's own formula, which serves linear layers as well; rounded once, at the end."""
+def _fuse_weights(weight: Tensor, bias: Tensor | None, norm: BatchNorm, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return weight and bias by torch's formula, which also holds for linear layers; computed in float64."""
     tensors = (weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     w, b, mean, variance, gamma, beta = (None if t is None else t.detach().double() for t in tensors)
     assert w is not None
@@ -135,6 +140,6 @@ def _fuse_weights(weight: Tensor, bias: Tensor | None, norm: Norm, transposed: b
 
 
 def _replace_in_place(old: nn.Module, new: nn.Module) -> None:
-    """Make one module another: whatever holds it, by any name or in a plain list, then holds that; hooks stay."""
+    """Turn one module into another in place, so that all references to it see the change; hooks are kept."""
     vars(old).update({key: value for key, value in vars(new).items() if "hook" not in key and key != "training"})
     old.__class__ = new.__class__

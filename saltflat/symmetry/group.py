@@ -1,11 +1,11 @@
-"""The group of rescalings of a network: which factors its weights can be multiplied by together."""
+"""The group of rescalings of a network: the factors that multiply its weights without changing its function."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.results.display import Displayable
 from saltflat.symmetry.tracing.elimination import (
     Elimination,
-    Form,
+    LinearForm,
     equate_factors,
     find_first_pairs,
     select_independent_entries,
@@ -34,20 +34,21 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-KINDS = ("unit", "layer")
+RescalingKind: TypeAlias = Literal["unit", "layer"]
+KINDS: tuple[RescalingKind, ...] = get_args(RescalingKind)
 
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A parameter, or a running statistic, and the units its entries lie between.
+    """A parameter or running statistic, and the units that its entries connect.
 
     Attributes:
-        name: in the model.
-        shape: of the tensor.
-        head: for every entry the row of ``forms`` of the unit it leads to.
-        tail: the same of the unit it comes from; 1, which is fixed, for biases.
+        name: name in the model.
+        shape: shape of the tensor.
+        head: for every entry, the row of ``forms`` of the unit it leads to.
+        tail: for every entry, the row of ``forms`` of the unit it comes from; 1, which is fixed, for biases.
         kind: ``"parameter"``, or ``"mean"`` or ``"variance"`` of a BatchNorm.
-        eps: what the BatchNorm adds to the variance.
+        eps: the constant that the BatchNorm adds to the variance.
     """
 
     name: str
@@ -58,12 +59,12 @@ class ScaledTensor:
     eps: float = 0.0
 
     def find_pairs(self) -> Numbers:
-        """The heads and tails between which its entries lie: each pair once, and only those that say something new."""
+        """Return distinct pairs of head and tail that determine the factors of all entries."""
         found = select_independent_entries(self.head, self.tail)
         return found[find_first_pairs(found[:, 0], found[:, 1])]
 
     def rescale(self, value: Tensor, logs: Array) -> Tensor:
-        """The tensor with these logarithms of factors, multiplied in float64 and rounded once."""
+        """Return the tensor multiplied by factors with these logarithms, in float64 and rounded once."""
         factor = torch.from_numpy(np.asarray(np.exp(logs))).to(value.device)
         exact = value.detach().double()
         exact = (exact + self.eps) * factor**2 - self.eps if self.kind == "variance" else exact * factor
@@ -72,18 +73,19 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class Symmetries(Displayable):
-    """All positive factors of a network's weights that leave its function as it is.
+    """All rescalings of a network's weights by positive factors that leave its function unchanged.
 
-    Every independent *scale* is the size of a unit that can be chosen freely. The logarithm of an entry's factor is
-    ``(forms[head] - forms[tail]) @ logs`` with a number in ``logs`` for every scale.
+    Every independent *scale* can be chosen freely. The logarithm of an entry's factor is
+    ``(forms[head] - forms[tail]) @ logs``, where ``logs`` has one number per scale.
 
     Attributes:
         members: every parameter, and the running statistics of every BatchNorm, by name.
-        forms: ``(forms, scales)``, the sizes of units as combinations of scales; rows 0 and 1 are fixed.
-        obstacles: operations that keep scales from being free.
-        kind: ``"unit"``, or ``"layer"`` where every parameter has one factor for all its entries.
-        assumed: lines of code that decide by the values of a mask how the forward pass goes on; the rescalings are
-            those of inputs for which it goes on as it did.
+        forms: ``(forms, scales)``, log scales of units as linear forms of the independent scales; rows 0 and 1 are
+            fixed.
+        obstacles: operations that fix scales.
+        kind: ``"unit"``, or ``"layer"`` if all entries of a parameter have the same factor.
+        assumed: lines of code where control flow depends on the values of a mask; the rescalings hold for inputs that
+            take the same path.
     """
 
     renderer = ("symmetry", "SymmetriesRenderable", "format_symmetries_html")
@@ -96,34 +98,32 @@ class Symmetries(Displayable):
 
     @property
     def scales(self) -> int:
-        """How many can be chosen independently."""
+        """The number of independent scales."""
         return int(self.forms.shape[1])
 
     def compute_factor_logs(self, logs: Array) -> dict[str, Array]:
-        """The logarithm of every entry's factor, by parameter."""
+        """Return the logarithm of every entry's factor, by parameter."""
         if np.shape(logs) != (self.scales,):
             raise OptionError(
-                f"Expected one for each of {self.scales} scales, but got logarithms of shape {np.shape(logs)}. Try "
+                f"Expected one logarithm for each of {self.scales} scales, but got shape {np.shape(logs)}. Try "
                 "starting from group.sample()."
             )
         if not np.isfinite(logs).all():
-            raise OptionError(
-                "Expected numbers, but got logarithms that are not finite. Try starting from group.sample()."
-            )
+            raise OptionError("Expected finite logarithms, but got NaN or infinity. Try starting from group.sample().")
         sizes = self.forms @ np.asarray(logs, dtype=np.float64)
         return {name: sizes[each.head] - sizes[each.tail] for name, each in self.members.items()}
 
     def find_movable_entries(self) -> dict[str, Mask]:
-        """Whether an entry can move at all, by parameter."""
-        # Combinations that differ are told apart by numbers without relations.
+        """Return which entries some rescaling changes, by parameter."""
+        # Generic values distinguish all linear forms.
         moved = self.compute_factor_logs(np.sin(1.0 + np.e * np.arange(self.scales)))
         return {name: np.abs(each) > 1e-9 for name, each in moved.items()}
 
     def sample(self, seed: int = 0, spread: float = 2.0) -> Array:
-        """Logarithms of random sizes: normal with the deviation ``spread``, and none beyond twice that."""
+        """Draw log scales from a normal distribution with deviation ``spread``, truncated at twice that."""
         number = parse_integer(seed)
         if number is None or number < 0:
-            raise OptionError(f"Expected seed to be a whole number from 0, but got {seed!r}. Try seed=0.")
+            raise OptionError(f"Expected seed to be a nonnegative integer, but got {seed!r}. Try seed=0.")
         check_non_negative(spread=spread)
         generator = np.random.default_rng(number)
         found = generator.standard_normal(self.scales)
@@ -132,14 +132,14 @@ class Symmetries(Displayable):
         return spread * found
 
     def restrict_to_layers(self) -> Symmetries:
-        """Those rescalings that multiply each parameter by one number."""
-        # Every entry has the factor of the first.
+        """Return the rescalings that multiply each parameter by one number."""
+        # Every entry has the factor of the first one.
         pairs = [each.find_pairs() for each in self.members.values() if each.kind == "parameter" and each.head.size]
         equal = [np.concatenate([of, np.broadcast_to(of[:1], of.shape)], 1) for of in pairs]
         return replace(self, forms=self._impose_equations(equal), kind="layer")
 
     def fix_parameters(self, names: Iterable[str]) -> Symmetries:
-        """Those rescalings that leave these parameters alone."""
+        """Return the rescalings that leave these parameters unchanged."""
         one = isinstance(names, str | Tensor) or not isinstance(names, Iterable)
         listed: list[Any] = [names] if one else list(names)
         for name in listed:
@@ -151,12 +151,12 @@ class Symmetries(Displayable):
         )
 
     def restrict_to_parameters(self, names: Container[str]) -> Symmetries:
-        """Those that leave alone all parameters but these."""
+        """Return the rescalings that change no other parameters than these."""
         kinds = {name: each.kind for name, each in self.members.items()}
         return self.fix_parameters(name for name, kind in kinds.items() if kind == "parameter" and name not in names)
 
     def _impose_equations(self, equations: list[Numbers]) -> csr_array:
-        """The sizes of units when factors ``h - t`` and ``H - T`` are the same, for rows ``h, t, H, T``."""
+        """Return ``forms`` under the equations ``h - t = H - T`` for rows ``h, t, H, T``."""
         system, rows = Elimination(), extract_forms(self.forms)
         for quads in equations:
             equate_factors(system, rows, quads)
@@ -168,17 +168,20 @@ class Symmetries(Displayable):
         return f"<Symmetries: {self.scales} independent scales of {len(self.members)} tensors; print() shows them>"
 
     def plot(self) -> Figure:
-        """A ``matplotlib`` Figure of blocks of scales and the layers between them; nothing is shown or kept."""
+        """Return a ``matplotlib`` figure of blocks of scales and the layers between them."""
         figure: Figure = load_later("render.symmetry_graph").plot_symmetries(self)
         return figure
 
 
-def check_rescaling_kind(kind: str) -> None:
+def check_rescaling_kind(kind: str) -> RescalingKind:
+    """Return the kind of rescaling, or raise an error unless it is ``"unit"`` or ``"layer"``."""
     if not is_choice(kind, KINDS):
-        raise OptionError(f"Expected 'unit' or 'layer', but got kind={kind!r}. Try leaving it out for 'unit'.")
+        raise OptionError(f"Expected 'unit' or 'layer', but got kind={kind!r}. Try omitting it for 'unit'.")
+    return cast(RescalingKind, kind)
 
 
-def build_form_matrix(forms: list[Form], variables: list[int]) -> csr_array:
+def build_form_matrix(forms: list[LinearForm], variables: list[int]) -> csr_array:
+    """Return linear forms as a sparse matrix with one column per variable."""
     column = {variable: number for number, variable in enumerate(variables)}
     rows = np.repeat(np.arange(len(forms)), [len(form) for form in forms])
     columns = np.array([column[v] for form in forms for v in form], dtype=np.int64)
@@ -186,9 +189,9 @@ def build_form_matrix(forms: list[Form], variables: list[int]) -> csr_array:
     return csr_array(coo_array((values, (rows, columns)), shape=(len(forms), len(variables))))
 
 
-def extract_forms(matrix: csr_array) -> dict[int, Form]:
-    """A sparse matrix as combinations of its columns."""
-    found: dict[int, Form] = {}
+def extract_forms(matrix: csr_array) -> dict[int, LinearForm]:
+    """Return the rows of a sparse matrix as linear forms of its columns."""
+    found: dict[int, LinearForm] = {}
     for row in range(matrix.shape[0]):
         span = slice(matrix.indptr[row], matrix.indptr[row + 1])
         values = [Fraction(float(v)).limit_denominator(1000) for v in matrix.data[span]]

@@ -1,51 +1,52 @@
-"""The rescaling with the smallest Hessian trace, and the network rescaled by it."""
+"""Find the rescaling with the smallest Hessian trace, and rescale a network by it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from torch import Tensor, nn
 
 from saltflat.balance.exponentials import FormBalanceResult, balance_forms
+from saltflat.engine.data import Data
+from saltflat.engine.losses import LossLike
 from saltflat.engine.progress import Progress
-from saltflat.engine.session import take_turns
 from saltflat.errors import ModelError
 from saltflat.statistics.compute import compute_statistics
 from saltflat.symmetry.find import find_symmetries
-from saltflat.symmetry.group import Array, Symmetries, check_rescaling_kind
+from saltflat.symmetry.group import Array, RescalingKind, Symmetries, check_rescaling_kind
 from saltflat.symmetry.rescale import apply_rescaling, check_same_function
 from saltflat.symmetry.tracing.run import take_example
-from saltflat.validation import check_flag
+from saltflat.validation import check_flag, take_turns
 
 
 @dataclass(frozen=True)
 class SmallestTrace:
-    """The smallest trace, and the sizes of units that reach it.
+    """The smallest trace under rescaling, and the scales that attain it.
 
     Attributes:
         value: the infimum.
-        logs: logarithms of the scales that reach it.
-        layers: each parameter's trace there.
-        factors: what the curvature of every entry is multiplied by there, by parameter; empty for factors of layers.
-        lost: parameters with entries whose curvature can be scaled away, and how many.
-        absorbed: BatchNorms that let some of it vanish.
-        attained: whether finite scales reach the value.
-        residual: of the solver.
-        converged: whether it finished.
-        notes: what a reader should know.
+        logs: logarithms of the scales that attain it.
+        layers: trace of each parameter at the infimum.
+        vanishing: number of entries whose curvature can be scaled away, by parameter; only parameters that have some.
+        absorbing_norms: BatchNorms whose running statistics absorb scales and let curvature vanish.
+        attained: whether finite scales attain the value.
+        residual: residual of the solver.
+        converged: whether the solver converged.
+        notes: further remarks for the reader.
+        factors: factor of the curvature of every entry at the infimum, by parameter; empty for rescalings by layer.
     """
 
     value: float
     logs: Array
     layers: Mapping[str, float]
-    lost: Mapping[str, int]
-    absorbed: tuple[str, ...]
+    vanishing: Mapping[str, int]
+    absorbing_norms: tuple[str, ...]
     attained: bool
     residual: float
     converged: bool
@@ -54,7 +55,7 @@ class SmallestTrace:
 
 
 def minimize_trace_by_layer(group: Symmetries, traces: Mapping[str, float]) -> SmallestTrace:
-    """With one factor per parameter, from the parameters' traces."""
+    """Minimize the trace over one factor per parameter, given the trace of each parameter."""
     names = [name for name in traces if group.members[name].head.size]
     heads, tails = (
         np.array([getattr(group.members[name], end).reshape(-1)[0] for name in names], dtype=np.int64)
@@ -63,19 +64,19 @@ def minimize_trace_by_layer(group: Symmetries, traces: Mapping[str, float]) -> S
     weights = np.array([traces[name] for name in names], dtype=np.float64)
     found = balance_forms(_compute_curvature_forms(group, heads, tails), weights)
     layers = dict(zip(names, found.terms.tolist(), strict=True))
-    lost = {name: 1 for name, gone in zip(names, found.lost, strict=True) if gone}
-    return _make_smallest_trace(group, found, layers, lost)
+    vanishing = {name: 1 for name, vanishes in zip(names, found.vanishing, strict=True) if vanishes}
+    return _make_smallest_trace(group, found, layers, vanishing)
 
 
 def minimize_trace_by_unit(group: Symmetries, diagonal: Mapping[str, Tensor]) -> SmallestTrace:
-    """With a size for every unit, from the curvature of every entry."""
-    # Entries between the same two units are multiplied alike: only their sum matters.
+    """Minimize the trace over one scale per unit, given the curvature of every entry."""
+    # Entries between the same two units have the same factor: only their sum matters.
     rows = group.forms.shape[0]
     keys = {name: _compute_pair_keys(group, name, rows) for name in diagonal}
     each = [np.unique(key, return_inverse=True) for key in keys.values()]
     pairs = np.unique(np.concatenate([different for different, _ in each])) if each else np.array([], dtype=np.int64)
     weights = np.zeros(len(pairs))
-    # Which of all pairs each parameter's entries belong to.
+    # The index of the pair that each entry belongs to.
     places = {name: np.searchsorted(pairs, found)[inverse] for name, (found, inverse) in zip(keys, each, strict=True)}
     values = {name: _flatten_values(diagonal[name]) for name in diagonal}
     for name, place in places.items():
@@ -83,9 +84,9 @@ def minimize_trace_by_unit(group: Symmetries, diagonal: Mapping[str, Tensor]) ->
     found = balance_forms(_compute_curvature_forms(group, pairs // rows, pairs % rows), weights)
     share = np.divide(found.terms, weights, out=np.zeros_like(weights), where=weights > 0)
     layers = {name: float((values[name] * share[place]).sum()) for name, place in places.items()}
-    gone = {name: int((found.lost[place] & (values[name] > 0)).sum()) for name, place in places.items()}
+    vanishing = {name: int((found.vanishing[place] & (values[name] > 0)).sum()) for name, place in places.items()}
     factors = {name: torch.from_numpy(share[place]).to(diagonal[name].device) for name, place in places.items()}
-    smallest = _make_smallest_trace(group, found, layers, {name: count for name, count in gone.items() if count})
+    smallest = _make_smallest_trace(group, found, layers, {name: count for name, count in vanishing.items() if count})
     return replace(smallest, factors=factors)
 
 
@@ -99,30 +100,31 @@ def _flatten_values(values: Tensor) -> Array:
     return found
 
 
-def _compute_curvature_forms(group: Symmetries, heads: NDArray[np.int64], tails: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+def _compute_curvature_forms(group: Symmetries, heads: NDArray[np.int64], tails: NDArray[np.int64]) -> csr_array:
     # A factor of e^a divides the curvature by its square.
-    return -2.0 * (group.forms[heads] - group.forms[tails])
+    forms: csr_array = -2.0 * (group.forms[heads] - group.forms[tails])
+    return forms
 
 
 def _make_smallest_trace(
-    group: Symmetries, found: FormBalanceResult, layers: dict[str, float], lost: dict[str, int]
+    group: Symmetries, found: FormBalanceResult, layers: dict[str, float], vanishing: dict[str, int]
 ) -> SmallestTrace:
-    absorbed = _find_absorbing_norms(group, found.drift) if lost else ()
+    absorbing_norms = _find_absorbing_norms(group, found.recession_direction) if vanishing else ()
     return SmallestTrace(
         value=found.value,
         logs=found.potentials,
         layers=layers,
-        lost=lost,
-        absorbed=absorbed,
+        vanishing=vanishing,
+        absorbing_norms=absorbing_norms,
         attained=found.attained,
         residual=found.residual,
         converged=found.converged,
-        notes=(*_explain_infimum(group, lost, absorbed), *([] if found.converged else found.notes)),
+        notes=(*_explain_infimum(group, vanishing, absorbing_norms), *([] if found.converged else found.notes)),
     )
 
 
-def _find_absorbing_norms(group: Symmetries, drift: Array) -> tuple[str, ...]:
-    moved = group.compute_factor_logs(drift)
+def _find_absorbing_norms(group: Symmetries, direction: Array) -> tuple[str, ...]:
+    moved = group.compute_factor_logs(direction)
     return tuple(
         name.rpartition(".")[0]
         for name, each in group.members.items()
@@ -130,25 +132,26 @@ def _find_absorbing_norms(group: Symmetries, drift: Array) -> tuple[str, ...]:
     )
 
 
-def _explain_infimum(group: Symmetries, lost: Mapping[str, int], absorbed: tuple[str, ...]) -> tuple[str, ...]:
+def _explain_infimum(
+    group: Symmetries, vanishing: Mapping[str, int], absorbing_norms: tuple[str, ...]
+) -> tuple[str, ...]:
     if not group.scales:
         return (
-            "no rescaling of the measured parameters leaves the network's function alone: this is the Hessian trace",
+            "no rescaling of the measured parameters leaves the network's function unchanged: this is the Hessian "
+            "trace",
         )
-    if not lost:
+    if not vanishing:
         return ()
-    if absorbed:
+    if absorbing_norms:
         return (
-            f"the curvature of {_format_some_names(lost)} can be scaled away, since the running statistics of "
-            f"{_format_some_names(absorbed)} absorb any scale: no finite factors reach the infimum. Measure "
+            f"the curvature of {_format_some_names(vanishing)} can be scaled away, since the running statistics of "
+            f"{_format_some_names(absorbing_norms)} absorb any scale: no finite factors attain the infimum. Measure "
             "saltflat.fold(model) instead.",
         )
     return (
-        f"the curvature of {_format_some_names(lost)} can be scaled away, since nothing on the other side of these "
-        "units "
-        "has any (units that are dead, weights of exactly zero, normalisations that undo any scale): no finite "
-        "factors reach "
-        "the infimum",
+        f"the curvature of {_format_some_names(vanishing)} can be scaled away, since weights on the other side of "
+        "these units have no curvature (dead units, weights of exactly zero, normalizations that undo any scale): no "
+        "finite factors attain the infimum",
     )
 
 
@@ -160,10 +163,10 @@ def _format_some_names(names: Mapping[str, int] | tuple[str, ...]) -> str:
 @take_turns
 def rebalance(
     model: nn.Module,
-    data: Any,
-    loss: Any = "cross_entropy",
-    kind: str = "unit",
+    data: Data,
+    loss: LossLike = "cross_entropy",
     *,
+    kind: RescalingKind = "unit",
     columns: str = "exact",
     memory: str | int = "1GiB",
     dtype: torch.dtype | None = None,
@@ -171,19 +174,19 @@ def rebalance(
     progress: bool | Progress | None = None,
     strict: bool = True,
 ) -> nn.Module:
-    """A new model with the same function, rescaled so that its Hessian has the smallest trace.
+    """Return a new model with the same function, rescaled such that its Hessian has the smallest trace.
 
     Args:
-        model: any module; it is left as it is.
+        model: any module; it is not modified.
         data: as for :func:`saltflat.measure`.
-        loss: the same.
-        kind: ``"unit"`` for a size of every unit, ``"layer"`` for one factor per parameter.
-        columns: how the loss's curvature is taken.
-        memory: working memory.
-        dtype: precision to measure in; the model's own if None.
-        seed: of random columns.
+        loss: as for :func:`saltflat.measure`.
+        kind: ``"unit"`` for one scale per unit, ``"layer"`` for one factor per parameter.
+        columns: as for :func:`saltflat.measure`.
+        memory: working memory beyond the model and the results.
+        dtype: precision of the computation; that of the model if None.
+        seed: seed of random columns.
         progress: True or False for a progress bar, or a function of ``(done, total)``.
-        strict: whether to check, in float64 and on a few examples, that the function is the same.
+        strict: whether to check in float64 on a few examples that the function is unchanged.
 
     Example:
         >>> from saltflat import measure
@@ -199,12 +202,12 @@ def rebalance(
     example = take_example(data)
     name = "curvature_diagonal" if kind == "unit" else "curvature_trace"
     found = compute_statistics(
-        model, data, [name], loss, columns=columns, memory=memory, dtype=dtype, seed=seed, progress=progress
+        model, data, names=[name], loss=loss, columns=columns, memory=memory, dtype=dtype, seed=seed, progress=progress
     )[name]
     if any(bool((values < 0).any()) for values in found.values()):
         raise ModelError(
-            "Expected a loss that does not bend downwards, but got negative curvature: the trace has no minimum "
-            "over scales. Try using cross_entropy, mse or another convex loss."
+            "Expected a convex loss, but got negative curvature, for which the trace has no minimum over scales. Try "
+            "using cross_entropy or mse."
         )
     group = find_symmetries(model, example).restrict_to_parameters(found)
     if kind == "unit":
@@ -212,11 +215,14 @@ def rebalance(
     else:
         group = group.restrict_to_layers()
         best = minimize_trace_by_layer(group, {each: float(trace) for each, trace in found.items()})
-    if best.absorbed:
-        raise ModelError(f"Got a model without a rescaling of smallest trace: {best.notes[0]} Do: fold it first.")
-    if best.lost:
-        # What could be scaled away without end is left where it is.
-        warnings.warn(f"The trace could be made smaller without end: {best.notes[0]}.", stacklevel=3)
+    if best.absorbing_norms:
+        raise ModelError(
+            f"Expected a model with a rescaling of smallest trace, but got one without: {best.notes[0]} Try "
+            "saltflat.rebalance(saltflat.fold(model), data)."
+        )
+    if best.vanishing:
+        # Vanishing terms are left at finite scales.
+        warnings.warn(f"The trace can be made smaller without bound: {best.notes[0]}.", stacklevel=3)
     if not best.converged:
         warnings.warn(f"The trace may not be the smallest: {best.notes[-1]}", stacklevel=3)
     if strict:

@@ -172,7 +172,7 @@ def test_dead_rows_and_columns_add_nothing(balance: Balance) -> None:
     assert not found.attained
     assert found.value == pytest.approx(rest.value, rel=1e-10)
     assert found.potentials.isnan().tolist() == [False, True, False, False, False, False]
-    assert found.notes[0].startswith("1 of 6 rows and 1 of 8 columns can be scaled towards 0")
+    assert found.notes[0].startswith("1 of 6 rows and 1 of 8 columns vanish: rescaling makes them")
 
 
 @pytest.mark.parametrize("balance", MATRICES)
@@ -192,7 +192,7 @@ def test_a_triangular_pattern_keeps_only_its_cycles() -> None:
     found = balance_bipartite(F, U)
     assert found.value == pytest.approx(2 * 2 + 2 * 3, rel=1e-12)
     assert not found.attained
-    assert found.notes[0].startswith("Entries between separate parts can be scaled towards 0")
+    assert found.notes[0].startswith("Entries between separate components vanish: rescaling makes them")
     # The value is approached by moving the pairs apart, never reached.
     assert found.column_potentials is not None
     apart = torch.tensor([-30.0, 0.0], dtype=torch.float64)
@@ -244,7 +244,7 @@ def test_blocks_that_hang_by_threads_balance(
 ) -> None:
     """Sweeps alone would take about 1 / thread of them."""
     if not dense:
-        monkeypatch.setattr(solver, "DENSE", 0)
+        monkeypatch.setattr(solver, "MAX_DENSE_ENTRIES", 0)
     F, U = uniform(12, 15, seed=19), uniform(12, 15, seed=20)
     block = (torch.arange(12) // 4)[:, None] == (torch.arange(15) // 5)[None, :]
     F, U = torch.where(block, F, thread * F), torch.where(block, U, thread * U)
@@ -282,7 +282,7 @@ def test_a_cycle_has_a_closed_form() -> None:
 @pytest.mark.parametrize("dense", [True, False])
 def test_a_cycle_with_chords_is_that_of_brute_force(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not dense:
-        monkeypatch.setattr(solver, "DENSE", 0)
+        monkeypatch.setattr(solver, "MAX_DENSE_ENTRIES", 0)
     nodes = torch.arange(9)
     chords = torch.randint(9, (2, 6), generator=dice(26))
     tails, heads = torch.cat([nodes, chords[0]]), torch.cat([(nodes + 1) % 9, chords[1]])
@@ -326,16 +326,16 @@ def test_entries_that_mean_nothing_are_refused(wrong: float) -> None:
     bad, good = torch.tensor([[1.0, wrong]]), torch.ones(1, 2)
     for balance in MATRICES:
         for pair in ((bad, good), (good, bad)):
-            with pytest.raises(OptionError, match="Want finite numbers of at least 0"):
+            with pytest.raises(OptionError, match="Expected finite nonnegative numbers"):
                 balance(*pair)
-    with pytest.raises(OptionError, match="Want finite numbers of at least 0"):
+    with pytest.raises(OptionError, match="Expected finite nonnegative numbers"):
         balance_graph(torch.tensor([0, 1]), torch.tensor([1, 0]), bad[0], 2)
 
 
 def test_shapes_and_options_that_mean_nothing_are_refused() -> None:
     with pytest.raises(OptionError, match=r"shapes \(2, 3\) and \(3, 2\)"):
         balance_bipartite(torch.ones(2, 3), torch.ones(3, 2))
-    with pytest.raises(OptionError, match="Want both above 0"):
+    with pytest.raises(OptionError, match="Expected a positive tolerance and limit"):
         balance_factored(torch.ones(2, 3), torch.ones(2, 3), tolerance=0)
     with pytest.raises(OptionError, match="integers from 0 to 1"):
         balance_graph(torch.tensor([0, 2]), torch.tensor([1, 0]), torch.ones(2), 2)

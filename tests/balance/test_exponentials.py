@@ -1,4 +1,4 @@
-"""Balancing linear forms against closed forms, SciPy's minimisers and the definition of what is lost."""
+"""Balancing linear forms against closed forms, SciPy's minimizers and the definition of vanishing terms."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from scipy.optimize import linprog, minimize
 from scipy.sparse import csr_array
 
 from saltflat.balance import balance_forms, solver
-from saltflat.balance.exponentials import find_drift
+from saltflat.balance.exponentials import find_recession_direction
 from saltflat.errors import OptionError
 
 Array = NDArray[np.float64]
@@ -58,16 +58,16 @@ def problem(kind: str, scales: int, seed: int, terms: int | None = None) -> tupl
     return matrix(A), weights
 
 
-def lost_by_definition(A: csr_array, weights: Array) -> NDArray[np.bool_]:
+def vanishing_by_definition(A: csr_array, weights: Array) -> NDArray[np.bool_]:
     """Term by term: is there a direction that lowers this one, and lifts none?"""
     there = weights > 0
     rows = A.toarray()[there]
-    lost = np.zeros(len(weights), dtype=bool)
+    vanishing = np.zeros(len(weights), dtype=bool)
     if len(rows):
         box = [(-1.0, 1.0)] * rows.shape[1]
         steepest = [linprog(row, A_ub=rows, b_ub=np.zeros(len(rows)), bounds=box).fun for row in rows]
-        lost[there] = np.array(steepest, dtype=np.float64) < -1e-7
-    return lost
+        vanishing[there] = np.array(steepest, dtype=np.float64) < -1e-7
+    return vanishing
 
 
 def brute_force(A: csr_array, weights: Array) -> float:
@@ -95,9 +95,9 @@ def brute_force(A: csr_array, weights: Array) -> float:
 
 @cache
 def solved(kind: str, scales: int, seed: int) -> tuple[csr_array, Array, Array, float]:
-    """A problem, its weights without those that are lost, and its infimum."""
+    """A problem, its weights without those that vanish, and its infimum."""
     A, weights = problem(kind, scales, seed)
-    kept = np.where(lost_by_definition(A, weights), 0.0, weights)
+    kept = np.where(vanishing_by_definition(A, weights), 0.0, weights)
     return A, weights, kept, brute_force(A, kept)
 
 
@@ -108,7 +108,7 @@ def test_the_value_is_that_of_brute_force_and_of_its_potentials(
     kind: str, scales: int, dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not dense:
-        monkeypatch.setattr(solver, "DENSE", 0)
+        monkeypatch.setattr(solver, "MAX_DENSE_ENTRIES", 0)
     for seed in range(3 if scales < 30 else 1):
         A, weights, kept, value = solved(kind, scales, seed)
         found = balance_forms(A, weights)
@@ -121,19 +121,19 @@ def test_the_value_is_that_of_brute_force_and_of_its_potentials(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("density", [1, 2, 4])
-def test_what_is_lost_is_what_some_direction_lowers_and_none_holds(kind: str, density: int) -> None:
+def test_terms_vanish_if_some_direction_lowers_them_and_raises_no_other(kind: str, density: int) -> None:
     fates = set()
     for seed in range(5):
         A, weights = problem(kind, 9, seed + 100, terms=9 * density)
         found = balance_forms(A, weights)
-        wanted = lost_by_definition(A, weights)
-        np.testing.assert_array_equal(found.lost, wanted)
+        wanted = vanishing_by_definition(A, weights)
+        np.testing.assert_array_equal(found.vanishing, wanted)
         assert found.attained == (not wanted.any())
-        moves = A @ found.drift
+        moves = A @ found.recession_direction
         assert np.all(moves[wanted] <= -1 + 1e-9)
         np.testing.assert_allclose(moves[(weights > 0) & ~wanted], 0, atol=1e-9)
-        assert found.attained == bool((found.drift == 0).all())
-        far = weights[weights > 0] * np.exp(A[weights > 0] @ (found.potentials + 60 * found.drift))
+        assert found.attained == bool((found.recession_direction == 0).all())
+        far = weights[weights > 0] * np.exp(A[weights > 0] @ (found.potentials + 60 * found.recession_direction))
         assert far.sum() == pytest.approx(found.value, rel=1e-6)
         fates |= set(wanted[weights > 0].tolist())
     assert fates == {True, False}
@@ -145,13 +145,15 @@ def test_a_row_may_have_any_length_where_only_its_direction_matters() -> None:
         for seed in range(20):
             A, weights = problem(kind, 9, seed + 200, terms=18)
             A = A[(weights > 0) & (np.diff(A.indptr) > 0)]
-            lost, _ = find_drift(A)
-            stretched, way = find_drift(csr_array(A * (10 ** dice.uniform(-6, 6, A.shape[0]))[:, None]))
-            np.testing.assert_array_equal(stretched, lost)
-            assert np.all((A @ way)[lost] < 0)
+            vanishing, _ = find_recession_direction(A)
+            stretched, direction = find_recession_direction(
+                csr_array(A * (10 ** dice.uniform(-6, 6, A.shape[0]))[:, None])
+            )
+            np.testing.assert_array_equal(stretched, vanishing)
+            assert np.all((A @ direction)[vanishing] < 0)
 
 
-def test_terms_that_fall_only_after_others_are_lost_too() -> None:
+def test_terms_that_fall_only_after_others_vanish_too() -> None:
     """Each term has ten times less room than the one before it: no single direction is steep for all."""
     links = 8
     dense = np.zeros((links + 1, links + 2))
@@ -160,8 +162,8 @@ def test_terms_that_fall_only_after_others_are_lost_too() -> None:
     dense[links, [0, links, links + 1]] = [1.0, -1.0, -1.0]
     A, weights = csr_array(dense), np.ones(links + 1)
     found = balance_forms(A, weights)
-    np.testing.assert_array_equal(found.lost, lost_by_definition(A, weights))
-    assert found.lost.all()
+    np.testing.assert_array_equal(found.vanishing, vanishing_by_definition(A, weights))
+    assert found.vanishing.all()
     assert found.value == 0
 
 
@@ -174,7 +176,7 @@ def test_rescaling_changes_nothing(kind: str, scales: int) -> None:
         plain, moved = balance_forms(A, weights), balance_forms(A, weights * np.exp(A @ shift))
         assert moved.converged
         assert moved.value == pytest.approx(plain.value, rel=1e-8)
-        np.testing.assert_array_equal(moved.lost, plain.lost)
+        np.testing.assert_array_equal(moved.vanishing, plain.vanishing)
         np.testing.assert_allclose(moved.terms, plain.terms, rtol=1e-6)
 
 
@@ -231,12 +233,12 @@ def test_a_dead_unit_and_what_feeds_it_are_named() -> None:
     A = matrix([[-2.0, 0.0], [2.0, 0.0], [2.0, -2.0], [0.0, 2.0], [0.0, 0.0]])
     found = balance_forms(A, np.array([4.0, 9.0, 50.0, 0.0, 1.0]))
     assert found.value == pytest.approx(2 * 6 + 1, rel=1e-12)
-    assert found.lost.tolist() == [False, False, True, False, False]
-    assert found.drift.tolist() == [0.0, 0.5]
+    assert found.vanishing.tolist() == [False, False, True, False, False]
+    assert found.recession_direction.tolist() == [0.0, 0.5]
     assert not found.attained
     assert found.converged
     assert found.potentials[1] == 0
-    assert found.notes[0].startswith("1 of 4 terms can be scaled towards 0")
+    assert found.notes[0].startswith("1 of 4 terms vanish: rescaling makes them")
 
 
 def test_flows_too_far_apart_for_one_unit_balance() -> None:
@@ -258,7 +260,7 @@ def test_nothing_to_balance_is_an_answer() -> None:
         silent = balance_forms(A, 0 * weights)
         assert (silent.value, silent.residual, silent.converged, silent.attained) == (0.0, 0.0, True, True)
         assert not silent.potentials.any()
-        assert not silent.lost.any()
+        assert not silent.vanishing.any()
 
 
 def test_entries_given_twice_or_as_zeros_count_as_they_should_and_stay() -> None:
@@ -287,16 +289,16 @@ def test_stopping_early_is_said() -> None:
 def test_what_means_nothing_is_refused() -> None:
     A, good = matrix([[1.0], [-1.0]]), np.ones(2)
     for wrong in (-1.0, np.nan, np.inf):
-        with pytest.raises(OptionError, match="Want finite numbers of at least 0"):
+        with pytest.raises(OptionError, match="Expected finite nonnegative numbers"):
             balance_forms(A, np.array([1.0, wrong]))
     for weights in (np.ones(3), np.ones((2, 1)), np.float64(1.0)):
         with pytest.raises(OptionError, match=r"forms of shape \(2, 1\) and weights of shape"):
             balance_forms(A, np.asarray(weights))
     for bad in (np.nan, np.inf):
-        with pytest.raises(OptionError, match="finite entries"):
+        with pytest.raises(OptionError, match="Expected finite forms"):
             balance_forms(matrix([[1.0], [bad]]), good)
     for tolerance, limit in ((0.0, 9), (np.nan, 9), (1e-10, 0)):
-        with pytest.raises(OptionError, match="Want both above 0"):
+        with pytest.raises(OptionError, match="Expected a positive tolerance and limit"):
             balance_forms(A, good, tolerance, limit)
 
 

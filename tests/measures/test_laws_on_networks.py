@@ -14,8 +14,9 @@ from rank_oracle import inputs_of
 
 import saltflat
 from saltflat.measures.registry import MEASURES, SYMMETRIES
+from saltflat.symmetry.group import RescalingKind
 
-KINDS = {"layer_scale": "layer", "unit_scale": "unit"}
+KINDS: dict[str, RescalingKind] = {"layer_scale": "layer", "unit_scale": "unit"}
 SEEDS = (0, 1)
 HARD = [name for name in NETWORKS if name not in LISTED]
 CLAIMING = list(dict.fromkeys(name for name, _ in CLAIMED))

@@ -29,6 +29,7 @@ from saltflat.measures.minimum import minimum_sharpness, minimum_unit_sharpness
 from saltflat.results import Reading
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.fold import fold
+from saltflat.symmetry.group import RescalingKind
 
 MINIMUM = {"layer": "minimum_sharpness", "unit": "minimum_unit_sharpness"}
 NAMES = [*MINIMUM.values(), "hessian_trace"]
@@ -117,7 +118,9 @@ def test_more_freedom_is_never_worse(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "measures"), [("layer", list(MINIMUM.values())), ("unit", ["minimum_unit_sharpness"])]
 )
-def test_rescaling_does_not_change_what_is_the_smallest(kind: str, measures: Sequence[str], name: str) -> None:
+def test_rescaling_does_not_change_what_is_the_smallest(
+    kind: RescalingKind, measures: Sequence[str], name: str
+) -> None:
     case = problem_named(name)
     for seed in (2, 3):
         model = saltflat.rescale(case.model, inputs_of(case.batches[0]), seed, kind=kind)
@@ -416,7 +419,7 @@ def test_what_leaves_torch_on_the_way_is_noticed() -> None:
     report = saltflat.measure(model, data, measures=list(MINIMUM.values()), certificate=False)
     for name in MINIMUM.values():
         assert math.isnan(report[name].value)
-        assert "cannot be watched" in report[name].notes[0]
+        assert "cannot be traced" in report[name].notes[0]
 
 
 def test_a_model_that_cannot_be_watched_has_no_minimum_and_the_reason_is_told() -> None:

@@ -10,7 +10,7 @@ import torch
 from architectures import NETWORKS
 from cases import Case
 from rank_oracle import inputs_of
-from test_symmetries import case_of, fresh, group_of, members_of, run
+from test_find import case_of, fresh, group_of, members_of, run
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
@@ -190,9 +190,9 @@ def test_single_precision_stays() -> None:
 
 @pytest.mark.parametrize("given", [None, "text", torch.randn(3, 9)])
 def test_an_example_that_does_not_fit_is_refused(given: Any) -> None:
-    with pytest.raises((OptionError, ModelError), match=r"Got .* Want .* Do: "):
+    with pytest.raises((OptionError, ModelError), match=r"^Expected .*, but got .*\. Try "):
         canonicalize(mlp(), given)
-    with pytest.raises((OptionError, ModelError), match=r"Got .* Want .* Do: "):
+    with pytest.raises((OptionError, ModelError), match=r"^Expected .*, but got .*\. Try "):
         equal_up_to_rescaling(mlp(), mlp(), given)
 
 
@@ -281,7 +281,7 @@ def test_counters_of_batches_play_no_part_and_statistics_do() -> None:
 )
 def test_another_architecture_is_refused(other: nn.Module) -> None:
     with pytest.raises(
-        ModelError, match=r"Got two models of which only one has '.*' with the shape .* Want two of one"
+        ModelError, match=r"Expected two models of one architecture, but got models of which only one has '.*' with the"
     ):
         equal_up_to_rescaling(mlp(), other.double(), example())
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
-from saltflat.symmetry.tracing.elimination import Elimination, Form, add_scaled_form, equate_factors
+from saltflat.symmetry.tracing.elimination import Elimination, LinearForm, add_scaled_form, equate_factors
 from saltflat.symmetry.tracing.scales import ANY, GROUND, ScaleSystem
 
 DRAWS = 50
@@ -247,7 +247,7 @@ def system_of(rows: NDArray[np.int64]) -> Elimination:
     return system
 
 
-def values(form: Form, size: int) -> NDArray[np.float64]:
+def values(form: LinearForm, size: int) -> NDArray[np.float64]:
     found = np.zeros(size)
     for variable, coefficient in form.items():
         found[variable] = float(coefficient)
@@ -301,7 +301,7 @@ def test_a_contradiction_leaves_nothing_free() -> None:
 def test_equations_of_a_whole_weight_are_the_same_as_one_by_one(seed: int) -> None:
     generator = np.random.default_rng(seed)
     size = 8
-    forms: dict[int, Form] = {
+    forms: dict[int, LinearForm] = {
         number: {int(v): int(c) for v, c in enumerate(generator.integers(-1, 2, size)) if c} for number in range(10)
     }
     quads = generator.integers(0, 10, (generator.integers(1, 7), 4))
@@ -319,7 +319,7 @@ def test_equations_of_a_whole_weight_are_the_same_as_one_by_one(seed: int) -> No
 # Arrays of scales.
 
 
-def form_of(scales: ScaleSystem, number: float) -> Form:
+def form_of(scales: ScaleSystem, number: float) -> LinearForm:
     return scales.system.substitute(scales.forms[int(number)])
 
 

@@ -19,6 +19,7 @@ import saltflat
 from saltflat.errors import DataError, ModelError, OptionError, SaltflatError
 from saltflat.layers.normalization import Affine
 from saltflat.symmetry.fold import FoldedBatchNorm, fold
+from saltflat.symmetry.tracing.run import Example
 
 
 class Model(Net):
@@ -369,7 +370,7 @@ def test_networks_as_people_write_them_are_folded(name: str, shown: bool) -> Non
     case = NETWORKS[name]()
     x: Any = case.batches[0][0]  # type: ignore[index]
     if not shown and not _is_traceable(case.model):
-        with pytest.raises(ModelError, match=r"torch\.fx cannot follow.*pass an example input"):
+        with pytest.raises(ModelError, match=r"that torch\.fx can trace, but got .*Try passing an example input"):
             fold(case.model)
         return
     folded = fold(case.model, x) if shown else fold(case.model)
@@ -553,7 +554,7 @@ def test_a_norm_folded_for_vectors_refuses_sequences() -> None:
     for folded in (fold(model), fold(model, reals(5, 4))):
         assert isinstance(folded.get_submodule("1"), FoldedBatchNorm)
         assert_same(model, folded, reals(6, 4))
-        with pytest.raises(DataError, match=r"Got 3 dimensions .* Want 2.* Do: .*fold\(model, example\)"):
+        with pytest.raises(DataError, match=r"Expected an input of 2 dimensions.* but got 3 .*fold\(model, example\)"):
             folded(reals(6, 3, 4))
 
 
@@ -562,7 +563,7 @@ def test_a_convolution_without_an_axis_of_examples_does_not_take_up_a_norm_of_po
     folded = fold(model, x)
     assert affines(folded) == ["1"]
     assert_same(model, folded, reals(2, 4))
-    with pytest.raises(DataError, match="Got 2 dimensions"):
+    with pytest.raises(DataError, match="but got 2 dimensions"):
         fold(model)(x)
 
 
@@ -589,7 +590,7 @@ def test_a_model_that_cannot_be_traced_is_folded_with_an_example_and_refused_wit
     message = str(caught.value)
     assert "test_fold.py:" in message
     assert "if x.sum() > 1000:" in message
-    assert "Do: pass an example input: fold(model, example)" in message
+    assert "Try passing an example input: fold(model, example)" in message
     folded = fold(model, x)
     assert not affines(folded)
     assert_same(model, folded, reals(5, 3))
@@ -599,7 +600,8 @@ def test_inputs_may_be_positional_or_named() -> None:
     model = Net(lambda net, a, b: net.norm(net.layer(a)) * b, layer=nn.Linear(3, 4), norm=nn.BatchNorm1d(4))
     model.double().eval()
     a, b = reals(5, 3), reals(5, 1)
-    for example in [(a, b), [a, b], {"a": a, "b": b}]:
+    examples: list[Example] = [(a, b), [a, b], {"a": a, "b": b}]
+    for example in examples:
         folded = fold(model, example)
         assert not affines(folded)
         assert_same(model, folded, a, b)
@@ -663,7 +665,7 @@ def test_code_that_asks_for_the_type_of_a_norm_is_refused(shown: bool) -> None:
         return y.relu() if isinstance(net.norm, nn.BatchNorm1d) else y
 
     model, x = ready(Model(rule, layer=nn.Linear(3, 4), norm=nn.BatchNorm1d(4)), 3), reals(9, 3)
-    with pytest.raises(ModelError, match=r"Got a Model .* Want code that only calls them\. Do: "):
+    with pytest.raises(ModelError, match=r"Expected code that only calls .*, but got a Model .*\. Try "):
         fold(model, x) if shown else fold(model)
 
 
@@ -749,7 +751,7 @@ def test_a_folded_network_is_measured_like_the_definition_says() -> None:
     model, x, _ = built("pre_activation")
     folded = nn.Sequential(fold(model), nn.Linear(48, 2).double())
     y = torch.tensor([0, 1, 1, 0, 1])
-    found = saltflat.compute_statistics(folded, (x, y), "curvature_trace")["curvature_trace"]
+    found = saltflat.compute_statistics(folded, (x, y), names="curvature_trace")["curvature_trace"]
     p = F.softmax(folded(x), 1)[:, 1].detach()
     for name in ("0.norm2.weight", "0.norm2.bias", "0.conv1.weight"):
         parameter = folded.get_parameter(name)
@@ -768,7 +770,7 @@ def test_a_folded_network_is_measured_like_the_definition_says() -> None:
 def assert_refused(kind: type[SaltflatError], *words: str, model: Any, example: Any = None) -> None:
     with pytest.raises(kind) as caught:
         fold(model, example)
-    assert all(word in str(caught.value) for word in ("Got ", "Want ", "Do: ", *words)), str(caught.value)
+    assert all(word in str(caught.value) for word in ("Expected ", ", but got ", " Try ", *words)), str(caught.value)
 
 
 def test_something_that_is_no_module_is_refused() -> None:

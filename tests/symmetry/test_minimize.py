@@ -21,6 +21,7 @@ from torch.testing import assert_close
 import saltflat
 from saltflat.errors import ModelError, OptionError, SaltflatError
 from saltflat.symmetry.fold import fold
+from saltflat.symmetry.group import RescalingKind
 
 MINIMUM = {"layer": "minimum_sharpness", "unit": "minimum_unit_sharpness"}
 WITH_NORMS = (
@@ -47,8 +48,8 @@ PROBLEMS: dict[str, Callable[[], Case]] = {
 }
 
 
-def rebalanced(case: Case, kind: str = "unit", **options: Any) -> Case:
-    return replace(case, model=saltflat.rebalance(case.model, case.batches, case.loss, kind, **options))
+def rebalanced(case: Case, kind: RescalingKind = "unit", **options: Any) -> Case:
+    return replace(case, model=saltflat.rebalance(case.model, case.batches, case.loss, kind=kind, **options))
 
 
 def value(case: Case, measure: str) -> float:
@@ -61,7 +62,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("kind", MINIMUM)
-def test_the_function_stays_and_the_trace_becomes_the_smallest(kind: str, name: str) -> None:
+def test_the_function_stays_and_the_trace_becomes_the_smallest(kind: RescalingKind, name: str) -> None:
     case = PROBLEMS[name]()
     before = weights(case.model)
     after = rebalanced(case, kind)
@@ -78,7 +79,7 @@ def test_the_function_stays_and_the_trace_becomes_the_smallest(kind: str, name: 
 
 @pytest.mark.parametrize("name", ["biased_mlp", "folded_resnet20_with_padded_shortcuts", "vit_block", "gated"])
 @pytest.mark.parametrize("kind", MINIMUM)
-def test_once_is_enough(kind: str, name: str) -> None:
+def test_once_is_enough(kind: RescalingKind, name: str) -> None:
     once = rebalanced(PROBLEMS[name](), kind)
     assert_close(weights(rebalanced(once, kind).model), weights(once.model), rtol=1e-7, atol=0)
 
@@ -129,10 +130,10 @@ def test_the_smallest_trace_is_flatter_along_every_random_direction_on_average()
 
 @pytest.mark.parametrize("kind", MINIMUM)
 @pytest.mark.parametrize("name", WITH_NORMS)
-def test_batch_norm_has_to_be_folded_first(name: str, kind: str) -> None:
+def test_batch_norm_has_to_be_folded_first(name: str, kind: RescalingKind) -> None:
     case = NETWORKS[name]()
     before = weights(case.model)
-    with pytest.raises(ModelError, match=r"Got .*running statistics of .* absorb any scale.*saltflat\.fold.* Do: fold"):
+    with pytest.raises(ModelError, match=r"but got .*running statistics of .* absorb any scale.* Try .*saltflat\.fold"):
         rebalanced(case, kind)
     assert_close(weights(case.model), before, rtol=0, atol=0)
 
@@ -141,7 +142,7 @@ def test_curvature_that_can_be_scaled_away_is_left_with_a_warning() -> None:
     case = CHAINS["mlp_with_biases"]()
     with torch.no_grad():
         case.model.get_parameter("2.weight")[:, 1] = 0
-    with pytest.warns(UserWarning, match=r"smaller without end: the curvature of 2\.weight"):
+    with pytest.warns(UserWarning, match=r"smaller without bound: the curvature of 2\.weight"):
         after = rebalanced(case)
     x = inputs_of(joined(case.batches))
     assert_close(after.model(x), case.model(x), rtol=1e-9, atol=1e-11)
@@ -156,7 +157,7 @@ def test_curvature_that_can_be_scaled_away_is_left_with_a_warning() -> None:
 @pytest.mark.parametrize("kind", ["layers", "", None, 3])
 def test_an_unknown_kind_is_refused(kind: Any) -> None:
     case = CHAINS["mlp_with_biases"]()
-    with pytest.raises(OptionError, match=rf"Got kind={re.escape(repr(kind))}\. Want 'unit' or 'layer'\. Do:"):
+    with pytest.raises(OptionError, match=rf"Expected 'unit' or 'layer', but got kind={re.escape(repr(kind))}\. Try"):
         rebalanced(case, kind)
 
 
@@ -206,7 +207,7 @@ def test_single_precision_stays_single_and_is_as_exact_as_its_rounding() -> None
         ("folded_vgg_with_batch_norm", ["features.0.weight"]),
     ],
 )
-def test_frozen_parameters_stay_bit_for_bit(name: str, frozen: list[str], kind: str) -> None:
+def test_frozen_parameters_stay_bit_for_bit(name: str, frozen: list[str], kind: RescalingKind) -> None:
     case = PROBLEMS[name]()
     for each in frozen:
         case.model.get_parameter(each).requires_grad_(False)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import Case, Net, integers, reals, shaken, with_history
 from rank_oracle import Freedom, freedom
-from test_symmetries import columns_of, fresh, rank
+from test_find import columns_of, fresh, rank
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import prune

@@ -247,7 +247,7 @@ def test_what_is_almost_a_rescaling_is_none_and_what_cannot_be_told_apart_is_ref
 
     assert freedom(bent(0)).dimension == 5
     assert freedom(bent(1e-5)).dimension == 0
-    with pytest.raises(UnclearGapError, match=r"Want less than 1e-12.* or more than 1e-08"):
+    with pytest.raises(UnclearGapError, match=r"Expected less than 1e-12.* or more than 1e-08"):
         freedom(bent(1e-10))
     with pytest.raises(UnclearGapError):
         zeros(torch.tensor([1.0, 1e-11, 1e-16]))

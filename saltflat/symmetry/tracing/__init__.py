@@ -1,1 +1,1 @@
-"""Trace a forward pass: what every operation does to the scales of its operands."""
+"""Trace a forward pass and record how every operation transforms the scales of its operands."""

@@ -1,26 +1,27 @@
-"""Linear equations between logarithms of scales, solved one by one and exactly."""
+"""Exact elimination of linear equations between logarithms of scales."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-# A combination of variables: coefficients by variable. No entry is 0, and an empty one is the number 0.
-Form = dict[int, Fraction | int]
+# A linear combination of variables, as nonzero coefficients by variable; an empty one is 0.
+LinearForm: TypeAlias = dict[int, Fraction | int]
 
 
 class Elimination:
-    """Variables, some of which are known as combinations of others.
+    """A system of linear equations, in which some variables are solved in terms of others.
 
-    An equation is solved for its latest variable, so that what is solved is expressed by earlier ones only. Nearly all
-    equations here say that two variables are equal, and then this is a union of sets.
+    An equation is solved for its latest variable, so that solved variables depend on earlier ones only. Nearly all
+    equations state that two variables are equal; then elimination is a union of sets.
 
     Example:
-        Of a + b = 0 and b = c one number is left free.
+        The equations a + b = 0 and b = c leave one variable free.
 
         >>> system = Elimination()
         >>> a, b, c = 0, 1, 2
@@ -31,22 +32,22 @@ class Elimination:
     """
 
     def __init__(self) -> None:
-        self._solved: dict[int, Form] = {}
+        self._solved: dict[int, LinearForm] = {}
 
-    def substitute(self, form: Form) -> Form:
-        """The same combination in free variables."""
+    def substitute(self, form: LinearForm) -> LinearForm:
+        """Return the linear form in terms of free variables."""
         if not any(variable in self._solved for variable in form):
             return form
-        total: Form = {}
+        total: LinearForm = {}
         for variable, coefficient in form.items():
             total = add_scaled_form(total, self._solve_variable(variable), coefficient)
         return total
 
-    def _solve_variable(self, variable: int) -> Form:
+    def _solve_variable(self, variable: int) -> LinearForm:
         known = self._solved.get(variable)
         if known is None:
             return {variable: 1}
-        # Remembered in free variables: chains of equalities, one per layer, are walked once.
+        # Solutions are stored in free variables, so that chains of equalities (one per layer) are followed once.
         waiting = [variable]
         while waiting:
             last = waiting[-1]
@@ -63,8 +64,8 @@ class Elimination:
     def _is_unresolved(self, variable: int) -> bool:
         return any(v in self._solved for v in self._solved[variable])
 
-    def set_to_zero(self, form: Form) -> None:
-        """From now on this combination is 0."""
+    def set_to_zero(self, form: LinearForm) -> None:
+        """Add the equation that the linear form is 0."""
         form = self.substitute(form)
         if not form:
             return
@@ -73,6 +74,7 @@ class Elimination:
         self._solved[latest] = {v: _divide_exactly(-c, pivot) for v, c in form.items() if v != latest}
 
     def find_free_variables(self, variables: Iterable[int]) -> list[int]:
+        """Return those of the variables that are not solved."""
         return [v for v in variables if v not in self._solved]
 
 
@@ -85,8 +87,8 @@ def _divide_exactly(over: Fraction | int, under: Fraction | int) -> Fraction | i
 
 def add_scaled_form(
     one: Mapping[int, Fraction | int], two: Mapping[int, Fraction | int], factor: Fraction | int = 1
-) -> Form:
-    """``one + factor * two``."""
+) -> LinearForm:
+    """Return ``one + factor * two``."""
     total = dict(one)
     for variable, coefficient in two.items():
         value = total.get(variable, 0) + factor * coefficient
@@ -97,12 +99,12 @@ def add_scaled_form(
     return total
 
 
-def equate_factors(system: Elimination, forms: Mapping[int, Form], quads: NDArray[np.int64]) -> None:
-    """Let ``(h - t) - (H - T)`` be 0 for every row ``h, t, H, T`` of numbers of forms.
+def equate_factors(system: Elimination, forms: Mapping[int, LinearForm], quads: NDArray[np.int64]) -> None:
+    """Add the equation ``(h - t) - (H - T) = 0`` for every row ``h, t, H, T`` of form indices.
 
-    There is a row for every entry of a weight, and far fewer equations among them that say something new: if each of
-    the four depends on the entry's row or column only, it is enough to look at every row and every column once. Which
-    two of them belong together is seen from how many pairs there are. All rows are tried at the end.
+    There is a row for every entry of a weight, but far fewer independent equations: if each of the four indices depends
+    only on the row or only on the column of the entry, it suffices to use every row and every column once. Which two
+    belong together follows from the number of distinct pairs. All equations are verified at the end.
     """
     while len(quads):
         pairings = [[(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0, 1), (2, 3)]]
@@ -114,7 +116,7 @@ def equate_factors(system: Elimination, forms: Mapping[int, Form], quads: NDArra
 
 
 def find_first_pairs(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each pair is first met."""
+    """Return the position where each distinct pair first occurs."""
     (a, size), (b, width) = _compute_dense_ranks(one), _compute_dense_ranks(two)
     keys = a * width + b
     if size * width > 4 * len(keys):
@@ -126,10 +128,10 @@ def find_first_pairs(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[
 
 
 def select_independent_entries(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Arrays of one shape, side by side, in as many places as tell a sum of them everywhere.
+    """Return the entries of arrays of one shape at enough positions to determine any sum of them everywhere.
 
-    A weight has a head for every row and a tail for every column. What is a sum of something of the row and something
-    of the column is known from the first row and the first column.
+    A weight has a head for every row and a tail for every column. A sum of a function of the row and a function of the
+    column is determined by the first row and the first column.
 
     Example:
         >>> rows, columns = np.array([[2, 2, 2], [3, 3, 3]]), np.array([[4, 5, 6], [4, 5, 6]])
@@ -141,7 +143,7 @@ def select_independent_entries(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
     parts: list[set[int]] = []
     for side in sides:
         axes = {axis for axis, size in enumerate(collapse_repeats(side).shape) if size > 1}
-        # Those that vary along the same axis are one part of the sum.
+        # Arrays that vary along a common axis form one part of the sum.
         together = axes.union(*(part for part in parts if part & axes))
         parts = [*(part for part in parts if not part & axes), together]
     found = []
@@ -152,14 +154,14 @@ def select_independent_entries(*sides: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def collapse_repeats(side: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The array without what only repeats itself along an axis.
+    """Return the array reduced to size 1 along axes on which it is constant.
 
     Example:
         >>> collapse_repeats(np.array([[2, 2, 2], [3, 3, 3]])).tolist()
         [[2], [3]]
     """
     for axis in reversed(range(side.ndim if side.size else 0)):
-        # Where entries differ, the first line most often shows it.
+        # If entries differ, the first line usually shows it.
         line = side[tuple(slice(None) if each == axis else 0 for each in range(side.ndim))]
         if len(line) > 1 and not bool((line != line[0]).any()):
             first = side.take([0], axis)
@@ -168,13 +170,13 @@ def collapse_repeats(side: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _compute_dense_ranks(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """The numbers in their order, from 0 on without gaps, and how many there are."""
+    """Return the ranks of the numbers, from 0 without gaps, and the number of distinct ones."""
     kinds, places = _find_unique(numbers)
     return places, len(kinds)
 
 
 def _find_unique(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The numbers that occur, in order, and for each where it stands among them. For many, faster than sorting."""
+    """Return the sorted distinct numbers, and the index of each number among them; faster than sorting."""
     highest = int(numbers.max(initial=-1))
     if highest > 4 * numbers.size:
         kinds, places = np.unique(numbers, return_inverse=True)
@@ -184,8 +186,13 @@ def _find_unique(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray
     return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
-def evaluate_forms(system: Elimination, forms: Mapping[int, Form], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The forms at some values of the free variables that no coincidence makes equal."""
+def evaluate_forms(
+    system: Elimination, forms: Mapping[int, LinearForm], numbers: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the values of linear forms at generic values of the free variables.
+
+    Forms that differ have different values.
+    """
     kinds, places = _find_unique(numbers)
     resolved = [system.substitute(forms[number]) for number in kinds.tolist()]
     values = np.array([sum(float(c) * math.sin(1.0 + v * math.e) for v, c in form.items()) for form in resolved], float)

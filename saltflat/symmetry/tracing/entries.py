@@ -1,4 +1,4 @@
-"""Which units the entries of parameters lead from and to."""
+"""The units that entries of parameters connect."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.engine.geometry import IN, OUT
+from saltflat.layers import IN, OUT
 from saltflat.symmetry.tracing.elimination import equate_factors, evaluate_forms, select_independent_entries
 from saltflat.symmetry.tracing.scales import ANY, GROUND, SHIFT, ScaleSystem
 
 
 @dataclass(frozen=True, eq=False)
 class EntryUse:
-    """An operation that multiplied or added entries of a parameter.
+    """An operation that multiplies or adds entries of a parameter.
 
     Attributes:
-        numbers: of the entries, in the order in which the operation saw them.
-        roles: what each axis of ``numbers`` counts: see :mod:`saltflat.engine.geometry`.
-        scales: of what entries were added to, in their places; then roles follow from these.
+        numbers: the numbers of the entries, in the layout in which the operation uses them.
+        roles: what each axis of ``numbers`` counts: see :mod:`saltflat.layers`.
+        scales: for additions, the scales of the other operand at the same positions; the roles follow from them.
     """
 
     numbers: Tensor
@@ -30,7 +30,7 @@ class EntryUse:
 
 
 class ParameterEntries:
-    """Every entry of every parameter, numbered from 1 on, and the scales it was found between.
+    """The scales at both ends of every parameter entry; entries are numbered from 1.
 
     An entry is multiplied by the scale of its ``head`` and divided by that of its ``tail``. A large weight has many
     entries and few units, so entries have no variables of their own.
@@ -43,53 +43,53 @@ class ParameterEntries:
         for name, value in members.items():
             self.first[name] = total
             total += value.numel()
-        # ANY as long as nothing has used the entry.
+        # ANY until an operation uses the entry.
         self.head = torch.zeros(total, dtype=torch.int64)
         self.tail = torch.zeros(total, dtype=torch.int64)
         self.uses: dict[tuple[Any, ...], EntryUse] = {}
-        # Entries that no operation used, once the pass is over.
+        # Entries that no operation has used; set after the pass.
         self.idle = torch.ones(total, dtype=torch.bool)
 
     def record_use(self, numbers: Tensor, roles: Sequence[str]) -> None:
-        """Remember what the axes of these entries were to an operation."""
+        """Record the role of each axis of these entries in an operation."""
         if numbers.numel():
-            # A weight that is used again and again, step by step, is remembered once.
+            # A weight that is used repeatedly is recorded once.
             key = numbers.data_ptr(), numbers.shape, numbers.stride(), tuple(roles)
             self.uses[key] = EntryUse(numbers, tuple(roles))
 
     def record_addition(self, numbers: Tensor, ids: Tensor) -> None:
-        """Remember that these entries were added to numbers of the scales ``ids``, or put beside them."""
+        """Record that these entries were added to, or concatenated with, numbers of the scales ``ids``."""
         if numbers.numel() and numbers.dim() > 1:
             wide = ids.expand(torch.broadcast_shapes(ids.shape, numbers.shape))
             key = numbers.data_ptr(), numbers.shape, numbers.stride()
             self.uses[key] = EntryUse(numbers, scales=wide[(0,) * (wide.dim() - numbers.dim())])
 
     def find_roles(self, use: EntryUse) -> tuple[str, ...]:
-        """What each axis of the entries in use counts, once the pass is over.
+        """Return the role of each axis of a use; call this after the pass.
 
-        What is added is like a row of an embedding table: it leads to the units that have sizes of their own, and which
-        of the rows it is counts inputs.
+        Added entries are like rows of an embedding table: axes along which scales vary count outputs, all others
+        inputs.
         """
         if use.scales is None:
             return use.roles
         wide = [axis for axis, size in enumerate(use.numbers.shape) if size > 1]
         sizes = torch.from_numpy(evaluate_forms(self.scales.system, self.scales.forms, use.scales.long().numpy()))
-        # Where nothing is free the units may still be known; where nothing tells them apart, features come last.
+        # Without free scales the units may still be known; if nothing distinguishes them, features are the last axis.
         known = _find_varying_axes(use.scales, wide)
         units = _find_varying_axes(sizes, wide) or (known if len(known) == 1 else wide[-1:])
         return tuple(OUT if axis in units else IN for axis in range(use.numbers.dim()))
 
     def get_numbers(self, name: str, value: Tensor) -> Tensor:
-        """The numbers of a parameter's entries, in its shape."""
+        """Return the numbers of the entries of a parameter, in its shape."""
         first = self.first[name]
         return torch.arange(first, first + value.numel(), dtype=torch.float64).reshape(value.shape)
 
     def has_used_entries(self, numbers: Tensor) -> bool:
-        """Whether any of these entries was found somewhere before."""
+        """Return whether an operation has already used any of these entries."""
         return bool((self.head[numbers.long()] != ANY).any())
 
     def assign_scales(self, numbers: Tensor, head: Tensor, tail: Tensor | int = GROUND) -> None:
-        """These entries lead from units of the scales ``tail`` to units of the scales ``head``."""
+        """Record that these entries lead from units of the scales ``tail`` to units of the scales ``head``."""
         tails = tail if isinstance(tail, Tensor) else torch.full((), tail, dtype=torch.float64)
         shape = torch.broadcast_shapes(numbers.shape, head.shape, tails.shape)
         if shape == numbers.shape and self._assign_whole_parameter(
@@ -108,9 +108,10 @@ class ParameterEntries:
             equate_factors(self.scales.system, self.scales.forms, quads.numpy())
 
     def _assign_whole_parameter(self, numbers: Tensor, head: Tensor, tail: Tensor) -> bool:
-        """The same where these are all entries of a parameter, once each, and nothing or something has used them all.
+        """Assign scales to all entries of a parameter at once, if none or all of them are in use.
 
-        A large weight is nearly always claimed like this, and then few arrays of its size are needed.
+        Returns False if this does not apply. It nearly always does for large weights, and needs few arrays of their
+        size.
         """
         views = self._get_head_tail_views(numbers)
         if views is None or bool((head == ANY).any()):
@@ -129,7 +130,7 @@ class ParameterEntries:
         return True
 
     def _get_head_tail_views(self, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Heads and tails in the places of these numbers, if they are consecutive but for the order of axes."""
+        """Return views of heads and tails, or None unless the numbers are consecutive up to a permutation of axes."""
         if not numbers.numel():
             return None
         axes = range(numbers.dim())
@@ -149,7 +150,7 @@ class ParameterEntries:
         return reshape_like_numbers(self.head[span]), reshape_like_numbers(self.tail[span])
 
     def look_up_scales(self, numbers: Tensor) -> Tensor:
-        """The scales of these entries as numbers like others; an entry that nothing has used gets a variable."""
+        """Return the scales of these entries; an unused entry gets a new variable."""
         N = numbers.long()
         different = N[(N > 0) & (self.head[N] == ANY)].unique()
         self.head[different] = self.scales.add_variables(len(different)).long()

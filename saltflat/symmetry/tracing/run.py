@@ -1,76 +1,87 @@
-"""Run a model on an example, whatever form its inputs and outputs have."""
+"""Run a model on an example, for inputs and outputs of any structure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from saltflat.engine.data import Data, prepare_data, read_batches
 from saltflat.engine.network import check_dense_outputs, extract_logits
-from saltflat.engine.read_data import prepare_data, read_batches
 from saltflat.errors import ModelError, OptionError, SaltflatError, format_error_line
 
-# Which of a model's outputs are looked at.
-Seen = Callable[[Any], list[Tensor]]
-# How deep objects in objects are looked into for tensors.
-DEPTH = 8
+# An input of a model: a tensor, a tuple of positional inputs or a dict of named ones.
+Example: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
+# Positional and named inputs of a model.
+ModelInputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+# A tensor, or tensors in tuples, dicts and objects with attributes.
+ModelOutput: TypeAlias = Any
+# Selects the outputs of a model that must not change.
+OutputSelector: TypeAlias = Callable[[ModelOutput], list[Tensor]]
+# Depth to which nested objects are searched for tensors.
+MAX_DEPTH = 8
 
 
-def parse_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named inputs of a model."""
+def parse_example(example: Example) -> ModelInputs:
+    """Return the positional and named inputs of a model."""
     if isinstance(example, Mapping):
         return (), dict(example)
     args = tuple(example) if isinstance(example, tuple | list) else (example,)
     tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
     if tensors and not any(leaf.numel() for leaf in tensors):
         raise OptionError(
-            f"Expected at least one input, but got an example without numbers, of shape {tuple(tensors[0].shape)}. "
-            "Try taking the first examples of the data."
+            f"Expected at least one input, but got an empty example of shape {tuple(tensors[0].shape)}. Try passing "
+            "the first examples of the data."
         )
     if not tensors:
         raise OptionError(
-            f"Expected an input of the model, but got an example of type {type(example).__name__} without a tensor. "
-            "A tensor, a tuple of inputs or a dict of named ones. Try next(iter(loader))[0]."
+            "Expected an input of the model (a tensor, a tuple of inputs or a dict of named ones), but got an example "
+            f"of type {type(example).__name__} without a tensor. Try next(iter(loader))[0]."
         )
     return args, {}
 
 
 def compute_outputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None = None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], select_outputs: OutputSelector | None = None
 ) -> list[Tensor]:
-    """All tensors of real or complex numbers that a model gives and that are looked at."""
-    # Copies, because a model may write to its inputs.
-    given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+    """Return the selected outputs of a model that are floating-point or complex tensors."""
+    positional, named = clone_inputs((args, kwargs))
     with wrap_model_errors(model):
-        found = model(*given[0], **given[1])
-    return [each.detach() for each in (seen or find_tensors)(found) if each.is_floating_point() or each.is_complex()]
+        outputs = model(*positional, **named)
+    tensors = (select_outputs or find_tensors)(outputs)
+    return [each.detach() for each in tensors if each.is_floating_point() or each.is_complex()]
 
 
-def select_logits(found: Any) -> list[Tensor]:
-    """What a loss is taken of: not the caches and hidden states that some models give besides."""
-    return [extract_logits(found)]
+def clone_inputs(inputs: ModelInputs) -> ModelInputs:
+    """Return inputs with all tensors copied, because a model may write to its inputs."""
+    copies: ModelInputs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs)
+    return copies
 
 
-def find_tensors(found: Any) -> list[Tensor]:
-    """Every tensor in what a model gave, also in objects that are only known to have attributes."""
-    tensors = list(_iterate_tensors(found, DEPTH))
+def select_logits(outputs: ModelOutput) -> list[Tensor]:
+    """Return only the tensor the loss is computed from, without caches and hidden states."""
+    return [extract_logits(outputs)]
+
+
+def find_tensors(outputs: ModelOutput) -> list[Tensor]:
+    """Return every tensor in a model's outputs, including those in attributes of objects."""
+    tensors = list(_iterate_tensors(outputs, MAX_DEPTH))
     for tensor in tensors:
         check_dense_outputs(tensor)
     if not tensors:
         raise ModelError(
-            f"Expected outputs that can be looked at, but got {type(found).__name__} from the model, in which no "
-            "tensor is to be found. Try returning a tensor, or tensors in a tuple, a dict or an object with "
-            "attributes."
+            f"Expected outputs that contain a tensor, but got {type(outputs).__name__} without one from the model. "
+            "Try returning a tensor, or tensors in a tuple, a dict or an object with attributes."
         )
     return tensors
 
 
-def _iterate_tensors(found: Any, depth: int) -> Iterator[Tensor]:
-    for leaf in tree_flatten(found)[0]:
+def _iterate_tensors(outputs: ModelOutput, depth: int) -> Iterator[Tensor]:
+    for leaf in tree_flatten(outputs)[0]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and isinstance(leaf, Mapping):
@@ -84,7 +95,7 @@ def _iterate_tensors(found: Any, depth: int) -> Iterator[Tensor]:
 
 @contextmanager
 def wrap_model_errors(model: nn.Module) -> Iterator[None]:
-    """What goes wrong in the model's own code is told as such."""
+    """Convert errors raised by the model's own code to a ``ModelError``."""
     try:
         yield
     except SaltflatError:
@@ -92,17 +103,19 @@ def wrap_model_errors(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         raise ModelError(
             f"Expected an example that {type(model).__name__} accepts, but got an error from the model on this "
-            f"example ({format_error_line(error)}). Try passing inputs of the right shape and kind, with the axis of "
-            "examples; several inputs as a tuple."
+            f"example ({format_error_line(error)}). Try passing inputs of the right shape and dtype, with a batch "
+            "axis; several inputs as a tuple."
         ) from error
 
 
-# More than one, so that an axis of examples cannot be taken for one that is there by chance.
-FEW = 2
+# More than one, so that the batch axis cannot be confused with another axis of size one.
+EXAMPLE_SIZE = 2
 
 
-def take_example(data: Any, dtype: torch.dtype | None = None, count: int = FEW) -> tuple[Any, ...] | dict[str, Any]:
-    """The inputs of the first examples: positional ones as a tuple, or keyword inputs as a dict.
+def take_example(
+    data: Data, dtype: torch.dtype | None = None, count: int = EXAMPLE_SIZE
+) -> tuple[Any, ...] | dict[str, Any]:
+    """Return the inputs of the first examples: positional ones as a tuple, or named ones as a dict.
 
     Example:
         >>> take_example((torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 0])))

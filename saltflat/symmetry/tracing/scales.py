@@ -1,8 +1,8 @@
-"""The scale of every number in a tensor, and which entries are known to be zero or constant.
+"""The scale of every entry of a tensor, and which entries are known to be zero or constant.
 
-A scale is the logarithm of what a number is multiplied by when units are made larger or smaller: a combination of
-variables. Combinations are numbered, and an array holds the number of each entry's. Operations that only move numbers
-about can then be done to the array itself.
+A scale is the logarithm of the factor that rescaling units applies to a number: a linear form of variables. Linear
+forms are numbered, and an array holds the number of each entry's form. Operations that only rearrange entries can then
+be applied to the array itself.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from saltflat.symmetry.tracing.elimination import Elimination, Form, add_scaled_form
+from saltflat.symmetry.tracing.elimination import Elimination, LinearForm, add_scaled_form
 
-# 0 and infinity keep their value whatever they are multiplied by. It is number 0, so that operations which fill with
-# zeros, done to the array, give what they should.
+# The scale of 0 and infinity, which no factor changes. It is number 0, so that operations that fill an array with zeros
+# produce the right scales.
 ANY = 0
-# Multiplied by one: inputs, outputs, constants.
+# The factor one: inputs, outputs, constants.
 GROUND = 1
 
-# Two numbers side by side in one integer.
+# Packs two numbers into one integer.
 SHIFT = 1 << 31
 
 
 class ScaleSystem:
-    """All combinations of variables that occur, and the equations between them."""
+    """All linear forms that occur, and the equations between them."""
 
     def __init__(self) -> None:
         self.system = Elimination()
-        self.forms: dict[int, Form] = {ANY: {}, GROUND: {}}
+        self.forms: dict[int, LinearForm] = {ANY: {}, GROUND: {}}
         self.variables = 0
         self._numbers: dict[tuple[tuple[int, Fraction | int], ...], int] = {(): GROUND}
         self._next = count(2)
 
     def add_variables(self, size: int) -> Tensor:
-        """New variables, one for each of so many units."""
+        """Return the numbers of ``size`` new variables."""
         found = []
         for _ in range(size):
             found.append(self._number_form({self.variables: 1}))
             self.variables += 1
         return torch.tensor(found, dtype=torch.float64)
 
-    def _number_form(self, form: Form) -> int:
+    def _number_form(self, form: LinearForm) -> int:
         key = tuple(sorted(form.items()))
         known = self._numbers.get(key)
         if known is None:
@@ -54,7 +54,7 @@ class ScaleSystem:
         return known
 
     def pin(self, ids: Tensor) -> int:
-        """Let these scales be fixed. Returns how many were free."""
+        """Fix these scales to 0 and return how many were free."""
         free = 0
         for number in _collapse_repeated_axes(ids)[0].unique().tolist():
             form = self.system.substitute(self.forms[int(number)])
@@ -63,7 +63,7 @@ class ScaleSystem:
         return free
 
     def equate(self, *arrays: Tensor) -> Tensor:
-        """Let entries in the same places (after broadcasting) have the same scale, and give it."""
+        """Require entries at the same positions (after broadcasting) to have equal scales, and return them."""
         total = arrays[0]
         for other in arrays[1:]:
             total = apply_elementwise(self._equate_pair, total, other)
@@ -78,10 +78,10 @@ class ScaleSystem:
         return min(one, two)
 
     def equate_along(self, ids: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
-        """Let all entries along these axes have the same scale, and give it."""
+        """Require all entries along these axes to have equal scales, and return them."""
         dims = [dim % ids.dim() for dim in dims] if ids.dim() else []
         for dim in sorted(dims):
-            # Entries along an axis are most often alike already.
+            # Entries along an axis usually have equal scales already.
             first = ids.narrow(dim, 0, 1)
             ids = first if _is_constant_along(ids, dim) else _reduce_along(self._equate_pair, ids, dim)
         if keepdim:
@@ -89,7 +89,7 @@ class ScaleSystem:
         return ids.squeeze(dims).contiguous() if dims else ids
 
     def add(self, one: Tensor, two: Tensor, factor: Fraction | int = 1) -> Tensor:
-        """The scale of products of two arrays' entries; with ``factor=-1`` of quotients."""
+        """Return the scales of elementwise products, or of quotients with ``factor=-1``."""
 
         def add_pair(a: int, b: int) -> int:
             if ANY in (a, b):
@@ -102,7 +102,7 @@ class ScaleSystem:
         return apply_elementwise(add_pair, one, two)
 
     def multiply(self, ids: Tensor, factor: Fraction | int) -> Tensor:
-        """The scale of powers."""
+        """Return the scales of powers with the exponent ``factor``."""
         ground = torch.full((), GROUND, dtype=torch.float64)
 
         def multiply_id(a: int, _: int) -> int:
@@ -114,18 +114,18 @@ class ScaleSystem:
 
 
 def apply_elementwise(function: Callable[[int, int], int], one: Tensor, two: Tensor) -> Tensor:
-    """A function of two numbers, in all places of two arrays; called once for each pair that occurs."""
+    """Apply a function elementwise to two arrays, calling it once for each distinct pair."""
     shape = torch.broadcast_shapes(one.shape, two.shape)
     small = _collapse_repeated_axes(one.expand(shape), two.expand(shape))
     keys, places = (small[0].long() * SHIFT + small[1].long()).unique(return_inverse=True)
     found = [function(*divmod(key, SHIFT)) for key in keys.tolist()]
     values = torch.tensor(found, dtype=torch.float64)[places] if found else torch.zeros_like(small[0])
-    # A full array of its own, since parts of it may be written to.
+    # A separate contiguous array, since parts of it may be written to.
     return values.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def _collapse_repeated_axes(*arrays: Tensor) -> list[Tensor]:
-    """The arrays without what only repeats itself along an axis."""
+    """Return the arrays reduced to size 1 along axes on which all of them are constant."""
     shape = arrays[0].shape
     order = [0, *range(len(shape) - 1, 0, -1)] if shape else []
     for dim in order:
@@ -139,7 +139,7 @@ def _is_constant_along(ids: Tensor, dim: int) -> bool:
 
 
 def _reduce_along(function: Callable[[int, int], int], ids: Tensor, dim: int) -> Tensor:
-    """All entries along an axis in one, halving it again and again."""
+    """Reduce an axis to size 1 by repeated halving."""
     while ids.shape[dim] > 1:
         half = ids.shape[dim] // 2
         joined = apply_elementwise(function, ids.narrow(dim, 0, half), ids.narrow(dim, half, half))
@@ -148,18 +148,18 @@ def _reduce_along(function: Callable[[int, int], int], ids: Tensor, dim: int) ->
     return ids
 
 
-# In place of an address: of empty tensors, and of those that are not stored as an array.
-NOWHERE = 0
+# The address of tensors without memory: empty ones, and those that are not stored as an array.
+NO_STORAGE = 0
 
 
 @dataclass(frozen=True)
 class TensorScales:
-    """What is known of a tensor's entries.
+    """The scales of a tensor's entries.
 
     Attributes:
-        ids: an array of its shape with the number of each entry's scale, or of the parameter entry it is.
-        entries: which of the two.
-        fixed: one item, whether the tensor depends on nothing but constants; shared with its views.
+        ids: an array of the tensor's shape with the number of each entry's scale, or of each parameter entry.
+        entries: whether ``ids`` holds numbers of parameter entries.
+        fixed: a list of one item, whether the tensor depends on constants only; shared with its views.
     """
 
     ids: Tensor
@@ -168,7 +168,7 @@ class TensorScales:
 
 
 def make_constant_scales(tensor: Tensor) -> TensorScales:
-    """A constant; nothing makes zeros and infinities larger."""
+    """Return the scales of a constant: ``ANY`` for zeros and infinities, ``GROUND`` for all others."""
     if not isinstance(tensor, Tensor):
         return TensorScales(torch.zeros(()), False, [True])
     if _has_no_storage(tensor):
@@ -180,21 +180,22 @@ def make_constant_scales(tensor: Tensor) -> TensorScales:
 
 
 def _has_no_storage(tensor: Tensor) -> bool:
-    """Sparse ones, and the zeros that forward-mode derivatives are made of."""
+    """Return whether a tensor is sparse, or a symbolic zero of forward-mode differentiation."""
     return tensor.layout is not torch.strided or tensor._is_zerotensor()
 
 
 def copy_in_memory_order(ids: Tensor, tensor: Tensor) -> Tensor:
-    """A copy in the tensor's own memory order, since views will be taken of both."""
+    """Return a copy in the memory order of the tensor, so that views of both correspond."""
     if _has_no_storage(tensor):
         return ids.clone()
     return torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(ids)
 
 
 def get_storage_address(tensor: Tensor) -> int:
-    """Return where a tensor's values are, which it shares with its views; ``NOWHERE`` for one without any."""
-    return NOWHERE if _has_no_storage(tensor) else tensor.untyped_storage().data_ptr()
+    """Return the address of a tensor's memory, which it shares with its views; ``NO_STORAGE`` if it has none."""
+    return NO_STORAGE if _has_no_storage(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def has_same_storage(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors share memory."""
     return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()

@@ -1,10 +1,10 @@
-"""What operations do to scales, one file per kind of operation.
+"""How operations transform scales, one file per kind of operation.
 
     @rule("relu abs")
     def propagate_relu(call):
         return call.get_scale_ids(call.args[0])
 
-What has no rule is taken to fix the scale of everything it touches, and is listed.
+Operations without a rule are assumed to fix all scales they involve, and are listed as obstacles.
 """
 
 from importlib import import_module

@@ -9,39 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.engine.geometry import GROUP
+from saltflat.layers import GROUP
 from saltflat.symmetry.tracing.scales import ANY, GROUND, TensorScales
 from saltflat.symmetry.tracing.trace import OperationCall, replay_on_ids, rule
 
 
 @rule("complex")
 def propagate_complex(call: OperationCall) -> Any:
+    """Require equal scales of real and imaginary parts."""
     return call.scales.equate(*map(call.get_scale_ids, call.args[:2]))
 
 
 @rule("view_as_complex")
 def propagate_view_as_complex(call: OperationCall) -> Any:
+    """Require equal scales of real and imaginary parts along the last axis."""
     return call.scales.equate_along(call.get_scale_ids(call.args[0]), [-1])
 
 
 @rule("view_as_real")
 def propagate_view_as_real(call: OperationCall) -> Any:
+    """Give real and imaginary parts the scale of the complex number."""
     return call.get_scale_ids(call.args[0])[..., None].expand(call.out.shape)
 
 
 @rule("_conj _conj_physical _neg_view")
 def propagate_conjugate(call: OperationCall) -> Any:
+    """Keep the scales of conjugated numbers."""
     return call.get_scale_ids(call.args[0])
 
 
 @rule("_fft_r2c _fft_c2r _fft_c2c")
 def propagate_fft(call: OperationCall) -> Any:
-    """Every number of the result is a sum of all along the axes."""
+    """Require equal scales along the transformed axes, since every result is a sum over them."""
     return call.scales.equate_along(call.get_scale_ids(call.args[0]), call.args[1], keepdim=True).expand(call.out.shape)
 
 
 @rule("add sub rsub maximum minimum fmax fmin hypot lerp fmod remainder atan2")
 def propagate_sum(call: OperationCall) -> Any:
+    """Require equal scales of both operands."""
     one, two = call.args[:2]
     found = equate_operands(call, one, two)
     if call.name == "lerp":
@@ -49,8 +54,8 @@ def propagate_sum(call: OperationCall) -> Any:
     return call.make_fixed_scales() if call.name == "atan2" else found
 
 
-def equate_operands(call: OperationCall, one: Any, two: Any) -> Tensor:
-    """Both of one scale; the entries of a parameter that nothing has used take the other's."""
+def equate_operands(call: OperationCall, one: Tensor | float, two: Tensor | float) -> Tensor:
+    """Require both operands to have equal scales; unused parameter entries take those of the other operand."""
     for parameter, other in ((two, one), (one, two)):
         numbers = call.get_entry_numbers(parameter)
         if numbers is not None and call.get_entry_numbers(other) is None and not call.entries.has_used_entries(numbers):
@@ -64,6 +69,7 @@ def equate_operands(call: OperationCall, one: Any, two: Any) -> Tensor:
 
 @rule("where")
 def propagate_where(call: OperationCall) -> Any:
+    """Require equal scales of both operands, or select scales by a constant mask."""
     mask, one, two = call.args[:3]
     if call.is_constant(mask) and call.get_entry_numbers(one) is None and call.get_entry_numbers(two) is None:
         return torch.where(mask.cpu(), call.get_scale_ids(one), call.get_scale_ids(two)).expand(call.out.shape).clone()
@@ -72,6 +78,7 @@ def propagate_where(call: OperationCall) -> Any:
 
 @rule("addcmul addcdiv")
 def propagate_addcmul(call: OperationCall) -> Any:
+    """Require equal scales of a summand and a product or quotient."""
     start, one, two = call.args[:3]
     product = call.scales.add(call.get_scale_ids(one), call.get_scale_ids(two), 1 if call.name == "addcmul" else -1)
     return call.scales.equate(call.get_scale_ids(start), product)
@@ -79,7 +86,7 @@ def propagate_addcmul(call: OperationCall) -> Any:
 
 @rule("masked_scatter index_put _unsafe_index_put")
 def propagate_index_put(call: OperationCall) -> Any:
-    """Where it is written may be elsewhere for another input: all has one scale."""
+    """Require one scale for all entries, since positions may depend on the input, unless they are constant."""
     tensors = [arg for arg in call.args if isinstance(arg, Tensor) and arg.is_floating_point()]
     if call.name != "masked_scatter":
         indices = [index for index in call.args[1] if index is not None]
@@ -92,7 +99,7 @@ def propagate_index_put(call: OperationCall) -> Any:
 
 @rule("index_add index_copy index_fill scatter scatter_add scatter_reduce")
 def propagate_scatter(call: OperationCall) -> Any:
-    """The same along one axis."""
+    """Require one scale along an axis, since positions may depend on the input."""
     target, dim, _, source = call.args[:4]
     if call.get_argument(4, "reduce") in ("prod", "multiply"):
         call.pin(target, source)
@@ -113,26 +120,29 @@ def _equate_all(call: OperationCall, *tensors: Tensor) -> Tensor:
 
 @rule("relu abs leaky_relu rrelu_with_noise nan_to_num real positive")
 def propagate_relu(call: OperationCall) -> Any:
+    """Keep the scales of a positively homogeneous function's operand."""
     return call.get_scale_ids(call.args[0])
 
 
 @rule("neg")
 def propagate_neg(call: OperationCall) -> Any:
-    # The entries of a weight stay entries of a weight.
-    return call.watch.get_tensor_scales(call.args[0])
+    """Keep scales and parameter entries under negation."""
+    # Parameter entries stay parameter entries.
+    return call.tracker.get_tensor_scales(call.args[0])
 
 
 @rule("_prelu_kernel prelu")
 def propagate_prelu(call: OperationCall) -> Any:
+    """Fix the scale of the slope and keep those of the operand."""
     x, slope = call.args[:2]
-    # No obstacle: the slope is fixed, the unit is not.
+    # Not an obstacle: the slope is fixed, the unit is not.
     call.scales.pin(call.get_scale_ids(slope))
     return call.get_scale_ids(x)
 
 
 @rule("clamp clamp_min clamp_max threshold")
 def propagate_clamp(call: OperationCall) -> Any:
-    """Cut at zero or not at all, or at numbers of the same scale."""
+    """Keep scales if bounds are zero, infinite or of the same scale as the operand; otherwise fix them."""
     bounds = [bound for bound in (*call.args[1:], *call.kwargs.values()) if bound is not None]
     if any(not isinstance(bound, Tensor) and not _is_scale_free_bound(bound) for bound in bounds):
         call.pin(call.args[0])
@@ -148,6 +158,7 @@ def _is_scale_free_bound(bound: float) -> bool:
 
 @rule("masked_fill")
 def propagate_masked_fill(call: OperationCall) -> Any:
+    """Require equal scales of a tensor and the filled value, or select scales by a constant mask."""
     x, mask, value = call.args[:3]
     if call.is_constant(mask):
         return torch.where(mask.cpu(), call.get_scale_ids(value), call.get_scale_ids(x)).expand(call.out.shape).clone()
@@ -156,7 +167,7 @@ def propagate_masked_fill(call: OperationCall) -> Any:
 
 @rule("eq ne lt le gt ge")
 def propagate_comparison(call: OperationCall) -> Any:
-    """Two numbers of one scale, or one with zero: the answer is the same at every scale."""
+    """Require equal scales of both operands, so that the comparison does not depend on them."""
     call.scales.equate(call.get_scale_ids(call.args[0]), call.get_scale_ids(call.args[1]))
     return call.make_fixed_scales()
 
@@ -168,20 +179,21 @@ def propagate_comparison(call: OperationCall) -> Any:
     """
 )
 def propagate_scale_free(call: OperationCall) -> Any:
-    """What is the same at every scale, whatever it is of."""
+    """Give fixed scales to results that do not depend on the scales of operands."""
     return call.make_fixed_scales()
 
 
 @rule("mul multiply")
 def propagate_mul(call: OperationCall) -> Any:
+    """Add the log scales of both factors."""
     one, two = call.args[:2]
     for value, other in ((one, two), (two, one)):
         if tuple(getattr(value, "shape", ())) == tuple(call.out.shape) and call.is_constant(other):
-            marks, factor = call.watch.get_tensor_scales(value), call.get_scale_ids(other)
+            marks, factor = call.tracker.get_tensor_scales(value), call.get_scale_ids(other)
             if bool((factor == GROUND).all()):
                 return marks
             if marks.entries:
-                # Under a mask some of the entries are zeros instead.
+                # A mask replaces some entries by zeros.
                 return TensorScales(torch.where(factor == ANY, float(ANY), marks.ids), True, marks.fixed)
     for parameter, other in ((one, two), (two, one)):
         found = _scale_by_parameter(call, parameter, other)
@@ -190,22 +202,22 @@ def propagate_mul(call: OperationCall) -> Any:
     return call.scales.add(call.get_scale_ids(one), call.get_scale_ids(two))
 
 
-def _is_nonzero_constant(call: OperationCall, value: Any) -> bool:
-    """A constant without zeros: it changes no scale, and the entries of a weight stay what they are."""
+def _is_nonzero_constant(call: OperationCall, value: Tensor | float) -> bool:
+    """Return whether a value is a constant without zeros, which changes no scale."""
     if not call.is_constant(value):
         return False
     return bool((call.get_scale_ids(value) == GROUND).all())
 
 
-def _scale_by_parameter(call: OperationCall, parameter: Any, other: Any) -> Tensor | None:
-    """A factor per channel leads from the channel to a new one, as a weight does."""
+def _scale_by_parameter(call: OperationCall, parameter: Tensor | float, other: Tensor | float) -> Tensor | None:
+    """Treat a factor per channel as a weight that leads from the channel to a new one; None if it is not."""
     numbers = call.get_entry_numbers(parameter)
     if numbers is None or call.get_entry_numbers(other) is not None or call.entries.has_used_entries(numbers):
         return None
     ids = call.get_scale_ids(other)
     N, x = numbers.expand(call.out.shape).reshape(-1).long(), ids.expand(call.out.shape).reshape(-1).long()
     different, first = _find_first_places(N)
-    # One factor for several scales belongs to none of them.
+    # A factor that multiplies several scales is not a weight of one channel.
     if bool((x == ANY).any()) or not torch.equal(x, x[first][torch.searchsorted(different, N)]):
         return None
     new = torch.where(different > 0, call.scales.add_variables(len(different)), float(ANY))
@@ -215,7 +227,7 @@ def _scale_by_parameter(call: OperationCall, parameter: Any, other: Any) -> Tens
 
 
 def _find_first_places(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The different ones, and where each is first met."""
+    """Return the distinct numbers, and the position where each first occurs."""
     different, places = numbers.unique(return_inverse=True)
     first = torch.full((len(different),), len(numbers)).scatter_reduce(0, places, torch.arange(len(numbers)), "amin")
     return different, first
@@ -223,17 +235,19 @@ def _find_first_places(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 @rule("div divide true_divide")
 def propagate_div(call: OperationCall) -> Any:
+    """Subtract the log scale of the denominator from that of the numerator."""
     one, two = call.args[:2]
     if call.get_argument(2, "rounding_mode") is not None:
         call.pin(one, two)
         return call.make_fixed_scales()
     if _is_nonzero_constant(call, two) and tuple(one.shape) == tuple(call.out.shape):
-        return call.watch.get_tensor_scales(one)
+        return call.tracker.get_tensor_scales(one)
     return call.scales.add(call.get_scale_ids(one), call.get_scale_ids(two), -1)
 
 
 @rule("sqrt rsqrt reciprocal square pow")
 def propagate_pow(call: OperationCall) -> Any:
+    """Multiply log scales by the exponent, if it is a constant fraction; otherwise fix them."""
     powers: dict[str, Any] = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": -1, "square": 2}
     power = powers.get(call.name) if call.name != "pow" else call.args[1]
     exact = (
@@ -241,14 +255,14 @@ def propagate_pow(call: OperationCall) -> Any:
         if isinstance(call.args[0], Tensor) and isinstance(power, Fraction | int | float)
         else None
     )
-    if not exact:  # to the power of 0 everything is 1
+    if not exact:  # everything to the power of 0 is 1
         call.pin(*call.args[:2])
         return call.make_fixed_scales()
     return call.scales.multiply(call.get_scale_ids(call.args[0]), exact)
 
 
 def _convert_to_fraction(power: Fraction | float) -> Fraction | int | None:
-    """A power as a fraction, if it is one."""
+    """Return an exponent as an exact fraction, or None if it is not one."""
     if not math.isfinite(power):
         return None
     found = Fraction(power).limit_denominator(1000)
@@ -259,7 +273,7 @@ def _convert_to_fraction(power: Fraction | float) -> Fraction | int | None:
 
 @rule("_weight_norm_interface _weight_norm")
 def propagate_weight_norm(call: OperationCall) -> Any:
-    """A length times a direction: the direction's own length plays no part."""
+    """Give a normalized weight the scale of its length; that of its direction has no effect."""
     v, g = call.args[:2]
     dim = call.get_argument(2, "dim", 0)
     axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()]

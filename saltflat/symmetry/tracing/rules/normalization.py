@@ -1,16 +1,17 @@
-"""Normalizations, reductions, and operations that are not invariant to the scale of their operands."""
+"""Normalizations, reductions, and operations that do not commute with rescaling."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from saltflat.engine.geometry import GROUP
 from saltflat.errors import ModelError
+from saltflat.layers import GROUP
 from saltflat.symmetry.tracing.rules.products import add_bias
 from saltflat.symmetry.tracing.scales import ANY
 from saltflat.symmetry.tracing.trace import OperationCall, rule
@@ -23,7 +24,7 @@ from saltflat.symmetry.tracing.trace import OperationCall, rule
     """
 )
 def propagate_batch_norm(call: OperationCall) -> Any:
-    """With running statistics, which follow the scale of what they are taken of: mean as it does, variance squared."""
+    """Let running statistics scale with the input, the mean linearly and the variance quadratically."""
     x, weight, bias, mean, variance = call.args[:5]
     numbers = [float(arg) for arg in call.args[5:] if isinstance(arg, float)]
     eps = numbers[-1]
@@ -33,7 +34,7 @@ def propagate_batch_norm(call: OperationCall) -> Any:
     by_batch = call.name == "_native_batch_norm_legit" and isinstance(mean, bool)
     training = any(arg is True for arg in call.args[5:6]) or by_batch
     if training or any(numbers is None for numbers in followers):
-        # Statistics of the batch itself follow any scale, but for the small number added to the variance.
+        # Statistics of the batch scale with the input, except for eps.
         if not training or eps:
             call.pin(x)
     else:
@@ -41,7 +42,7 @@ def propagate_batch_norm(call: OperationCall) -> Any:
             assert numbers_of is not None
             call.entries.assign_scales(numbers_of, channels)
         assert followers[1] is not None
-        call.watch.epsilons[int(followers[1].min())] = eps
+        call.tracker.epsilons[int(followers[1].min())] = eps
     out = assign_affine_scales(call, weight, bias, torch.Size([len(channels)]))
     first, *others = call.out if isinstance(call.out, tuple | list) else [call.out]
     full = out.reshape(-1, *[1] * (first.dim() - 2)).expand(first.shape).clone()
@@ -50,10 +51,11 @@ def propagate_batch_norm(call: OperationCall) -> Any:
 
 @rule("native_layer_norm layer_norm _fused_rms_norm rms_norm")
 def propagate_layer_norm(call: OperationCall) -> Any:
+    """Fix the scale of the input, or require one scale over the normalized axes if eps is 0."""
     x, shape, weight = call.args[:3]
-    centred = "layer" in call.name
-    bias = call.args[3] if centred else None
-    eps = call.get_argument(4 if centred else 3, "eps")
+    centered = "layer" in call.name
+    bias = call.args[3] if centered else None
+    eps = call.get_argument(4 if centered else 3, "eps")
     if eps == 0:
         call.scales.equate_along(call.get_scale_ids(x), range(-len(shape), 0))
     else:
@@ -63,6 +65,7 @@ def propagate_layer_norm(call: OperationCall) -> Any:
 
 @rule("native_group_norm group_norm")
 def propagate_group_norm(call: OperationCall) -> Any:
+    """Fix the scale of the input, or require one scale per group if eps is 0."""
     x, weight, bias = call.args[:3]
     native = call.name == "native_group_norm"
     groups, eps = (call.args[6], call.args[7]) if native else (call.args[1], call.get_argument(4, "eps", 1e-5))
@@ -80,12 +83,12 @@ def propagate_group_norm(call: OperationCall) -> Any:
 
 def _expand_to_outputs(call: OperationCall, ids: Tensor) -> Any:
     first, *others = call.out if isinstance(call.out, tuple | list) else [call.out]
-    # Beside the result stand means and deviations, which only a backward pass asks for.
+    # Further results are means and deviations, which only a backward pass uses.
     return [ids.expand(first.shape).clone(), *(call.make_fixed_scales(other) for other in others if other is not None)]
 
 
-def assign_affine_scales(call: OperationCall, weight: Any, bias: Any, shape: torch.Size) -> Tensor:
-    """The scales that a factor and a shift give to what has none of its own."""
+def assign_affine_scales(call: OperationCall, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> Tensor:
+    """Return the scales of normalized values after an affine transformation."""
     if weight is None:
         out = torch.ones(shape, dtype=torch.float64)
     else:
@@ -111,6 +114,7 @@ NAMES = """
 
 @rule(NAMES)
 def propagate_nonhomogeneous(call: OperationCall) -> Any:
+    """Fix the scales of all operands of a function that does not commute with rescaling."""
     tensors = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, Tensor)]
     call.pin(*tensors)
     return [call.make_fixed_scales(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
@@ -118,31 +122,30 @@ def propagate_nonhomogeneous(call: OperationCall) -> Any:
 
 @rule("glu")
 def propagate_glu(call: OperationCall) -> Any:
-    """The first half of an axis times the sigmoid of the second: linear in the first."""
+    """Keep the scales of the values and fix those of the gates."""
     values, gate = call.get_scale_ids(call.args[0]).chunk(2, call.get_argument(1, "dim", -1))
-    call.watch.pin(call.name, [gate], known=True)
+    call.tracker.pin(call.name, [gate], known=True)
     return values
 
 
 @rule("_local_scalar_dense equal is_nonzero nonzero masked_select _unique2 unique_dim _assert_async allclose")
 def propagate_branch(call: OperationCall) -> Any:
-    """A number or a shape that depends on the input's values: the next line may do what it likes with it."""
+    """Raise an error if control flow may depend on the input: a number or a shape depends on values."""
     tensors = [arg for arg in call.args if isinstance(arg, Tensor)]
     of_parameters = all(call.get_entry_numbers(arg) is not None or call.is_constant(arg) for arg in tensors)
     if of_parameters:
         call.pin(*tensors)
         return [call.make_fixed_scales(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
-    if all(map(call.watch.is_discrete, tensors)):
-        # A mask: no rescaling changes it, and the rest of the pass is that of inputs with such masks.
-        call.watch.record_assumption()
+    if all(map(call.tracker.is_discrete, tensors)):
+        # No rescaling changes a mask; the result holds for inputs with equivalent masks.
+        call.tracker.record_assumption()
         return [call.make_fixed_scales(out) if isinstance(out, Tensor) else None for out in tree_flatten(call.out)[0]]
-    at = call.watch.find_location()
+    at = call.tracker.find_location()
     where = f" ({at.line})" if at.line else f" in {at.module!r}" if at.module else ""
     raise ModelError(
-        "Expected a forward pass that does the same for every input, but got a forward pass that takes a value out "
-        f"of a tensor{where}. What it does next depends on the input, so one pass does not show what it does with "
-        "others. Try writing the choice with torch.where, take it out of forward, or look for settings and inputs "
-        "with which the model makes no such choice."
+        "Expected a forward pass that runs the same operations on every input, but got a forward pass that reads a "
+        f"value out of a tensor{where}: its operations may depend on the input, and one pass cannot show them all. "
+        "Try using torch.where, or moving the decision out of forward."
     )
 
 
@@ -158,25 +161,26 @@ POOLS = """
 
 @rule(POOLS)
 def propagate_pool(call: OperationCall) -> Any:
-    """All positions of a channel, which an upsampling mixes too."""
+    """Require one scale for all positions of a channel, which pooling and upsampling combine."""
     found = re.search(r"([123])d", call.name)
     assert found is not None
     space = int(found[1])
     ids = call.scales.equate_along(call.get_scale_ids(call.args[0]), range(-space, 0), keepdim=True)
     outs = [out for out in tree_flatten(call.out)[0] if isinstance(out, Tensor)]
-    # Beside largest values stand their places, which are the same at every scale.
+    # Further results are indices of maxima, which do not depend on the scale.
     return [ids.expand(outs[0].shape).clone(), *(call.make_fixed_scales(out) for out in outs[1:])]
 
 
 @rule("sum mean amax amin nansum median std var var_mean std_mean aminmax")
 def propagate_reduction(call: OperationCall) -> Any:
+    """Require equal scales along the reduced axes."""
     x, dims = call.args[0], call.get_argument(1, "dim")
     return _reduce_scales(call, x, dims, bool(call.get_argument(2, "keepdim", False)))
 
 
 @rule("max min mode kthvalue sort topk cummax cummin argmax argmin argsort")
 def propagate_max(call: OperationCall) -> Any:
-    """Largest and smallest values and their places."""
+    """Require equal scales along the axis of a maximum, minimum or sort."""
     if call.name in ("max", "min") and len(call.args) > 1 and isinstance(call.args[1], Tensor):
         return call.scales.equate(call.get_scale_ids(call.args[0]), call.get_scale_ids(call.args[1]))
     dim = call.get_argument(2, "dim", -1) if call.name in ("topk", "kthvalue") else call.get_argument(1, "dim")
@@ -187,13 +191,14 @@ def propagate_max(call: OperationCall) -> Any:
 
 @rule("linalg_vector_norm norm")
 def propagate_norm(call: OperationCall) -> Any:
+    """Require equal scales along the axes of a norm."""
     if call.get_argument(1, "ord" if call.name == "linalg_vector_norm" else "p") == 0:
-        return call.make_fixed_scales()  # how many are not zero
+        return call.make_fixed_scales()  # the number of nonzero entries
     dims = call.get_argument(2, "dim")
     return _reduce_scales(call, call.args[0], dims, bool(call.get_argument(3, "keepdim", False)))
 
 
-def _reduce_scales(call: OperationCall, x: Tensor, dims: Any, keepdim: bool) -> Any:
+def _reduce_scales(call: OperationCall, x: Tensor, dims: int | Sequence[int] | None, keepdim: bool) -> Any:
     ids = call.get_scale_ids(x)
     dims = list(range(x.dim())) if dims is None or dims == [] else [dims] if isinstance(dims, int) else list(dims)
     joined = call.scales.equate_along(ids, dims, keepdim=True)
@@ -211,6 +216,7 @@ def _reduce_scales(call: OperationCall, x: Tensor, dims: Any, keepdim: bool) -> 
 
 @rule("cumsum logcumsumexp")
 def propagate_cumsum(call: OperationCall) -> Any:
+    """Require equal scales along the axis of a cumulative sum."""
     if call.name == "logcumsumexp":
         call.pin(call.args[0])
         return call.make_fixed_scales()

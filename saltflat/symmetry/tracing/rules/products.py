@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: each sum runs over products of one scale."""
+"""Matrix products and convolutions: all products in a sum have equal scales."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saltflat.engine.geometry import GROUP, IN, OUT, POSITION
+from saltflat.layers import GROUP, IN, OUT, POSITION
 from saltflat.symmetry.tracing.scales import ANY, GROUND, TensorScales
 from saltflat.symmetry.tracing.trace import OperationCall, rule
 
 
 @rule("mm matmul mv dot vdot bmm")
 def propagate_matmul(call: OperationCall) -> Any:
+    """Contract the scales of two operands."""
     return contract_tensors(call, *call.args[:2]).reshape(call.out.shape)
 
 
 @rule("addmm addmv baddbmm")
 def propagate_addmm(call: OperationCall) -> Any:
+    """Contract the scales of two operands and add a bias."""
     return add_bias(call, contract_tensors(call, *call.args[1:3]).reshape(call.out.shape), call.args[0])
 
 
 @rule("linear")
 def propagate_linear(call: OperationCall) -> Any:
+    """Contract the scales of inputs with a transposed weight and add a bias."""
     x, weight = call.args[:2]
-    numbers = call.watch.get_tensor_scales(weight)
-    turned = TensorScales(numbers.ids.mT, numbers.entries, numbers.fixed)
-    found = _contract_tensor_scales(call, call.watch.get_tensor_scales(x), turned).reshape(call.out.shape)
+    numbers = call.tracker.get_tensor_scales(weight)
+    transposed = TensorScales(numbers.ids.mT, numbers.entries, numbers.fixed)
+    found = _contract_tensor_scales(call, call.tracker.get_tensor_scales(x), transposed).reshape(call.out.shape)
     return add_bias(call, found, call.get_argument(2, "bias"))
 
 
-def add_bias(call: OperationCall, ids: Tensor, bias: Any) -> Tensor:
+def add_bias(call: OperationCall, ids: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the scales after adding a bias to values with the scales ``ids``."""
     if bias is None:
         return ids
     numbers = call.get_entry_numbers(bias)
@@ -45,15 +49,16 @@ def add_bias(call: OperationCall, ids: Tensor, bias: Any) -> Tensor:
 
 
 def contract_tensors(call: OperationCall, one: Tensor, two: Tensor) -> Tensor:
-    return _contract_tensor_scales(call, call.watch.get_tensor_scales(one), call.watch.get_tensor_scales(two))
+    """Return the scales of a matrix product."""
+    return _contract_tensor_scales(call, call.tracker.get_tensor_scales(one), call.tracker.get_tensor_scales(two))
 
 
 def _contract_tensor_scales(call: OperationCall, one: TensorScales, two: TensorScales) -> Tensor:
-    """``(..., rows, middle)`` times ``(..., middle, columns)``, either of which may hold the entries of a parameter."""
+    """Contract ``(..., rows, middle)`` with ``(..., middle, columns)``; either may hold parameter entries."""
     A, B = one.ids, two.ids
     A = A[None] if A.dim() == 1 else A
     B = B[:, None] if B.dim() == 1 else B
-    # A weight repeated for every example is still one weight.
+    # A weight that is repeated for every example is still one weight.
     while two.entries and B.dim() > 2 and bool((B[:1] == B).all()):
         B = B[0]
     while one.entries and A.dim() > 2 and bool((A[:1] == A).all()):
@@ -90,13 +95,13 @@ def _contract_tensor_scales(call: OperationCall, one: TensorScales, two: TensorS
 
 
 def _multiply_weight_stack(call: OperationCall, A: Tensor, weights: Tensor) -> Tensor:
-    """``(..., rows, middle)`` of scales times a stack of weights ``(..., middle, columns)``."""
+    """Multiply scales ``(..., rows, middle)`` by a stack of weights ``(..., middle, columns)``."""
     call.entries.record_use(weights, (*[GROUP] * (weights.dim() - 2), IN, OUT))
     shape = torch.broadcast_shapes(A.shape[:-2], weights.shape[:-2])
     rows = A.expand(*shape, *A.shape[-2:]).reshape(-1, *A.shape[-2:])
     every = weights.expand(*shape, *weights.shape[-2:]).reshape(-1, *weights.shape[-2:])
     found = torch.zeros(*rows.shape[:2], weights.shape[-1], dtype=torch.float64)
-    # All that one weight is given at once, as it has one size for each of its units.
+    # All inputs of one weight are processed together, since it has one scale for each of its units.
     places: dict[bytes, list[int]] = {}
     for place, weight in enumerate(every):
         places.setdefault(weight.numpy().tobytes(), []).append(place)
@@ -107,13 +112,13 @@ def _multiply_weight_stack(call: OperationCall, A: Tensor, weights: Tensor) -> T
 
 
 def multiply_by_weight(call: OperationCall, rows: Tensor, weight: Tensor) -> Tensor:
-    """Rows of scales times a matrix of parameter entries: a new scale for every column."""
+    """Multiply rows of scales by a matrix of parameter entries: every column gets a new scale."""
     different, places = rows.unique(dim=0, return_inverse=True)
     found = torch.zeros(len(different), weight.shape[1], dtype=torch.float64)
     for linked, middle in _split_connected_rows(different != ANY):
         offsets, tail = _align_rows(call, different[linked][:, middle])
         part = weight[middle]
-        # Behind a mask all weights of a unit may be zeros: then it is zero, too.
+        # A mask may set all weights of a unit to zero: then the unit is zero, too.
         head = torch.where((part != ANY).any(0), call.scales.add_variables(weight.shape[1]), float(ANY))
         call.entries.assign_scales(part, head, tail[:, None])
         found[linked] = call.scales.add(offsets[:, None], head)
@@ -121,7 +126,7 @@ def multiply_by_weight(call: OperationCall, rows: Tensor, weight: Tensor) -> Ten
 
 
 def _split_connected_rows(there: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Rows that have something in common, and what they have; parts that share nothing may differ as they like."""
+    """Split rows into groups with common nonzero columns, and return the rows and columns of each group."""
     if bool(there.all()):
         return [(torch.arange(len(there)), torch.arange(there.shape[1]))]
     waiting, found = set(torch.nonzero(there.any(1)).flatten().tolist()), []
@@ -132,18 +137,18 @@ def _split_connected_rows(there: Tensor) -> list[tuple[Tensor, Tensor]]:
             rows, middle = more, there[sorted(more)].any(0)
         waiting -= rows
         found.append((torch.tensor(sorted(rows)), torch.nonzero(middle).flatten()))
-    # Entries that only ever meet zeros have no effect.
+    # Entries that are only multiplied by zeros have no effect.
     return found
 
 
 def _align_rows(call: OperationCall, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Let the rows differ from one of them by one number each; give the numbers, and that row."""
+    """Require every row to be one base row plus a constant; return the constants and the base row."""
     base = rows[0].clone()
     offsets = torch.full((len(rows),), float(GROUND), dtype=torch.float64)
     if not bool((rows == ANY).any()):
         differences = call.scales.add(rows, base.expand(rows.shape), -1)
         return call.scales.equate_along(differences, [1]), base
-    # Zeros say nothing: where the first row has some, others that overlap with what is known fill in.
+    # Zeros carry no information: where the base row has zeros, other overlapping rows complete it.
     waiting = list(range(len(rows)))
     while waiting:
         number = next(each for each in waiting if bool(((rows[each] != ANY) & (base != ANY)).any()))
@@ -155,15 +160,15 @@ def _align_rows(call: OperationCall, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _contract_scales(call: OperationCall, A: Tensor, B: Tensor) -> Tensor:
-    """Both are values: what A's rows have along the middle, B's columns must undo."""
+    """Contract two arrays of scales: products along the middle axis must have equal scales."""
     rows, row_places = A.unique(dim=0, return_inverse=True)
     columns, column_places = B.mT.contiguous().unique(dim=0, return_inverse=True)
     scales = call.scales
     if bool((rows == ANY).any() or (columns == ANY).any()):
-        # Zeros say nothing, so every row has to be tried against every column.
+        # Zeros carry no information, so every row is compared with every column.
         tried = [scales.equate_along(scales.add(rows, column), [1]) for column in columns]
         return torch.stack(tried, 1)[row_places][:, column_places]
-    # All rows against the first column, and the first row against all columns, is enough.
+    # It suffices to compare all rows with the first column, and all columns with the first row.
     across = scales.equate_along(scales.add(rows, columns[:1]), [1])
     down = scales.equate_along(scales.add(columns, rows[:1]), [1])
     found = scales.add(across[:, None], scales.add(down, down[:1], -1)[None, :])
@@ -172,7 +177,7 @@ def _contract_scales(call: OperationCall, A: Tensor, B: Tensor) -> Tensor:
 
 @rule("_trilinear")
 def propagate_trilinear(call: OperationCall) -> Any:
-    """Sums of products of three, as in a bilinear layer."""
+    """Contract the scales of three factors, as in a bilinear layer."""
     numbers = call.get_entry_numbers(call.args[1])
     if numbers is not None and [list(each) for each in call.args[3:7]] == [[1, 3], [0], [1, 2], [2, 3]]:
         # (examples, in) and (examples, in) times (out, in, in): a weight whose inputs are pairs of units.
@@ -191,9 +196,10 @@ def propagate_trilinear(call: OperationCall) -> Any:
 
 @rule("convolution _convolution convolution_overrideable")
 def propagate_convolution(call: OperationCall) -> Any:
+    """Contract the scales of channels, or of single positions if they differ, with a kernel."""
     x, weight, bias, stride, padding, dilation, transposed, extra, groups = call.args[:9]
     space = weight.dim() - 2
-    marks = call.watch.get_tensor_scales(weight)
+    marks = call.tracker.get_tensor_scales(weight)
     kernel = marks.ids.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
     kernel = kernel.transpose(1, 2) if transposed else kernel  # (groups, out, in, *kernel)
     if marks.entries:
@@ -202,11 +208,11 @@ def propagate_convolution(call: OperationCall) -> Any:
     images = images if images.dim() == space + 2 else images[None]
     if marks.entries and not _is_uniform(images):
         if transposed:
-            # The same as a plain one of an image with zeros between its pixels, with the kernel turned around.
+            # Equivalent to a convolution of an image with zeros between its pixels with the flipped kernel.
             images = _insert_zeros(images, weight.shape[2:], stride, padding, dilation, extra)
             kernel, stride, padding = kernel.flip(list(range(3, kernel.dim()))), [1], [0]
         found = _convolve_positions(call, images, kernel, stride, padding, dilation)
-        # A bias belongs to the last axis.
+        # The bias is added along the last axis.
         return add_bias(call, found, bias).movedim(-1, 1).reshape(call.out.shape)
     channels = call.scales.equate_along(images, [0, *range(2, space + 2)])
     head = add_bias(call, _convolve_channels(call, channels, marks, kernel.flatten(3)), bias)
@@ -214,7 +220,7 @@ def propagate_convolution(call: OperationCall) -> Any:
 
 
 def _is_uniform(images: Tensor) -> bool:
-    """Whether every channel has one scale at all its positions."""
+    """Return whether every channel has one scale at all positions."""
     flat = images.transpose(0, 1).flatten(1)
     return bool((flat == flat[:, :1]).all())
 
@@ -238,7 +244,7 @@ def _convolve_positions(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """As a product of each patch with the kernel, for images whose positions differ (a Linear layer may give such)."""
+    """Multiply each patch by the kernel, for images whose scales differ between positions."""
     sizes = kernel.shape[3:]
     patches = F.pad(images, [side for pad in reversed(_expand_option(padding, sizes)) for side in (pad, pad)])
     for axis, (size, step, gap) in enumerate(
@@ -278,7 +284,7 @@ def _expand_option(option: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 @rule("cudnn_convolution cudnn_convolution_transpose")
 def propagate_cudnn_convolution(call: OperationCall) -> Any:
-    """What a backend calls directly has its arguments in another order."""
+    """Fix all scales: operations of a specific backend have another order of arguments."""
     x, weight = call.args[:2]
     call.pin(x, weight, known=False)
     return call.make_fixed_scales()

@@ -1,13 +1,14 @@
-"""Operations that move, repeat or pad numbers: their scales move along."""
+"""Operations that rearrange, repeat or pad entries: their scales are rearranged alike."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saltflat.engine.geometry import IN, OUT
+from saltflat.layers import IN, OUT
 from saltflat.symmetry.tracing.scales import GROUND, TensorScales, make_constant_scales
 from saltflat.symmetry.tracing.trace import OperationCall, replay_on_ids, rule
 
@@ -25,6 +26,7 @@ NAMES = """
 
 
 def propagate_rearrangement(call: OperationCall) -> Any:
+    """Rearrange scales as the operation rearranges entries."""
     if call.name == "constant_pad_nd" and call.get_argument(2, "value", 0) not in (0, float("inf"), -float("inf")):
         return call.func(call.get_scale_ids(call.args[0]), call.args[1], float(GROUND))
     return replay_on_ids(call)
@@ -36,20 +38,23 @@ rule(NAMES)(propagate_rearrangement)
 
 @rule("_to_copy to type_as")
 def propagate_conversion(call: OperationCall) -> Any:
+    """Keep scales under a change of dtype; fix them if floats become integers."""
     source = call.args[0]
     if source.is_floating_point() and not call.out.is_floating_point():
         call.pin(source)
-    marks = call.watch.get_tensor_scales(source)
+    marks = call.tracker.get_tensor_scales(source)
     return TensorScales(marks.ids.clone(), marks.entries, [marks.fixed[0]])
 
 
 @rule("copy")
 def propagate_copy(call: OperationCall) -> Any:
+    """Give the destination the scales of the source."""
     return call.get_scale_ids(call.args[1]).expand(call.out.shape).clone()
 
 
 @rule("fill zero")
 def propagate_fill(call: OperationCall) -> Any:
+    """Give all entries the scale of the filled value."""
     value = call.get_scale_ids(call.args[1]) if call.name == "fill" else torch.zeros((), dtype=torch.float64)
     return value.expand(call.out.shape).clone()
 
@@ -61,13 +66,13 @@ def propagate_fill(call: OperationCall) -> Any:
     """
 )
 def propagate_new_tensor(call: OperationCall) -> Any:
-    """New arrays that take nothing but the shape and kind of another."""
+    """Give constant scales to new tensors, which depend only on the shape and dtype of another."""
     return make_constant_scales(call.out)
 
 
 @rule("index _unsafe_index")
 def propagate_index(call: OperationCall) -> Any:
-    """Chosen by numbers that may be others for another input: then all that may be chosen has one scale."""
+    """Require one scale along indexed axes if the indices depend on the input."""
     source, indices = call.args[0], call.args[1]
     return [
         _select_entries(
@@ -76,7 +81,7 @@ def propagate_index(call: OperationCall) -> Any:
     ]
 
 
-def _find_indexed_dims(indices: Any) -> list[tuple[int, Tensor]]:
+def _find_indexed_dims(indices: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
     dim = 0
     found: list[tuple[int, Tensor]] = []
     for index in indices:
@@ -91,6 +96,7 @@ def _find_indexed_dims(indices: Any) -> list[tuple[int, Tensor]]:
 
 @rule("index_select gather take_along_dim")
 def propagate_index_select(call: OperationCall) -> Any:
+    """Require one scale along the indexed axis if the indices depend on the input."""
     source, dim, index = call.args[:3]
     return [_select_entries(call, source, [] if call.is_constant(index) else [dim])]
 
@@ -101,7 +107,7 @@ def _select_entries(call: OperationCall, source: Tensor, dims: list[int]) -> Ten
         return found
     numbers = call.get_entry_numbers(source)
     if numbers is not None and sum(size > 1 for axis, size in enumerate(source.shape) if axis not in dims) == 1:
-        # Rows of a table, by whatever axis; of what lies there as a matrix it is not yet known what it does.
+        # Rows of a table, along any axis. The role of a selected matrix is not known yet.
         call.entries.record_use(numbers, [IN if axis in dims else OUT for axis in range(source.dim())])
     ids = call.scales.equate_along(call.get_scale_ids(source), dims, keepdim=True).expand(source.shape)
     chosen = [arg.cpu() if isinstance(arg, Tensor) else arg for arg in call.args[1:]]
@@ -112,13 +118,13 @@ def _select_entries(call: OperationCall, source: Tensor, dims: list[int]) -> Ten
 
 @rule("repeat_interleave")
 def propagate_repeat_interleave(call: OperationCall) -> Any:
-    """Places, each as often as a tensor of counts says."""
+    """Give fixed scales to indices that are repeated by given counts."""
     return call.make_fixed_scales()
 
 
 @rule("embedding")
 def propagate_embedding(call: OperationCall) -> Any:
-    """Any row may be asked for: all rows of a table have the scales of what it gives."""
+    """Give all rows of a table the same scales, since any row may be selected."""
     return _assign_row_scales(call, call.args[0]).expand(call.out.shape)
 
 
@@ -134,7 +140,7 @@ def _assign_row_scales(call: OperationCall, table: Tensor) -> Tensor:
 
 @rule("_embedding_bag _embedding_bag_forward_only")
 def propagate_embedding_bag(call: OperationCall) -> Any:
-    """Sums, means or largest values of rows, which may have factors."""
+    """Give all rows of a table the same scales, times those of optional weights."""
     table, factors = call.args[0], call.get_argument(6, "per_sample_weights")
     row = _assign_row_scales(call, table)
     if factors is not None:
