@@ -1,4 +1,4 @@
-"""Measure again under random rescalings: which measures are invariant, as they claim?"""
+"""Check under random rescalings which measures are invariant, and whether they claim to be."""
 
 from saltflat.audit.audit import audit_invariance
 from saltflat.audit.change import Change

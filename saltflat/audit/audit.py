@@ -1,4 +1,4 @@
-"""Rescale a network at random, measure it again, and see which measures changed."""
+"""Measure a network again after random rescalings, and report which measures changed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from saltflat.audit.change import TOLERANCE, compute_change
 from saltflat.audit.result import Audit, AuditLine
+from saltflat.engine.data import Data
+from saltflat.engine.losses import LossLike
 from saltflat.engine.network import Network
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
-from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.session import open_session
 from saltflat.errors import OptionError, SaltflatError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.compute import measure
@@ -28,21 +30,21 @@ from saltflat.symmetry.equality import copy_model
 from saltflat.symmetry.find import find_output_symmetries
 from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.rescale import apply_rescaling, check_same_function
-from saltflat.symmetry.tracing.run import select_logits, take_example
-from saltflat.validation import check_count, check_positive, check_seed, is_choice
+from saltflat.symmetry.tracing.run import Example, select_logits, take_example
+from saltflat.validation import check_count, check_positive, check_seed, is_choice, take_turns
 
-# The symmetry that a measure claims, for each kind of rescaling.
+# The invariance that a measure claims, for each kind of rescaling.
 KINDS = {"layer": "layer_scale", "unit": "unit_scale"}
-# By how much the loss may differ after a rescaling, which leaves the function alone: rounding is far below.
-SAME_LOSS = 1e-9
+# Tolerance for the loss after a rescaling, far above rounding errors.
+LOSS_TOLERANCE = 1e-9
 STEP = "Measuring rescaled networks"
 
 
 @take_turns
 def audit_invariance(
     model: nn.Module,
-    data: Any,
-    loss: Any = "cross_entropy",
+    data: Data,
+    loss: LossLike = "cross_entropy",
     measures: str | Sequence[str] | None = None,
     *,
     draws: int = 20,
@@ -58,34 +60,32 @@ def audit_invariance(
     initial: nn.Module | Mapping[str, Tensor] | None = None,
     limit: int | None = None,
 ) -> Audit:
-    """Which measures notice that the weights were rescaled and the function was not, and by how much they move.
+    """Measure how much each measure changes when the weights are rescaled without changing the function.
 
-    The rescalings of the network are found first. Then the network is measured as it is, and again after each of
-    ``draws`` random rescalings of each kind: ``1 + 2 * draws`` measurements in all. Parameters that are frozen or not
-    measured stay as they are, since measures that are minima over rescalings take them as given. Everything is done in
-    float64, for rounding is not what is audited, and with the same seed, so that random columns and directions are the
-    same.
+    First the rescalings of the network are found. Then the network is measured as it is, and again after each of
+    ``draws`` random rescalings of each kind: ``1 + 2 * draws`` measurements in total. Parameters that are frozen or not
+    measured stay unchanged, since measures that minimize over rescalings treat them as fixed. All computations use
+    float64, to exclude rounding errors, and the same seed, so that random columns and directions are equal.
 
     Args:
-        model: any module that the rescalings can be found of. It is left bit for bit as it was.
-        data: as for :func:`saltflat.measure`; the rescalings are found on its first examples.
+        model: any module whose rescalings can be found. It is not modified.
+        data: as for :func:`saltflat.measure`; the rescalings are found on the first examples.
         loss: as for :func:`saltflat.measure`.
         measures: as for :func:`saltflat.measure`; ``"quick"`` if None.
-        draws: how many random rescalings of each kind.
-        spread: standard deviation of the logarithms of the factors; none is beyond twice that.
+        draws: number of random rescalings of each kind.
+        spread: standard deviation of the log factors, which are truncated at twice that.
         kinds: ``"layer"`` for rescalings that multiply every parameter by one number, ``"unit"`` for those that
             multiply the weights of every unit by one, or both.
-        seed: of the measurements; draw ``i`` of a kind has the seed ``seed + i``.
-        columns: as for :func:`saltflat.measure`, and so are the others.
+        seed: seed of the measurements; draw ``i`` of a kind uses the seed ``seed + i``.
+        columns: as for :func:`saltflat.measure`, like all further arguments.
         layers: names of modules or parameters to measure.
         memory: working memory beyond the model and the results.
-        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
-            only, or a function of
-            ``(step, done, total)``, called after each measurement.
-        logits: how outputs are brought to one scale.
-        diagonal: where measures take the curvature diagonal from.
+        progress: True for a progress bar (lines of text if not on a terminal), False for none, None for a bar on a
+            terminal only, or a function of ``(step, done, total)``, called after each measurement.
+        logits: how outputs are normalized.
+        diagonal: how the curvature diagonal is computed.
         initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
-        limit: take at most so many examples, the first ones; all if None.
+        limit: maximum number of examples, taken from the start; all if None.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -99,7 +99,7 @@ def audit_invariance(
     check_count(1, draws=draws)
     check_positive(spread=spread)
     chosen, seed, data = _parse_kinds(kinds), check_seed(seed), select_examples(data, limit=limit)
-    parse_measures(measures)  # misspelt names are told before the model is looked at
+    parse_measures(measures)  # report unknown names before any computation
     options: dict[str, Any] = {
         "columns": columns,
         "layers": layers,
@@ -114,7 +114,7 @@ def audit_invariance(
     with open_session(model, "eval", data) as notes:
         exact, example = copy_model(model).double(), take_example(data, torch.float64)
     with show_steps(progress) as tick:
-        # What the loss does not see may change, and what is not measured stays.
+        # Outputs that the loss does not use may change; parameters that are not measured must not.
         measured = Network(exact, layers, None).measured
         group = find_output_symmetries(exact, example, select_logits).restrict_to_parameters(measured)
         groups = {kind: group.restrict_to_layers() if kind == "layer" else group for kind in chosen}
@@ -127,7 +127,7 @@ def audit_invariance(
         after: dict[str, list[Report | str]] = {kind: [] for kind in groups}
         for kind, each in groups.items():
             for draw in range(tried[kind]):
-                # Beyond the largest seed they begin again at 0.
+                # Seeds wrap around at the largest one.
                 logs = each.sample((seed + draw) % 2**63, spread)
                 after[kind].append(_measure_rescaled(exact, each, logs, example, report.loss, again))
                 tick(STEP, 1 + sum(map(len, after.values())), 1 + sum(tried.values()))
@@ -158,7 +158,7 @@ def _parse_kinds(given: str | Sequence[str] | None) -> list[str]:
         if not is_choice(kind, KINDS):
             raise make_unknown_name_error("kind of rescaling", kind, KINDS)
     if not kinds:
-        raise OptionError("Expected 'layer', 'unit' or both, but got no kinds. Try leaving kinds out for both.")
+        raise OptionError("Expected 'layer', 'unit' or both, but got no kinds. Try omitting kinds for both.")
     return list(dict.fromkeys(kinds))
 
 
@@ -166,22 +166,23 @@ def _measure_rescaled(
     model: nn.Module,
     group: Symmetries,
     logs: Array,
-    example: Any,
+    example: Example,
     loss: float,
     again: Callable[[nn.Module], Report],
 ) -> Report | str:
-    """The rescaled network, or why it could not be measured."""
+    """Return the report of the rescaled network, or the reason why it could not be measured."""
     try:
-        with np.errstate(over="ignore"):  # factors beyond all numbers are told by what they do to the weights
+        with np.errstate(over="ignore"):  # infinite factors show in the weights
             check_same_function(model, group, logs, example, select_logits)
             found = again(apply_rescaling(model, group, logs))
     except SaltflatError as error:
         return str(error)
     except (RuntimeError, ArithmeticError, np.linalg.LinAlgError) as error:
         return format_error_line(error)
-    if abs(found.loss - loss) > SAME_LOSS * max(1.0, abs(loss)):
+    if abs(found.loss - loss) > LOSS_TOLERANCE * max(1.0, abs(loss)):
         return (
-            f"Got the loss {found.loss} after the rescaling and {loss} before: not the same function on all the data."
+            f"Expected the loss {loss} after the rescaling, but got {found.loss}: the rescaled network is not the same "
+            "function on all the data."
         )
     return found
 
