@@ -49,7 +49,7 @@ def test_modules_are_reachable_after_importing_the_package() -> None:
 
 def test_other_names_are_no_attributes() -> None:
     with pytest.raises(AttributeError, match="no attribute 'mesure'"):
-        _ = saltflat.mesure  # type: ignore[attr-defined]
+        _ = saltflat.mesure
 
 
 def public_names() -> Iterator[tuple[str, str]]:
