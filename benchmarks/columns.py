@@ -1,4 +1,4 @@
-"""What random columns cost and how far they are off, on a trained network with 100 classes.
+"""Measure the cost and the error of random columns, on a trained network with 100 classes.
 
 Trains a small convolutional network on 100 classes of noisy patterns, then measures curvature traces of 1000 training
 examples with all 99 columns, with the few likeliest classes plus random columns (`top`), and with random columns alone
@@ -28,7 +28,7 @@ CHOICES = ("exact", "top:1", "top:3", "top:5", "sampled:4", "sampled:8", "sample
 
 
 def patterns(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images of 16x16 that are one of 100 fixed random patterns plus noise."""
+    """Draw 16x16 images that are one of 100 fixed random patterns plus noise."""
     means = torch.randn(CLASSES, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     noise = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % CLASSES

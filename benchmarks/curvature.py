@@ -1,4 +1,4 @@
-"""Exact Gauss-Newton diagonal and trace of softmax cross-entropy: saltflat beside its peers, in one run."""
+"""Time the exact Gauss-Newton diagonal and trace of softmax cross-entropy: saltflat beside its peers, in one run."""
 
 import argparse
 import ctypes
@@ -97,11 +97,11 @@ def nngeometry(task: Problem, statistic: str, setting: Setting) -> Call:
 
 
 class EstimatesOnlyError(Exception):
-    """A competitor that cannot give exact values."""
+    """Raised by a competitor that cannot compute exact values."""
 
 
 def curvlinops(task: Problem, statistic: str, setting: Setting) -> Call:
-    """It estimates diagonals and traces, or multiplies: exact values need a product for every parameter."""
+    """Raise: it estimates diagonals and traces, or multiplies; exact values need a product for every parameter."""
     operator: Any = import_module("curvlinops").GGNLinearOperator
     model = deepcopy(task.model)
     parameters = list(model.parameters())
@@ -124,7 +124,7 @@ COMPETITORS: dict[str, Callable[[Problem, str, Setting], Call]] = {
 
 
 def settings_of(name: str, statistic: str, task: Problem, memory: str) -> list[Setting]:
-    """What a competitor may be run with: it is timed with the quickest."""
+    """Return the settings a competitor may be run with; it is timed with the fastest."""
     n = len(task.inputs)
     chunks = [c for c in (4, 16, 64, 256) if c < n] + [0]
     if name == "saltflat":
@@ -164,7 +164,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def quickest(task: Problem, row: Row, memory: str) -> Call | None:
-    """The call with the best setting by one short trial each; where all fail, the row says why."""
+    """Return the call with the best setting by one short trial each; if all fail, the row says why."""
     make, trials = COMPETITORS[row.competitor], []
     for setting in settings_of(row.competitor, row.statistic, task, memory):
         few = task.first(max(setting.chunk, 64)) if setting.chunk else task
@@ -181,7 +181,7 @@ def quickest(task: Problem, row: Row, memory: str) -> Call | None:
 
 
 def extra_memory(task: Problem, row: Row) -> float | None:
-    """Peak memory (MiB) of one call above the level before it; None where the system does not tell."""
+    """Return the peak memory (MiB) of one call above the level before it; None if the system does not report it."""
     COMPETITORS[row.competitor](task.first(2), row.statistic, row.setting)()
     call = COMPETITORS[row.competitor](task, row.statistic, row.setting)
     gc.collect()
@@ -206,7 +206,7 @@ def resident(what: str) -> float:
 
 
 def fresh_memory(network: str, task: Problem, row: Row) -> float | None:
-    """On the CPU every competitor gets a process of its own: memory one has freed would hide what the next takes."""
+    """Measure each competitor in its own process on the CPU: memory freed by one would hide what the next takes."""
     if task.inputs.device.type == "cuda":
         return extra_memory(task, row)
     probe = [network, len(task.inputs), row.competitor, row.statistic, row.setting]
@@ -217,7 +217,7 @@ def fresh_memory(network: str, task: Problem, row: Row) -> float | None:
 
 
 def agreement(task: Problem, competitors: Sequence[str], memory: str) -> list[tuple[Row, Call | None]]:
-    """A row for each competitor and statistic with its difference from saltflat; its warm call, if it has any."""
+    """Return a row for each competitor and statistic with its difference from saltflat, and its warm call, if any."""
     rows = [Row(YARDSTICK, "")] + [Row(name, statistic) for statistic in STATISTICS for name in competitors]
     calls = [quickest(task, row, memory) for row in rows]
     values = {(row.competitor, row.statistic): call() for row, call in zip(rows, calls, strict=True) if call}

@@ -1,4 +1,4 @@
-"""What the measures cost beside the ways they were computed before, and whether the values agree."""
+"""Time the measures beside earlier methods of computing them, and compare the values."""
 
 import argparse
 import json

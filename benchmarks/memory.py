@@ -1,4 +1,4 @@
-"""Is ``memory=`` kept? Twelve calls at three limits, each in a process of its own.
+"""Check that ``memory=`` is respected: twelve calls at three limits, each in a separate process.
 
     python benchmarks/memory.py                       # writes benchmarks/results/memory.json
     python benchmarks/memory.py --limits 64 --cases cnn_fisher_rao_4096
@@ -93,7 +93,7 @@ def resident(key: str) -> int:
 
 
 def one(case: str, limit: int) -> dict[str, float]:
-    """The growth of this process during one call."""
+    """Return the growth of this process during one call."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     small = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 10))

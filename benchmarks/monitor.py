@@ -1,4 +1,4 @@
-"""What a Monitor costs: a LeNet trained on CIFAR-10 for a while with caps and without a Monitor, share by share.
+"""Measure the cost of a Monitor: a LeNet trained on CIFAR-10 with several caps and without a Monitor, alternating.
 
 Two numbers for every cap: the share that the Monitor reports of itself, and the wall-clock of the same number of steps
 beside that of a training without. Trainings take turns, a slice of steps each, so a slow spell of the machine falls on
@@ -61,7 +61,7 @@ class Row:
 
 
 class Watch:
-    """A clock that stands still while it is stopped."""
+    """A stopwatch."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -78,7 +78,7 @@ class Watch:
 
 
 class Training:
-    """The same steps for every cap."""
+    """A training with the same steps for every cap."""
 
     def __init__(self, cap: float | None, found: Images, every: str, device: str) -> None:
         torch.manual_seed(0)
@@ -90,7 +90,7 @@ class Training:
         if cap is not None:
             probe = self.inputs[:PROBE], self.labels[:PROBE]
             self.monitor = Monitor(
-                self.model, probe, MEASURES, every=every, cap=cap, optimizer=self.optimizer, clock=self.watch
+                self.model, probe, measures=MEASURES, every=every, cap=cap, optimizer=self.optimizer, clock=self.watch
             )
         self._batches = self._shuffled()
 
@@ -123,7 +123,7 @@ def row(training: Training, steps: int, plain: float) -> Row:
 
 
 def same_weights(trainings: list[Training]) -> bool:
-    """Whether watching changed nothing."""
+    """Return whether the monitor left the training unchanged."""
     first, *others = [list(training.model.parameters()) for training in trainings]
     return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 

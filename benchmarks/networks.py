@@ -1,4 +1,4 @@
-"""The three networks the comparison is made on, and what plain PyTorch does with them."""
+"""The three networks of the comparison, and the plain PyTorch baseline."""
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -77,7 +77,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A network in eval mode with one batch of labelled examples; softmax cross-entropy is understood."""
+    """A network in eval mode with one batch of labeled examples, for softmax cross-entropy."""
 
     model: nn.Module
     inputs: Tensor
@@ -93,7 +93,7 @@ class Problem:
 
 
 def problem(name: str, examples: int | None = None, device: str = "cpu", seed: int = 0) -> Problem:
-    """The same weights, inputs and labels for every competitor and in every process."""
+    """Return the same weights, inputs and labels for every competitor and in every process."""
     network = NETWORKS[name]
     torch.manual_seed(seed)
     model = network.build().eval().to(device)
@@ -102,7 +102,7 @@ def problem(name: str, examples: int | None = None, device: str = "cpu", seed: i
 
 
 class Setting(NamedTuple):
-    """How a competitor is run: examples at a time (0: all), and which of its ways where it has several."""
+    """How a competitor is run: examples at a time (0: all), and which of its methods if it has several."""
 
     chunk: int = 0
     way: str = ""
@@ -120,7 +120,7 @@ def traced(diagonal: Values, statistic: str) -> Values:
 
 
 def difference(values: Values, reference: Values) -> float:
-    """The largest relative difference in norm over the parameters; of the totals, where only a total is given."""
+    """Return the largest relative difference in norm over the parameters, or of the totals if there is only a total."""
     if values.keys() != reference.keys():
         values, reference = ({"": torch.stack([v.sum() for v in side.values()]).sum()} for side in (values, reference))
     pairs = [(values[k].double(), reference[k].double()) for k in reference]

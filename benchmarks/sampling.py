@@ -1,4 +1,4 @@
-"""Are standard errors over examples right? Three trained networks, 200 random pairs of samples each.
+"""Check the standard errors over examples: three trained networks, 200 random pairs of samples each.
 
     python benchmarks/sampling.py --data data            # writes benchmarks/results/sampling.json
     python benchmarks/sampling.py --splits 20 --networks mlp
@@ -73,7 +73,7 @@ def lenet() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """With smooth activations and GroupNorm: the Gauss-Newton blocks are not the Hessian's."""
+    """Return a CNN with smooth activations and GroupNorm: its Gauss-Newton blocks are not the Hessian's."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 4, stride=4),
         nn.GroupNorm(4, 8),
@@ -141,7 +141,7 @@ def examined(name: str, folder: str, splits: int, workers: int) -> dict[str, Any
 def halved(
     first: nn.Module, second: nn.Module, inputs: Tensor, targets: Tensor, half: int, split: int
 ) -> tuple[list[saltflat.Report], saltflat.Report]:
-    """The first network on two disjoint halves of a random subset, and the second on the first of them."""
+    """Measure the first network on two disjoint halves of a random subset, and the second on the first half."""
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(split))
     parts = [(inputs[which], targets[which]) for which in order[: 2 * half].split(half)]
     return [measured(first, part) for part in parts], measured(second, parts[0])
@@ -194,14 +194,14 @@ def judged(
 
 
 def contrasted(name: str, one: saltflat.Report, two: saltflat.Report) -> tuple[bool, float]:
-    """Whether two reports differ in a measure, and by how many standard errors of the difference."""
+    """Return whether two reports differ in a measure, and by how many standard errors of the difference."""
     contrast = saltflat.compare(one, two, names=name)[name]
     error = contrast.errors["2"]
     return contrast.verdicts["2"] == "different", abs(contrast.differences["2"]) / error if error else math.nan
 
 
 def costs(net: nn.Module, data: Pair) -> dict[str, float]:
-    """Seconds of a measurement with and without errors over examples, the least of three each, in turn."""
+    """Return the seconds of a measurement with and without errors over examples, the least of three each."""
     found: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(3):
         for key, sampling in (("with", True), ("without", False)):

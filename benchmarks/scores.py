@@ -1,4 +1,4 @@
-"""What scoring a study takes: seconds and memory of loading its rows, of all scores, of the table and of the page."""
+"""Measure the time and memory of scoring a study: loading its rows, all scores, the table and the page."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ MOST_SECONDS, MOST_MEMORY = 60.0, 2 * 10**9
 
 
 def make_study(folder: Path, rows: int, measures: int, seed: int = 0) -> None:
-    """Write a study of so many finished runs; gaps, some of them equal, and measures follow settings and chance."""
+    """Write a study with this many finished runs; gaps (with ties) and measures depend on settings and chance."""
     draw = np.random.default_rng(seed)
     axes = {name: [0.01 * (1 + k) for k in range(count)] for name, count in zip(AXES, GRIDS[rows], strict=True)}
     names = sorted(MEASURES)[:measures]
@@ -79,7 +79,7 @@ def make_study(folder: Path, rows: int, measures: int, seed: int = 0) -> None:
 
 
 def steps(folder: Path) -> dict[str, dict[str, float]]:
-    """Of each step its seconds, by the clock and of the processor, and the peak of memory at its end."""
+    """Return the wall-clock and CPU seconds of each step, and the peak memory at its end."""
     found: dict[str, dict[str, float]] = {"start": {"memory": _peak()}}
 
     def timed(name: str, step: Callable[[], Any]) -> Any:
@@ -98,7 +98,7 @@ def steps(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def run(rows: int, measures: int, folder: Path) -> dict[str, Any]:
-    """One study, its steps in a process of their own, so that nothing else counts as their memory."""
+    """Run the steps of one study in a separate process, so that no other memory is counted."""
     make_study(folder, rows, measures)
     command = [sys.executable, __file__, "--steps", str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

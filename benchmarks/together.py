@@ -1,4 +1,4 @@
-"""What training many networks at once saves: networks trained for an epoch in a second, beside one at a time."""
+"""Time the training of many networks at once, in network-epochs per second, beside one at a time."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from saltflat.studies.training.batched_convolution import WAYS
 from saltflat.studies.training.train_batched import train_together
 from saltflat.studies.training.train_one import train_alone
 
-# How many times quicker than one at a time was hoped for, on two cores.
+# The target speedup over one at a time, on two cores.
 GOAL = 3.0
 DIGITS = Recipe(network="mlp", architecture={"widths": (64, 32)}, lr=0.05, momentum=0.9, batch_size=64)
 # What the papers train, and how many at once: 64 LeNets, and 11 shares of random labels with 5 seeds each.
@@ -35,7 +35,7 @@ STACKS = {
 
 
 def digits(networks: Sequence[int], epochs: int, repeats: int, device: str) -> list[dict[str, Any]]:
-    """The digits' MLP, all networks at once and one after the other, in turns; the time is that of the whole call."""
+    """Train MLPs on the digits all at once and one after the other, alternating; the whole call is timed."""
     inputs, labels = datasets.read_data("digits", ".", "train", normalize="standard")
     data = Examples(inputs, labels, *datasets.read_data("digits", ".", "test", normalize="standard"))
     rows = []
@@ -72,7 +72,7 @@ def digits(networks: Sequence[int], epochs: int, repeats: int, device: str) -> l
 def stack(
     name: str, way: str, precision: str, device: str, epochs: int, networks: int | None, examples: int | None
 ) -> dict[str, Any]:
-    """A stack of LeNets or MLPs: epochs are timed from the end of the first to the end of the last but one."""
+    """Train a stack of LeNets or MLPs; epochs are timed from the end of the first to the end of the last but one."""
     recipe, source, most, usual = STACKS[name]
     found = images(source, most if examples is None else examples, "half")
     inputs, labels = found.inputs, found.labels

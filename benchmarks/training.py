@@ -1,4 +1,4 @@
-"""What a step toward flat minima costs beside a plain one: ratios, taken in turns in one run."""
+"""Time a step toward flat minima beside a plain one: ratios of alternating steps in one run."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ def two_pass(kind: Callable[..., SAM | ASAM | GradientNormPenalty]) -> Callable[
     return build
 
 
-def penalised(**options: Any) -> Callable[..., Callable[[], None]]:
+def make_penalized_step(**options: Any) -> Callable[..., Callable[[], None]]:
     def build(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
         optimizer = torch.optim.SGD(model.parameters(), **SGD)
         fisher = FisherPenalty(model, parts=PARTS, clip=5.0, **options)
@@ -85,10 +85,10 @@ COMPETITORS: dict[str, Callable[..., Callable[[], None]]] = {
     "SAM": two_pass(SAM),
     "ASAM": two_pass(ASAM),
     "GradientNormPenalty": two_pass(GradientNormPenalty),
-    "FisherPenalty": penalised(),
-    "FisherPenalty, whole=False": penalised(whole=False),
-    "FisherPenalty, vectorised": penalised(way="vectorised"),
-    "FisherPenalty, loop": penalised(way="loop"),
+    "FisherPenalty": make_penalized_step(),
+    "FisherPenalty, whole=False": make_penalized_step(whole=False),
+    "FisherPenalty, vectorised": make_penalized_step(strategy="vectorized"),
+    "FisherPenalty, loop": make_penalized_step(strategy="loop"),
 }
 # Penalties of measures write out every example's gradient: on small networks only.
 TERMS: dict[str, Callable[..., Callable[[], None]]] = {
@@ -100,7 +100,7 @@ TERMS: dict[str, Callable[..., Callable[[], None]]] = {
 
 
 def folded() -> nn.Module:
-    """ResNet-20 with BatchNorm folded into its convolutions: the loss of a batch is then the mean over its parts."""
+    """Return ResNet-20 with BatchNorm folded, so that the loss of a batch is the mean over its parts."""
     return saltflat.fold(NETWORKS["resnet20"].build().eval())
 
 

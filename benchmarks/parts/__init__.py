@@ -1,4 +1,4 @@
-"""The parts of ``measures.py``, one file each: a part is given :class:`Options` and hands back an :class:`Outcome`."""
+"""The parts of ``measures.py``, one file each: a part takes :class:`Options` and returns an :class:`Outcome`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Target:
-    """What was hoped for, what was found, and whether that is enough."""
+    """A target, the result, and whether the target is reached."""
 
     wanted: str
     found: str

@@ -24,7 +24,7 @@ Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 class Sides(NamedTuple):
-    """A weight's curvature diagonal and its squares."""
+    """The curvature diagonal and the squares of a weight."""
 
     F: Tensor
     U: Tensor
@@ -64,7 +64,7 @@ def balanced(layers: Mapping[str, Sides]) -> Minimum:
 
 
 def descent(side: Sides, make: Optimizer, decay: float, steps: int) -> tuple[Tensor, Tensor]:
-    """Logarithms of the scales after so many gradient steps from 0, of the objective divided by its value there."""
+    """Return the logarithms of the scales after gradient steps from 0 on the objective divided by its value at 0."""
     whole = side.F.sum() + side.U.sum()
     H, U = side.F / whole, side.U / whole
     rows, columns = (torch.zeros(size, dtype=torch.float64, requires_grad=True) for size in H.shape)

@@ -1,4 +1,4 @@
-"""Times on the CPU, taken in turns."""
+"""Alternating timings on the CPU."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every call; in each round everybody runs once, so a slow spell of the machine falls on all."""
+    """Return the seconds of every call; all run once per round, so a slow phase of the machine affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

@@ -19,7 +19,7 @@ from saltflat.spectrum import Spectrum
 
 
 def by_curvlinops(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], draws: int, steps: int) -> Any:
-    """Grid and density; the ends of the spectrum come from ARPACK."""
+    """Return grid and density; ARPACK computes the ends of the spectrum."""
     package = import_module("curvlinops")
     parameters = [each for each in model.parameters() if each.requires_grad]
     operator = package.HessianLinearOperator(

@@ -1,4 +1,4 @@
-"""What a hundred random subsets cost beyond one, in the determinant of the Fisher matrix (Jia and Su, 2020)."""
+"""The cost of a hundred random subsets beyond one, in the determinant of the Fisher matrix (Jia and Su, 2020)."""
 
 import networks
 import torch

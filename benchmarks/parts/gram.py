@@ -27,7 +27,7 @@ OURS, PUBLIC = "saltflat", "saltflat, fisher_logdet"
 
 
 def products(chunks: Sequence[Sequence[Tensor]]) -> Tensor:
-    """From the gradients of each chunk's examples, parameter by parameter."""
+    """Return the inner products from the gradients of each chunk, parameter by parameter."""
     total = torch.zeros(())
     for pieces in zip(*chunks, strict=True):
         rows = [piece.flatten(1) for piece in pieces]
@@ -115,7 +115,7 @@ COMPETITORS: dict[str, Callable[[Problem, int], Call]] = {
 
 
 def quickest(make: Callable[[Problem, int], Call], task: Problem, sizes: Sequence[int]) -> tuple[int, Call]:
-    """The best chunk size by one trial each, after a call that loads what is loaded once."""
+    """Return the best chunk size by one trial each, after a warm-up call."""
     make(task.first(2), 2)()
     trials = [(seconds_of(make(task, size)), size) for size in sizes]
     best = min(trials)[1]

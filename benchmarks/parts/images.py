@@ -1,4 +1,4 @@
-"""Images to measure on: of a data set where it is there, random ones where it is not."""
+"""Images to measure on: from a data set if it is available, otherwise random."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ class Images(NamedTuple):
 
 
 def images(name: str, count: int, normalize: str) -> Images:
-    """The first training images; the folder of data sets is SALTFLAT_DATA, or data."""
+    """Return the first training images from the folder SALTFLAT_DATA, or data."""
     folder = Path(os.environ.get("SALTFLAT_DATA", "data"))
     inside, shape = FOLDERS[name]
     if (folder / inside).is_dir():

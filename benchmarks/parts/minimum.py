@@ -1,4 +1,4 @@
-"""Minimum sharpness of a residual network: what it takes beyond the sweep, and the same minimum by a general optimizer.
+"""Minimum sharpness of a residual network: its cost beyond the sweep, and the same minimum by a general optimizer.
 
 The peer is SciPy's L-BFGS on the logarithms of all scales, with the exact gradient: what one would write by hand once
 the rescalings of the network are known. It is given those, and the same start.
@@ -23,7 +23,7 @@ LIMIT = 2.0  # seconds beyond the sweep
 
 
 def descended(group: Symmetries, diagonal: dict[str, torch.Tensor], steps: int) -> float:
-    """The smallest trace that L-BFGS finds."""
+    """Return the smallest trace that L-BFGS finds."""
     heads = np.concatenate([group.members[name].head.reshape(-1) for name in diagonal])
     tails = np.concatenate([group.members[name].tail.reshape(-1) for name in diagonal])
     curvature = np.concatenate([value.double().numpy().reshape(-1) for value in diagonal.values()])

@@ -17,16 +17,15 @@ from torch.nn import functional as F
 from parts import Options, Outcome, Target
 from parts.images import images
 from saltflat.engine import problem
-from saltflat.engine.context import Context
+from saltflat.engine.context import Context, find_geometries
 from saltflat.engine.eigenvalues import draw_start_vectors, make_block_product
-from saltflat.engine.context import find_geometries
 from saltflat.engine.lanczos import TopEigenvalue, Vectors, find_top_eigenvalues
 from saltflat.engine.output_curvature import parse_column_plan
 
 
 @dataclass(frozen=True)
 class Search:
-    """Eigenvalues by layer, how many products with all blocks at once it took, and how long."""
+    """Eigenvalues by layer, the number of products with all blocks at once, and the time."""
 
     tops: dict[str, TopEigenvalue]
     sweeps: int
@@ -52,7 +51,7 @@ def search(task: Problem, layers: Collection[str] | None = None, starts: Vectors
 
 
 def by_arpack(task: Problem, name: str) -> tuple[float, int]:
-    """The largest eigenvalue of one parameter's block of the Hessian by double backward passes, and their number."""
+    """Return the largest eigenvalue of one block of the Hessian by double backward passes, and their number."""
     weight = task.model.get_parameter(name)
     loss = F.cross_entropy(task.model(task.inputs), task.targets)
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)

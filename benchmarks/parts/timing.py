@@ -42,7 +42,7 @@ def small_cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Loop:
-    """Second derivatives by single entries, numbered through all parameters."""
+    """Second derivatives of single entries, numbered across all parameters."""
 
     entries: Tensor
     values: Tensor
@@ -55,7 +55,7 @@ class Loop:
 
 
 def loop(task: Problem, limit: float | None) -> Loop:
-    """One backward pass for every entry; those of the gradient in random order, so that some stand for all."""
+    """Run one backward pass for every entry, in random order, so that the first ones are representative."""
     started = time.perf_counter()
     parameters = list(task.model.parameters())
     loss = F.cross_entropy(task.model(task.inputs), task.targets)
@@ -82,7 +82,7 @@ def trace(task: Problem) -> float:
 
 
 def difference(task: Problem, found: Loop) -> float:
-    """Of the sums, relative; where the loop was cut short, of the sums of its entries."""
+    """Return the relative difference of the sums; if the loop was stopped, of the sums of its entries."""
     mine = trace(task)
     if not found.whole:
         data = task.inputs, task.targets
