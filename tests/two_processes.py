@@ -1,4 +1,4 @@
-"""Scripts that run as two processes, each started as its host wants it."""
+"""Run scripts as two processes, started the way their host library does."""
 
 import os
 import subprocess
@@ -16,13 +16,14 @@ BY_TORCHRUN = (
 
 
 def run_as_two(script: str, folder: Path, launcher: tuple[str, ...] = ()) -> None:
-    """Run a script, which can import tests, with ``folder`` as its argument.
+    """Run a script, which can import tests of integrations, with ``folder`` as its argument.
 
     Without a launcher the script starts the second process itself, as Lightning's Trainer does.
     """
     path = folder / "train.py"
     path.write_text(script, encoding="utf-8")
-    known = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = Path(__file__).parent
+    known = [str(tests / "integrations"), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, str(path), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(known)},

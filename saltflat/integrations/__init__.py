@@ -1,6 +1,6 @@
-"""Watching a training, in a loop of your own or in that of a host.
+"""Monitor flatness during training, in a hand-written loop or in a host library.
 
-:class:`Monitor` is for hand-written loops. What other libraries need is in files of their own, which import them:
+:class:`Monitor` is for hand-written loops. Support for other libraries is in modules that import them:
 ``saltflat.integrations.lightning`` and ``saltflat.integrations.huggingface``.
 """
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: train toward flat minima."""
+"""Hugging Face's Trainer: a mixin that trains toward flat minima."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from saltflat.engine.custom_losses import NormalizedLogitsLoss
+from saltflat.engine.losses import LossLike
 from saltflat.engine.model_loss import compute_model_loss
 from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.session import open_session, remove_accelerate_autocast, snapshot_rng
@@ -31,16 +32,18 @@ from saltflat.training.fisher_penalty import FisherPenalty
 from saltflat.training.shift import freeze_buffers
 from saltflat.training.two_pass import TwoPass
 
-TOLERANCE = 1e-3  # relative; the model may take its own in a shorter precision
+ItemCount: TypeAlias = "Tensor | int | None"  # labels in a step, where the Trainer counts them
+
+TOLERANCE = 1e-3  # relative; the model may compute its own loss in lower precision
 
 
 @dataclass(frozen=True)
 class LossComparison:
-    """Of the same examples in eval mode.
+    """The loss of the same examples in eval mode, computed twice.
 
     Attributes:
-        ours: as saltflat takes it.
-        own: as the model does.
+        ours: as saltflat computes it.
+        own: as the model itself computes it.
     """
 
     ours: float
@@ -48,11 +51,14 @@ class LossComparison:
 
     @property
     def is_close(self) -> bool:
+        """Return whether the two agree."""
         return abs(self.ours - self.own) <= TOLERANCE * max(abs(self.ours), abs(self.own))
 
 
-def compare_losses(model: nn.Module, inputs: Any, labels: Any, loss: Any) -> LossComparison | None:
-    """Both losses of some examples; None where they cannot be compared, or the model has none."""
+def compare_losses(
+    model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, loss: LossLike
+) -> LossComparison | None:
+    """Return both losses of some examples; None if they cannot be compared, or the model has none."""
     if not isinstance(inputs, Mapping) or not isinstance(labels, Tensor):
         return None
     try:
@@ -65,7 +71,7 @@ def compare_losses(model: nn.Module, inputs: Any, labels: Any, loss: Any) -> Los
             outputs, targets = problem.network(batch), cast_targets(batch.targets)
             problem.loss.check(outputs, targets)
             ours = problem.loss.total(outputs, targets).sum() / problem.loss.share(outputs, targets).sum()
-    # Whatever is wrong is said where it is measured, or by the training itself.
+    # The measurement or the training itself will raise a better error.
     except (SaltflatError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
     found = LossComparison(float(ours), own)
@@ -76,36 +82,35 @@ _Trainer: Any = import_transformers().Trainer
 
 
 class FlatTraining:
-    """A mixin that makes a Trainer look for flat minima: ``class FlatTrainer(FlatTraining, Trainer): ...``
+    """A mixin that makes a Trainer search for flat minima: ``class FlatTrainer(FlatTraining, Trainer): ...``
 
-    The optimizer, its schedule, clipping, mixed precision, checkpoints and the logged loss stay the Trainer's own; what
-    changes is the gradient. ``evaluate`` and ``predict`` are as they were.
+    The optimizer, its schedule, clipping, mixed precision, checkpoints and the logged loss stay the Trainer's own; only
+    the gradient changes. ``evaluate`` and ``predict`` are unchanged.
 
     * ``sam={"rho": 0.05}``: the gradient at the (nearly) worst weights nearby. ``"kind"`` is ``"sam"``, ``"asam"``
       (which takes ``eta``) or ``"gradient_norm"`` (which takes ``balance``), and the others are the options of
       :class:`~saltflat.training.SAM`, :class:`~saltflat.training.ASAM` and
-      :class:`~saltflat.training.GradientNormPenalty`; ``True`` stands for SAM as it comes. With
-      ``gradient_accumulation_steps`` all micro-batches of a step are taken again at the shifted weights, with the same
-      random numbers: the step is that of one large batch. Under float16, a first gradient that overflows moves the
-      weights to NaN; so the second one is NaN, the weights come back, and the scaler skips the step as it always does.
-      A checkpoint's ``rho`` wins over the one given here, as its learning rate does.
+      :class:`~saltflat.training.GradientNormPenalty`; ``True`` selects SAM with default options. With
+      ``gradient_accumulation_steps`` all micro-batches of a step run again at the shifted weights, with the same random
+      numbers: the step equals that of one large batch. Under float16, a first gradient that overflows moves the weights
+      to NaN; the second one is then NaN, the weights are restored, and the scaler skips the step as usual.
+      The ``rho`` of a checkpoint overrides the one given here, as its learning rate does.
     * ``fisher={"beta": 10.0, "parts": 8}``: the options of :class:`~saltflat.training.FisherPenalty`. ``start_step``
-      and ``start_epoch`` count the Trainer's steps and epochs. The Trainer clips, by ``max_grad_norm``, which is 1.0 if
-      nothing else is said.
-    * ``penalties={"fisher_trace": 0.01}``: measures to add to the loss while the model trains, with their strengths; a
-      dict in place of the strength gives options of :func:`saltflat.training.penalty`, too, as in
-      ``{"hessian_trace": {"strength": 0.01, "columns": "sampled:2"}}``. The logged loss contains them. A model whose
-      own loss is not the penalty's is refused at the first batch: so are causal language models, which compare outputs
-      with the next label. (Smoothed labels, and a ``compute_loss_func``, are the Trainer's: a penalty is of the loss
-      that it names.)
-    * ``flatness={"probe": batch, "every": "1 epoch"}``: the options of :class:`FlatnessCallback`, or one of those; here
-      the values also go to the Trainer's reporters.
+      and ``start_epoch`` count the Trainer's steps and epochs. The Trainer clips, to ``max_grad_norm``, 1.0 by default.
+    * ``penalties={"fisher_trace": 0.01}``: measures to add to the training loss, with their strengths; a dict instead
+      of the strength also passes options to :func:`saltflat.training.penalty`, as in
+      ``{"hessian_trace": {"strength": 0.01, "columns": "sampled:2"}}``. The logged loss includes them. If
+      the model's own loss differs from that of the penalty, the first batch raises an error; this includes causal
+      language models, which compare outputs with the next label. (Smoothed labels and ``compute_loss_func`` belong to
+      the Trainer: a penalty uses the loss it names.)
+    * ``flatness={"probe": batch, "every": "1 epoch"}``: the options of :class:`FlatnessCallback`, or an instance; the
+      values are also sent to the Trainer's reporters.
 
     Attributes:
         sam: the :class:`~saltflat.training.two_pass.TwoPass` around the Trainer's optimizer, from the first step on.
         fisher: the :class:`~saltflat.training.FisherPenalty`, from the first step on.
         flatness: the :class:`FlatnessCallback`.
-        perturbed_steps: how many steps were taken with a gradient from shifted weights, since this Trainer was made.
+        perturbed_steps: how many steps used a gradient from shifted weights since this Trainer was created.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -113,8 +118,8 @@ class FlatTraining:
         order = cls.__mro__
         if _Trainer in order and order.index(_Trainer) < order.index(FlatTraining):
             raise OptionError(
-                f"Expected it before, but got the class {cls.__name__} with FlatTraining after Trainer, where "
-                f"nothing would ask it. Try class {cls.__name__}(FlatTraining, Trainer)."
+                f"Expected FlatTraining before Trainer, but got the class {cls.__name__} with FlatTraining after it, "
+                f"where it has no effect. Try class {cls.__name__}(FlatTraining, Trainer)."
             )
 
     def __init__(
@@ -133,18 +138,18 @@ class FlatTraining:
             )
         if fisher and (sam or penalties):
             raise OptionError(
-                f"Expected one of them, but got fisher= and {('sam=' if sam else 'penalties=')} together. Each says "
-                "where gradients are taken, and of what. Try leaving one out."
+                f"Expected only one of fisher= and {('sam=' if sam else 'penalties=')}, but got both. Each determines "
+                "where gradients are computed, and of what. Try leaving one out."
             )
         self._make_sam = parse_sam_option(sam)
         self._make_fisher = parse_fisher_option(fisher)
         self._penalties = parse_penalties(penalties)
-        self._micro_batches: list[tuple[Any, Any, Callable[[], None]]] = []
+        self._micro_batches: list[tuple[dict[str, Any], ItemCount, Callable[[], None]]] = []
         self.sam: TwoPass | None = None
         self.fisher: FisherPenalty | None = None
         self.perturbed_steps = 0
         self._counting: Any = None
-        self._complain, self._is_compared = OneTimeWarnings(), False
+        self._warn_once, self._is_compared = OneTimeWarnings(), False
         self.flatness: Any = parse_flatness_option(flatness)
         super().__init__(*args, **kwargs)
         if self.flatness is not None:
@@ -155,6 +160,7 @@ class FlatTraining:
                 self.add_callback(self.flatness)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and close the loggers after an error."""
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -162,7 +168,8 @@ class FlatTraining:
                 self.flatness.give_up()
             raise
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: ItemCount = None) -> Tensor:
+        """Add the gradient of a micro-batch, and return its loss."""
         if self._make_fisher is not None:
             return self._run_fisher_step(model, inputs, num_items_in_batch)
         if self._make_sam is None:
@@ -175,11 +182,14 @@ class FlatTraining:
                 self.sam.restore()
             raise
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return the Trainer's loss, plus the penalties while training."""
         trainers = super().compute_loss  # type: ignore[misc]
         if not self._penalties or not model.training:
             return trainers(model, inputs, return_outputs=return_outputs, **kwargs)
-        batch, items = dict(inputs), kwargs.get("num_items_in_batch")  # the Trainer may take labels out of the inputs
+        batch, items = dict(inputs), kwargs.get("num_items_in_batch")  # the Trainer may remove labels from the inputs
         inner = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         if not self._is_compared:
             self._check_penalty_losses(inner, batch)
@@ -192,7 +202,7 @@ class FlatTraining:
         return (loss, outputs) if return_outputs else loss
 
     def _check_penalty_losses(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Refuse penalties on another loss than the one that is trained on."""
+        """Check that every penalty uses the loss that is trained on."""
         trainer: Any = self
         smoothing = trainer.args.label_smoothing_factor
         inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -201,26 +211,25 @@ class FlatTraining:
                 continue
             if smoothing:
                 if getattr(penalty.loss, "label_smoothing", 0.0) != smoothing:
-                    self._complain(
+                    self._warn_once(
                         "smoothing",
-                        f"The training smooths its labels by {smoothing}, and the penalty {penalty.name} does not. "
-                        f"Do: give it 'loss': torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
+                        f"The training smooths its labels by {smoothing}, but the penalty {penalty.name} does not. "
+                        f"Try its option 'loss': torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
                     )
                 continue
             found = compare_losses(model, inputs, batch.get("labels"), penalty.loss)
             if found is not None and not found.is_close:
                 raise TrainingError(
-                    f"Expected one loss, but got {found.ours:.6g} as the loss of the first batch for the penalty "
-                    f"{penalty.name}, and {found.own:.6g} by the model itself. A penalty on another one pulls "
-                    "elsewhere. Try giving the penalty the model's own 'loss'; models that shift labels inside "
-                    "cannot have one."
+                    f"Expected the penalty {penalty.name} to use the model's own loss, but got {found.ours:.6g} for "
+                    f"the first batch, and {found.own:.6g} by the model itself. Try giving the penalty the model's own "
+                    "'loss'; models that shift labels internally cannot have a penalty."
                 )
 
-    def _run_plain_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
+    def _run_plain_step(self, model: nn.Module, inputs: dict[str, Any], items: ItemCount) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, items)  # type: ignore[misc]
         return loss
 
-    def _run_sam_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
+    def _run_sam_step(self, model: nn.Module, inputs: dict[str, Any], items: ItemCount) -> Tensor:
         sam = self._prepare_sam(model)
         self._micro_batches.append((inputs, items, snapshot_rng()))
         with sam.first_pass():
@@ -245,7 +254,7 @@ class FlatTraining:
             assert self._make_sam is not None
             self._check_not_sharded(model)
             self.sam = self._make_sam(model, base)
-            # Called for steps that are really taken: a GradScaler may skip one.
+            # A hook, since a GradScaler may skip a step.
             if self._counting is not None:
                 self._counting.remove()
             self._counting = base.register_step_post_hook(self._count_perturbed_step)
@@ -255,7 +264,7 @@ class FlatTraining:
         if self.sam is not None and self.sam.perturbation > 0:
             self.perturbed_steps += 1
 
-    def _run_fisher_step(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
+    def _run_fisher_step(self, model: nn.Module, inputs: dict[str, Any], items: ItemCount) -> Tensor:
         if self.fisher is None or self.fisher.model is not model:
             assert self._make_fisher is not None
             self._check_not_sharded(model)
@@ -266,9 +275,9 @@ class FlatTraining:
         model.train()
         batch = dict(trainer._prepare_inputs(inputs))
         if items is not None and self.fisher.whole is None:
-            self.fisher.whole = True  # a mean over labels, of which examples may have more or fewer
+            self.fisher.whole = True  # a mean over labels, whose number differs between examples
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        # Autocast around it all in place of one around forward: the penalty can then leave it, and must.
+        # Autocast around the whole step instead of forward, so that the penalty can disable it, as it must.
         with remove_accelerate_autocast(inner), trainer.accelerator.autocast():
             scaled = items is not None and self._is_loss_scaled(items)
             weight = (
@@ -277,16 +286,16 @@ class FlatTraining:
                 else 1 / self._micro_batches_per_step
             )
             if weight == 0 and inner is model:
-                return torch.zeros((), device=trainer.args.device)  # no labels that count, and so no mean of them
+                return torch.zeros((), device=trainer.args.device)  # no labels that count, so no mean
             loss = self.fisher.backward(batch, weight=weight, scaler=trainer.accelerator.scaler)
         return weight * loss
 
     def _compute_loss_ratio(
-        self, loss: Callable[..., Any], model: nn.Module, batch: dict[str, Any], items: Any
+        self, loss: Callable[..., Any], model: nn.Module, batch: dict[str, Any], items: ItemCount
     ) -> float:
-        """What a micro-batch counts for in its step: its share of the step's loss over its own mean, as it comes.
+        """Return the weight of a micro-batch in its step: its share of the step's loss over its own mean loss.
 
-        Models count labels in their own ways, or not at all: so both are asked for.
+        Models count labels differently, or not at all, so both losses are computed.
         """
         if items is None:
             return 1 / self._micro_batches_per_step
@@ -299,12 +308,12 @@ class FlatTraining:
         share, mean = found
         return share / mean if share else 0.0
 
-    def _is_loss_scaled(self, items: Any) -> bool:
-        """Whether losses of micro-batches come as their shares of the step's, which the Trainer then just adds."""
+    def _is_loss_scaled(self, items: ItemCount) -> bool:
+        """Return whether the loss of a micro-batch is already its share of the step's loss."""
         trainer: Any = self
-        said = getattr(trainer, "loss_is_scaled_for_ga", None)
+        flag = getattr(trainer, "loss_is_scaled_for_ga", None)
         counted = trainer.model_accepts_loss_kwargs and items is not None
-        return bool(counted or trainer.compute_loss_func is not None) if said is None else bool(said)
+        return bool(counted or trainer.compute_loss_func is not None) if flag is None else bool(flag)
 
     @property
     def _micro_batches_per_step(self) -> int:
@@ -323,4 +332,4 @@ class FlatTraining:
         try:
             trainer.log(values)
         finally:
-            trainer.control.should_log = should_log  # to log something says that nothing is left to log
+            trainer.control.should_log = should_log  # logging marks everything as logged

@@ -1,24 +1,22 @@
-"""Hugging Face's Trainer: monitor how flat the minimum is."""
+"""Hugging Face's Trainer: the options of flat training, and a callback that measures flatness."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from saltflat.engine.custom_losses import parse_loss
-from saltflat.errors import MissingPackageError, OptionError, format_error_line, make_unknown_name_error
-from saltflat.integrations.monitor import Monitor, check_monitor_options
-from saltflat.integrations.rank_zero import OptimizerSnapshot, RankZeroMonitor
-from saltflat.integrations.record import OneTimeWarnings, Record
-from saltflat.integrations.schedule import DEFAULT_EVERY, Interval
+from saltflat.engine.losses import parse_loss
+from saltflat.errors import MissingPackageError, OptionError, make_unknown_name_error
+from saltflat.integrations.flatness_callback import BaseFlatnessCallback
+from saltflat.integrations.record import Record
 from saltflat.training.asam import ASAM
-from saltflat.training.distributed import check_not_sharded
 from saltflat.training.fisher_penalty import FisherPenalty
 from saltflat.training.gradient_norm import GradientNormPenalty
 from saltflat.training.objective import Objective
@@ -27,11 +25,16 @@ from saltflat.training.sam import SAM
 from saltflat.training.two_pass import TwoPass
 from saltflat.validation import check_non_negative
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+T = TypeVar("T")
+
 KINDS: dict[str, Callable[..., TwoPass]] = {"sam": SAM, "asam": ASAM, "gradient_norm": GradientNormPenalty}
 
 
 def parse_sam_option(given: Mapping[str, Any] | bool | None) -> Callable[[nn.Module, Optimizer], TwoPass] | None:
-    """How to wrap the Trainer's optimizer; None if it is to be left alone."""
+    """Return a function that wraps the Trainer's optimizer; None to leave it as it is."""
     options = _parse_option_dict("sam", given)
     if options is None:
         return None
@@ -39,7 +42,7 @@ def parse_sam_option(given: Mapping[str, Any] | bool | None) -> Callable[[nn.Mod
     if kind not in KINDS:
         raise make_unknown_name_error("kind of sam", kind, KINDS)
     _check_option_names("sam", options, _list_options(KINDS[kind]), also=("kind",))
-    # On a model of one weight: wrong values are found now, and not after the data are read.
+    # Try the options on a model with one weight, so that wrong values raise an error before the data are read.
     KINDS[kind](nn.Linear(1, 1), torch.optim.SGD, lr=0.1, **{k: v for k, v in options.items() if k != "sync"})
     return lambda model, base: KINDS[kind](model, base, **options)
 
@@ -47,7 +50,7 @@ def parse_sam_option(given: Mapping[str, Any] | bool | None) -> Callable[[nn.Mod
 def parse_fisher_option(
     given: Mapping[str, Any] | bool | None,
 ) -> Callable[[nn.Module, Objective], FisherPenalty] | None:
-    """How to make the penalty for an objective; None if there is to be none."""
+    """Return a function that builds the penalty for an objective; None for no penalty."""
     options = _parse_option_dict("fisher", given)
     if options is None:
         return None
@@ -64,7 +67,7 @@ def parse_fisher_option(
 
 
 def parse_penalties(given: Mapping[str, Any] | None) -> list[tuple[Penalty, float]]:
-    """Terms for the loss, each with its strength."""
+    """Return the terms to add to the loss, each with its strength."""
     if given is None:
         return []
     if not isinstance(given, Mapping):
@@ -76,7 +79,7 @@ def parse_penalties(given: Mapping[str, Any] | None) -> list[tuple[Penalty, floa
         options = dict(value) if isinstance(value, Mapping) else {"strength": value}
         if "strength" not in options:
             raise OptionError(
-                f"Expected one, but got the penalty {name!r} without a strength. Try adding 'strength': 0.1, say."
+                f"Expected every penalty to have a strength, but got {name!r} without one. Try adding 'strength': 0.1."
             )
         strength = options.pop("strength")
         check_non_negative(strength=strength)
@@ -85,12 +88,12 @@ def parse_penalties(given: Mapping[str, Any] | None) -> list[tuple[Penalty, floa
 
 
 def parse_flatness_option(given: Mapping[str, Any] | FlatnessCallback | None) -> FlatnessCallback | None:
-    """The callback that watches; None if there is to be none."""
+    """Return the callback that measures flatness; None for no callback."""
     if given is None or given is False or isinstance(given, FlatnessCallback):
         return given or None
     if not isinstance(given, Mapping) or "probe" not in given:
         raise OptionError(
-            "Expected the options of FlatnessCallback, and among them the examples to measure on, but got "
+            "Expected the options of FlatnessCallback, including the examples to measure on, but got "
             f"flatness={(given if isinstance(given, bool) else type(given).__name__)} without a probe. Try "
             "flatness={'probe': batch, 'every': '1 epoch'}."
         )
@@ -104,7 +107,7 @@ def _parse_option_dict(name: str, given: Mapping[str, Any] | bool | None) -> dic
         return {}
     if not isinstance(given, Mapping):
         raise OptionError(
-            f"Expected a dict of options, or True for the usual ones, but got {name}={given!r}. Try passing one."
+            f"Expected a dict of options, or True for the defaults, but got {name}={given!r}. Try {name}=True."
         )
     return dict(given)
 
@@ -115,147 +118,126 @@ def _list_options(made: Callable[..., Any]) -> list[str]:
     return [name for name in named if name not in ("model", "base", "loss")]
 
 
-def _check_option_names(of: str, options: Mapping[str, Any], known: list[str], also: tuple[str, ...] = ()) -> None:
+def _check_option_names(of: str, options: Collection[str], known: list[str], also: tuple[str, ...] = ()) -> None:
     for name in options:
         if name not in known:
             raise make_unknown_name_error(f"option of {of}", name, [*known, *also])
 
 
-def import_transformers() -> Any:
-    """The transformers package."""
+def import_transformers() -> ModuleType:
+    """Return the transformers package."""
     try:
         import transformers
     except ImportError as problem:
         raise MissingPackageError(
-            "Expected that package, and accelerate, but got a request for Hugging Face's Trainer without "
+            "Expected the packages transformers and accelerate, which Hugging Face's Trainer needs, but got no "
             "transformers. Try pip install transformers accelerate."
         ) from problem
-    return transformers
+    module: ModuleType = transformers
+    return module
 
 
 _TrainerCallback: Any = import_transformers().TrainerCallback
 
 
-class FlatnessCallback(_TrainerCallback):  # type: ignore[misc]
-    """Measures how flat the minimum is while a Trainer trains, on a fixed set of examples.
+class FlatnessCallback(BaseFlatnessCallback, _TrainerCallback):  # type: ignore[misc]
+    """Measure flatness on a fixed set of examples while a Trainer trains.
 
-    The values are added to ``state.log_history``, with ``step`` and ``epoch``, and go to the ``loggers`` given here. A
-    callback cannot reach the Trainer's own reporters (``report_to``); :class:`FlatTraining` can, and passes them on.
+    The values are added to ``state.log_history``, with ``step`` and ``epoch``, and sent to the ``loggers`` given here.
+    A callback has no access to the Trainer's own reporters (``report_to``); :class:`FlatTraining` does, and uses them.
 
-    With several processes the first one measures, and the others wait for it and know what it found.
+    With several processes the first one measures; the others wait for it and receive its values.
 
-    **Language models.** Models for causal language modelling compare the output at each position with the *next* label,
-    inside. :func:`saltflat.measure`, and so this callback, compare outputs and labels position by position. So give
-    the probe labels that are shifted already: ``labels[:, :-1] = input_ids[:, 1:]`` and ``labels[:, -1] = -100``.
+    **Language models.** Models for causal language modeling compare the output at each position with the *next* label
+    internally. :func:`saltflat.measure`, and so this callback, compares outputs and labels position by position. Give
+    the probe labels that are already shifted: ``labels[:, :-1] = input_ids[:, 1:]`` and ``labels[:, -1] = -100``.
 
-    **Other losses.** Regression (``num_labels=1``) needs ``loss="mse"``, and labels of shape ``(N, 1)``, as the outputs
-    have; several labels for an example need ``loss="bce_with_logits"``; ``label_smoothing_factor`` needs
-    ``loss=nn.CrossEntropyLoss(label_smoothing=...)``. If the loss of the probe is not the model's own, training does
-    not start: a :class:`~saltflat.errors.ModelError` says which it is.
+    **Other losses.** Regression (``num_labels=1``) needs ``loss="mse"`` and labels of shape ``(N, 1)``, like the
+    outputs; several labels per example need ``loss="bce_with_logits"``; ``label_smoothing_factor`` needs
+    ``loss=nn.CrossEntropyLoss(label_smoothing=...)``. If the loss of the probe differs from the model's own, a
+    :class:`~saltflat.errors.ModelError` is raised before training starts.
 
-    ``flatness/lr_lambda_max`` has the learning rate of the step just taken.
+    ``flatness/lr_lambda_max`` uses the learning rate of the step just taken.
 
     Args:
-        probe: the examples to measure on, as for :func:`saltflat.measure`: a dict of tensors with ``labels``, say.
-        measures: names as for :func:`saltflat.measure`.
+        probe: the examples to measure on, as for :func:`saltflat.measure`, such as a dict of tensors with ``labels``.
         loss: as for :func:`saltflat.measure`.
+        measures: names, as for :func:`saltflat.measure`.
         every: ``100`` or ``"100 steps"``, or ``"1 epoch"``; a step is a step of the optimizer.
-        options: of :class:`saltflat.integrations.Monitor`: ``cap``, ``by_layer``, ``loggers`` and so on.
+        options: options of :class:`saltflat.integrations.Monitor`: ``cap``, ``by_layer``, ``loggers`` and so on.
 
     Attributes:
-        history: a record for every measurement, on the first process; those of an earlier training stay.
+        history: a record for every measurement, on the first process; includes those of earlier trainings.
+        log: logs values to the Trainer's reporters; None without access to them.
     """
 
-    def __init__(
-        self,
-        probe: Any,
-        measures: Any = ("hessian_trace",),
-        loss: Any = "cross_entropy",
-        *,
-        every: int | str = DEFAULT_EVERY,
-        **options: Any,
+    unavailable = ("model",)
+    log: Callable[[dict[str, float]], None] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        super().__init__()
-        Interval.parse(every)
-        check_monitor_options(options, without=("model",))
-        self.probe, self.measures, self.loss, self.every, self.options = probe, measures, loss, every, options
-        self.log: Callable[[dict[str, float]], None] | None = None  # the Trainer's, where there is a way to it
-        self.changed_by = ""  # what changes the gradient before the optimizer steps
-        self.watch: RankZeroMonitor | None = None
-        self._earlier: list[Record] = []
-        self._stepped: OptimizerSnapshot | None = None
-        self._complain = OneTimeWarnings()
-
-    @property
-    def history(self) -> list[Record]:
-        return [*self._earlier, *([] if self.watch is None else self.watch.history)]
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        check_not_sharded(model)
-        self._earlier = self.history
-        self.watch = self._stepped = None
+        """Build the monitor on the first process."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-        def make_monitor() -> Monitor:
-            return Monitor(model, self.probe, self.measures, self.loss, every=self.every, **self.options)
-
-        self.watch = RankZeroMonitor(
-            *(make_monitor, self.every),
+        started = self._start(
+            model,
             broadcast=_broadcast_object if several else None,
             is_first=state.is_world_process_zero,
             step=state.global_step,
             epoch=int(state.epoch or 0),
         )
-        if self.watch.monitor is not None:
-            self.watch.monitor.changed_by = self.changed_by
+        if started.monitor is not None:
             self._check_label_smoothing(getattr(args, "label_smoothing_factor", 0.0))
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
-        self._stepped = OptimizerSnapshot(optimizer)
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Optimizer, **_: Any
+    ) -> None:
+        """Remember the options of this step."""
+        self._take_snapshot(optimizer)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
-        if self.watch is not None:
-            self._log_record(self.watch.after_step(self._stepped or optimizer), state)
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Optimizer, **_: Any
+    ) -> None:
+        """Measure if due."""
+        self._log_record(self._after_step(optimizer), state)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
-        if self.watch is not None:
-            self._log_record(self.watch.after_epoch(self._stepped or optimizer), state)
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Optimizer, **_: Any
+    ) -> None:
+        """Measure if due."""
+        self._log_record(self._after_epoch(optimizer), state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.watch is not None:
-            self._log_record(self.watch.finish(self._stepped), state)
-            self.watch.close()
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure if nothing was measured before, and close the loggers."""
+        self._log_record(self._finish(), state)
+        self._close()
 
     def give_up(self) -> None:
-        """Close the loggers of a training that ended with an error."""
-        if self.watch is not None:
-            self.watch.close(quiet=True)
+        """Close the loggers after a training that ended with an error."""
+        self._close(quiet=True)
 
     def _check_label_smoothing(self, smoothing: float) -> None:
-        """Say if labels are smoothed where the model is trained, and not where it is measured."""
+        """Warn if labels are smoothed in training but not in the measurement."""
         if self.options.get("logits", "none") != "none" or not smoothing:
             return
         if getattr(parse_loss(self.loss), "label_smoothing", 0.0) != smoothing:
-            self._complain(
+            self._warn_once(
                 "smoothing",
-                f"The training smooths its labels by {smoothing}, and the loss of the probe does not. "
-                f"Do: pass loss=torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
+                f"The training smooths its labels by {smoothing}, but the loss of the probe does not. "
+                f"Try loss=torch.nn.CrossEntropyLoss(label_smoothing={smoothing}).",
             )
 
-    def _log_record(self, record: Record | None, state: Any) -> None:
+    def _log_record(self, record: Record | None, state: TrainerState) -> None:
+        log = self.log
         if record is None:
             return
-        if self.log is None:
+        if log is None:
             state.log_history.append({**record.values, "epoch": state.epoch, "step": state.global_step})
         else:
-            try:
-                self.log(dict(record.values))
-            # A lost connection is no reason to end a training.
-            except Exception as error:
-                self._complain("log", f"The Trainer's log did not take the values ({format_error_line(error)}).")
+            self._pass_on("The Trainer's log", lambda: log(dict(record.values)))
 
 
-def _broadcast_object(found: Any) -> Any:
-    box = [found]
+def _broadcast_object(value: T) -> T:
+    box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

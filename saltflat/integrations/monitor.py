@@ -1,8 +1,9 @@
-"""How flat the minimum is while a network is trained: a few numbers every so often, for a few percent of the time."""
+"""Monitor flatness during training: a few numbers at regular intervals, for a few percent of the training time."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -10,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from saltflat._late import load_later
-from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.data import Data
+from saltflat.engine.losses import LossLike
+from saltflat.engine.session import open_session
 from saltflat.errors import ModelError, OptionError, TrainingError, make_unknown_name_error
-from saltflat.integrations.loggers import Loggers
-from saltflat.integrations.probe_set import ProbeSet, check_measurement, get_device
+from saltflat.integrations.loggers import Loggers, LoggersLike
+from saltflat.integrations.probe_measurer import ProbeMeasurer
+from saltflat.integrations.probe_set import ProbeSet, check_measurement, find_gauss_newton_caveats, get_device
 from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record, Table
-from saltflat.integrations.sample import ProbeMeasurer, find_gauss_newton_caveats
 from saltflat.integrations.schedule import DEFAULT_EVERY, Schedule
+from saltflat.integrations.stability import OptimizerLike
 from saltflat.measures.compute import measure
 from saltflat.measures.registry import parse_measures
-from saltflat.validation import check_flag
+from saltflat.validation import check_flag, take_turns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,74 +33,73 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor"]
 
-CERTIFIED = 8  # examples for which Gauss-Newton and the Hessian are compared
-# What a measurement takes is extrapolated from these many examples, or this share of them.
+CERTIFIED = 8  # examples on which Gauss-Newton and the Hessian are compared
+# The duration of a measurement is extrapolated from this many examples, or this share of them.
 TIMED, TIMED_SHARE = 16, 1 / 8
 PROBED = 8  # examples
 
 
 class Monitor:
-    """Watches a training on a fixed set of examples, on a schedule, and within a share of the training time.
+    """Measure flatness during training on a fixed set of examples, on a schedule, within a share of the training time.
 
-    The model comes back bit for bit as it was, with its gradients, modes and all random states: the training goes the
-    same way with and without a monitor. It is measured in eval mode. A measurement that fails, because the training
-    diverged say, warns once (:class:`MonitorWarning`), gives nan and a note in the record, and the training goes on;
-    so does a logger that fails. Wrong options are errors at once: everything is tried on two examples first.
+    The model is restored bit for bit, with its gradients, modes and all random states: training is the same with and
+    without a monitor. The model is measured in eval mode. If a measurement fails, for instance because training
+    diverged, it issues one :class:`MonitorWarning`, the record contains nan and a note, and training continues; the
+    same applies to loggers. Wrong options raise an error immediately: everything is tried on two examples first.
 
-    Traces and other measures of the curvature are made of the Gauss-Newton matrix. Behind smooth activations, as in
-    transformers, that is not the Hessian: a certificate at the start finds out, and if so a warning and a note in the
-    first record say it. ``flatness/lambda_max`` is the Hessian's own in any case.
+    Traces and other curvature measures use the Gauss-Newton matrix. With smooth activations, as in transformers, it
+    differs from the Hessian: a certificate at the start checks this, and a warning and a note in the first record
+    report it. ``flatness/lambda_max`` always belongs to the Hessian.
 
-    Under DistributedDataParallel measure in one process, or in all: nothing here talks to the others.
+    Under DistributedDataParallel, measure in one process or in all: the monitor does not communicate.
 
     Args:
-        model: the module that is trained; of a DistributedDataParallel, or one that was
-            compiled, the module inside is taken.
+        model: the module that is trained; a DistributedDataParallel or compiled module is unwrapped.
         probe: the examples to measure on, as for :func:`saltflat.measure`. They are read once, copied, and kept on
-            the model's device. A few hundred are enough to see a trend, and cheap.
-        measures: names as for :func:`saltflat.measure`.
+            the model's device. A few hundred are cheap, and enough to see a trend.
         loss: as for :func:`saltflat.measure`.
+        measures: names, as for :func:`saltflat.measure`.
         every: ``100`` or ``"100 steps"``, or ``"1 epoch"``.
-        cap: measuring time as a share of training time, which is counted from the first call on. What is due too early
-            is made as soon as there is time for it. How long the first measurement will take is estimated on a few of
-            the examples in the first call, which counts as measuring time. No limit if None.
+        cap: the maximum measuring time as a share of the training time since the first call. A measurement that is due
+            too early is made as soon as there is time. The duration of the first measurement is estimated on a few
+            examples in the first call, which counts as measuring time. No limit if None.
         loggers: where the values go: any of :mod:`saltflat.integrations.loggers`, or functions of
             ``(values, step)``; None for none.
-        by_layer: whether to keep what each parameter contributes, too.
-        optimizer: whose learning rate is multiplied with the largest eigenvalue, and whose preconditioner and momentum
-            count. It can be given to every call instead. With SAM and its kin pass it: only so is a call in between the
-            passes, at shifted weights, refused. The rate is that of the moment of the call: call before the schedule
-            steps to have the one of the step just taken.
+        by_layer: whether to keep the contribution of each parameter, too.
+        optimizer: the optimizer whose learning rate, preconditioner and momentum are combined with the largest
+            eigenvalue. It can be passed to every call instead. Pass it with SAM and its variants: only then does a call
+            between the passes, at shifted weights, raise an error. The learning rate is read at the time of the call;
+            call before the scheduler steps to use the one of the step just taken.
         spectrum: whether to find the largest eigenvalue of the Hessian of the whole network (not of the Gauss-Newton
-            matrix, and without weight decay), from the eigenvector of the time before.
-        table: True for a table in the terminal, or a :class:`saltflat.integrations.record.Table` of your own.
-        seed: of everything random.
-        prefix: stands in front of every name, with a slash; without one itself.
-        clock: says the time in seconds. One that stands still while something else runs keeps that out of the shares.
-        options: of :func:`saltflat.measure`. There is no progress bar, and no certificate but the one at the start,
-            unless asked for. ``initial`` is copied; if it is left out, ``distance_from_init`` is that from the weights
+            matrix, and without weight decay), starting from the previous eigenvector.
+        table: True for a table in the terminal, or a :class:`saltflat.integrations.record.Table`.
+        seed: the seed of all random numbers.
+        prefix: the first part of every name, without the slash that follows it.
+        clock: returns the time in seconds. Time during which it stands still is not counted.
+        options: options of :func:`saltflat.measure`. By default there is no progress bar, and no certificate except the
+            one at the start. ``initial`` is copied; without it, ``distance_from_init`` is the distance from the weights
             at the start of the monitor.
 
     Attributes:
         history: a :class:`Record` for every measurement.
-        step: training steps seen. Set it when a training is taken up again.
-        epoch: epochs seen.
-        changed_by: what changes the gradient of the loss before the optimizer steps, such as ``"FisherPenalty"``; no
-            threshold is given then. SAM and its kin are known by themselves.
+        step: training steps so far. Set it when training resumes.
+        epoch: epochs so far.
+        changed_by: what changes the gradient of the loss before the optimizer steps, such as ``"FisherPenalty"``; the
+            threshold is then omitted. SAM and its variants are detected.
 
-    A run that is over before the first measurement is due is measured at its end, if the cap allows; what was due and
-    was left out for the cap is in the records (``skipped``) and in a warning at the end.
+    A run that ends before the first measurement is due is measured at its end, if the cap allows. Measurements omitted
+    because of the cap are listed in the records (``skipped``) and reported in a warning at the end.
 
     Values in a record:
 
     * ``flatness/<measure>``, and ``flatness/<measure>/<parameter>`` with ``by_layer=True``;
     * ``flatness/lambda_max``, the largest eigenvalue of the Hessian, to about 0.1 %;
-    * ``flatness/lr_lambda_max``, times the learning rate. For Adam, RMSprop and the like it is the largest eigenvalue
-      of the Hessian as the optimizer preconditions it at present, and with several groups every parameter has its own
-      rate. Weight decay that is added to the gradient is added to the Hessian;
+    * ``flatness/lr_lambda_max``, times the learning rate. For Adam, RMSprop and similar optimizers it is the largest
+      eigenvalue of the Hessian with the optimizer's current preconditioner; with several groups every parameter has its
+      own rate. Weight decay that is added to the gradient is added to the Hessian;
     * ``flatness/lr_lambda_max_threshold``, above which the optimizer diverges on a parabola: 2 for plain gradient
-      descent, ``2 * (1 + momentum)`` with momentum, 38 for Adam with its usual betas. Without one if it is not known
-      (:mod:`saltflat.integrations.stability`), which a note says;
+      descent, ``2 * (1 + momentum)`` with momentum, 38 for Adam with default betas. Omitted with a note if unknown
+      (:mod:`saltflat.integrations.stability`);
     * ``flatness/loss``, the mean loss of the probe, and ``flatness/seconds``.
 
     Example:
@@ -121,15 +123,15 @@ class Monitor:
     def __init__(
         self,
         model: nn.Module,
-        probe: Any,
+        probe: Data,
+        loss: LossLike = "cross_entropy",
         measures: str | Sequence[str] = ("hessian_trace",),
-        loss: Any = "cross_entropy",
         *,
         every: int | str = DEFAULT_EVERY,
         cap: float | None = 0.05,
-        loggers: Any = (),
+        loggers: LoggersLike = (),
         by_layer: bool = False,
-        optimizer: Optimizer | None = None,
+        optimizer: OptimizerLike | None = None,
         spectrum: bool = True,
         table: bool | Table | None = None,
         seed: int = 0,
@@ -146,57 +148,57 @@ class Monitor:
         check_monitor_options(options)
         if not isinstance(prefix, str) or not prefix or "/" in prefix:
             raise OptionError(
-                f"Expected a word without a slash, but got prefix={prefix!r}. Try leaving it out for {PREFIX!r}."
+                f"Expected a prefix without a slash, but got prefix={prefix!r}. Try leaving it out for {PREFIX!r}."
             )
         check_flag(by_layer=by_layer, spectrum=spectrum)
         if not callable(clock) or not isinstance(clock(), int | float):
             raise OptionError(
-                "Expected clock to be a function that gives seconds, but got something else. Try time.perf_counter."
+                "Expected a clock that returns seconds, but got something else. Try clock=time.perf_counter."
             )
-        asked = parse_measures(measures)
-        names = tuple(request.key for request in asked)
+        requests = parse_measures(measures)
+        names = tuple(request.key for request in requests)
         self.optimizer, self.prefix = _check_optimizer(optimizer), prefix
         options = {"seed": seed, "progress": False, "certificate": False, "sampling": False, **options}
-        if any("initial_weight" in each.measure.statistics for each in asked):
+        if any("initial_weight" in each.measure.statistics for each in requests):
             options["initial"] = _copy_initial_weights(
                 self.model if options.get("initial") is None else options["initial"]
             )
         self.history: list[Record] = []
         self.step = self.epoch = self._calls = 0
         self.changed_by = ""
-        self._latest_optimizer: Any = None
+        self._latest_optimizer: OptimizerLike | None = None
         self._is_finished = False
         self._schedule = Schedule(every, cap)
         with open_session(self.model, "keep", probe):
             self._probe = ProbeSet(probe)
         check_measurement(self.model, self._probe, loss, names, options)
-        uncertain = find_gauss_newton_caveats(self.model, [self.get_examples(CERTIFIED)], loss, names, options)
-        self._complain = OneTimeWarnings()
-        self._readout = ProbeMeasurer(
-            self.model, names, loss, by_layer, spectrum, options, self._complain, prefix, uncertain
+        caveats = find_gauss_newton_caveats(self.model, [self.get_examples(CERTIFIED)], loss, names, options)
+        self._warn_once = OneTimeWarnings()
+        self._measurer = ProbeMeasurer(
+            self.model, loss, names, by_layer, spectrum, options, self._warn_once, prefix, caveats
         )
-        self._loggers = Loggers(loggers, table, self._complain)
+        self._loggers = Loggers(loggers, table, self._warn_once)
         self._clock = clock
 
     @take_turns
-    def after_step(self, optimizer: Optimizer | None = None) -> Record | None:
-        """To be called after every training step: measures if that is due and there is time."""
+    def after_step(self, optimizer: OptimizerLike | None = None) -> Record | None:
+        """Count a training step, and measure if due and affordable. Call it after every step."""
         used = self._prepare_call(optimizer)
         self.step += 1
         return self._run_measurement(used) if self._schedule.after_step(self.step, self._clock()) else None
 
     @take_turns
-    def after_epoch(self, optimizer: Optimizer | None = None) -> Record | None:
-        """To be called after every epoch: measures if that is due and there is time."""
+    def after_epoch(self, optimizer: OptimizerLike | None = None) -> Record | None:
+        """Count an epoch, and measure if due and affordable. Call it after every epoch."""
         used = self._prepare_call(optimizer)
         self.epoch += 1
         return self._run_measurement(used) if self._schedule.after_epoch(self.epoch, self._clock()) else None
 
     @take_turns
-    def finish(self, optimizer: Optimizer | None = None) -> Record | None:
-        """To be called after the last step; :meth:`close` and the end of a ``with`` block do it, too.
+    def finish(self, optimizer: OptimizerLike | None = None) -> Record | None:
+        """End the training; :meth:`close` and the end of a ``with`` block call it, too.
 
-        Measures if nothing was measured so far and the cap allows it, and warns of what was left out.
+        Measures if nothing was measured so far and the cap allows it, and warns about omitted measurements.
         """
         if self._is_finished or not self._calls:
             return None
@@ -211,27 +213,27 @@ class Monitor:
         return record
 
     @take_turns
-    def measure(self, optimizer: Optimizer | None = None) -> Record:
-        """Measures now, whatever the schedule says. The time it takes is counted all the same."""
+    def measure(self, optimizer: OptimizerLike | None = None) -> Record:
+        """Measure now, regardless of the schedule. The time it takes still counts."""
         return self._run_measurement(self._resolve_optimizer(optimizer))
 
     @take_turns
     def get_examples(self, count: int) -> tuple[Any, Tensor]:
-        """Inputs and targets of the probe's first examples."""
+        """Return inputs and targets of the first examples of the probe."""
         return self._probe.get_first_batch(get_device(self.model), count)[0]
 
     @property
     def num_skipped(self) -> int:
-        """How often a measurement was due and there was no time for it then."""
+        """Return how often a measurement was due and there was no time for it."""
         return self._schedule.skipped
 
     @property
     def share(self) -> float:
-        """Measuring time over training time, up to the latest call."""
+        """Return measuring time over training time, up to the latest call."""
         return self._schedule.share
 
-    def plot(self, path: Any = None) -> Any:
-        """A matplotlib Figure of the history, a panel for every value; saved if there is a path."""
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Return a matplotlib Figure of the history, one panel per value; save it if a path is given."""
         figure: Figure = load_later("render.plots").plot_history(self.history)
         if path is not None:
             figure.savefig(path)
@@ -241,7 +243,7 @@ class Monitor:
         """Finish, and close the loggers; each closes what it has opened itself.
 
         Args:
-            quiet: after an error: nothing is measured, and there are no warnings.
+            quiet: skip the final measurement and its warnings, as after an error.
         """
         try:
             if not quiet:
@@ -257,7 +259,7 @@ class Monitor:
     ) -> None:
         self.close(quiet=error is not None)
 
-    def _prepare_call(self, optimizer: Optimizer | None) -> Any:
+    def _prepare_call(self, optimizer: OptimizerLike | None) -> OptimizerLike | None:
         used = self._resolve_optimizer(optimizer)
         if not self._calls and self._schedule.cap is not None and self._schedule.expected is None:
             started = self._read_synchronized_clock()
@@ -267,16 +269,16 @@ class Monitor:
         self._latest_optimizer = used
         return used
 
-    def _estimate_seconds(self, optimizer: Any) -> float | None:
-        """Seconds that a measurement will take, as a line through those of two numbers of examples; None if unknown."""
+    def _estimate_seconds(self, optimizer: OptimizerLike | None) -> float | None:
+        """Extrapolate the seconds a measurement takes from two smaller numbers of examples; None if it fails."""
         total = self._probe.examples
         many = min(total, max(TIMED, round(TIMED_SHARE * total)))
-        # What a measurement looks at first is the same from PROBED examples on, and less below.
+        # The initial checks of a measurement cost the same from PROBED examples on, and less below.
         few = many if many == total else min(max(PROBED, many // 4), max(1, many // 2))
         times = {}
         for count in sorted({few, many}):
             data = self._probe.get_first_examples(get_device(self.model), count)
-            seconds = self._readout.time_measurement(data, optimizer, self._read_synchronized_clock)
+            seconds = self._measurer.time_measurement(data, optimizer, self._read_synchronized_clock)
             if seconds is None:
                 return None
             times[count] = seconds
@@ -296,17 +298,16 @@ class Monitor:
         else:
             what = f"Nothing was measured in {self.step} steps and {self.epoch} epochs"
             took, do = "would take about", ""
-        self._complain(
+        self._warn_once(
             "left out",
             f"{what}: a measurement {took} {schedule.expected:.2g} s, and cap={schedule.cap} allows "
-            f"{schedule.cap * schedule.trained:.2g} s in {schedule.trained:.2g} s of training, what it took to "
-            f"estimate this included. Measure {do}on fewer examples, raise the cap, or call measure() where you want "
-            "to know.",
+            f"{schedule.cap * schedule.trained:.2g} s in {schedule.trained:.2g} s of training, including the time to "
+            f"estimate this. Try measuring {do}on fewer examples, raising the cap, or calling measure() explicitly.",
         )
 
-    def _run_measurement(self, optimizer: Any) -> Record:
-        started = self._read_synchronized_clock()  # kernels that are still queued belong to the training
-        values, notes = self._readout(
+    def _run_measurement(self, optimizer: OptimizerLike | None) -> Record:
+        started = self._read_synchronized_clock()  # queued kernels belong to the training
+        values, notes = self._measurer(
             self._probe.get_batches(get_device(self.model)), optimizer, self.step, self.changed_by
         )
         seconds = self._read_synchronized_clock() - started
@@ -317,15 +318,15 @@ class Monitor:
         self._schedule.record_measurement(started, self._clock())
         return record
 
-    def _resolve_optimizer(self, optimizer: Optimizer | None) -> Any:
+    def _resolve_optimizer(self, optimizer: OptimizerLike | None) -> OptimizerLike | None:
         used = self.optimizer if optimizer is None else _check_optimizer(optimizer)
-        inner = used
+        inner: Any = used
         while inner is not None and not hasattr(inner, "is_shifted"):
             inner = getattr(inner, "optimizer", None)  # Lightning's and Accelerate's wrappers
         if inner is not None and inner.is_shifted:
             raise TrainingError(
-                "Expected to measure where they belong, but got weights that are shifted, between first_step() and "
-                "second_step(). Try calling the monitor after second_step(), or after restore()."
+                "Expected the original weights, but got shifted ones, between first_step() and second_step(). Try "
+                "calling the monitor after second_step(), or after restore()."
             )
         return used
 
@@ -342,7 +343,7 @@ class Monitor:
 
 
 def check_monitor_options(options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
-    """Refuse names that neither a monitor nor a measurement knows; ``without`` names others that are no use here."""
+    """Check that every name is an option of a monitor or a measurement; ``without`` excludes some."""
     known = {*inspect.signature(Monitor).parameters, *inspect.signature(measure).parameters}
     known -= {"options", "data", "limit", *without}
     for name in options:
@@ -350,11 +351,11 @@ def check_monitor_options(options: Mapping[str, Any], without: Sequence[str] = (
             raise make_unknown_name_error("option", name, known)
 
 
-def _copy_initial_weights(initial: Any) -> Any:
-    """Weights as they are now; training goes on writing to its own."""
+def _copy_initial_weights(initial: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a copy of the current weights, since training modifies the originals."""
     values = initial.state_dict() if isinstance(initial, nn.Module) else initial
     if not isinstance(values, Mapping):
-        return values  # an error of measure's, with a better word
+        return values  # measure raises a better error
     return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in values.items()}
 
 
@@ -363,15 +364,15 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
         elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-            model = compiled  # by torch.compile: the same parameters under shorter names
+            model = compiled  # by torch.compile; its own names are longer
         else:
             return model
 
 
-def _check_optimizer(optimizer: Any) -> Any:
+def _check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise OptionError(
-            f"Expected one with param_groups, but got an optimizer of type {type(optimizer).__name__}. Try passing "
-            "the torch.optim.Optimizer that steps, or leaving it out."
+            f"Expected an optimizer with param_groups, but got one of type {type(optimizer).__name__}. Try passing the "
+            "torch.optim.Optimizer that steps, or leaving it out."
         )
     return optimizer

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, isnan
+from typing import TypeAlias
 
 from rich import box, get_console
 from rich.console import Console
@@ -24,7 +25,7 @@ THRESHOLD_NAME = "lr_lambda_max_threshold"  # beyond it the optimizer diverges o
 
 
 def strip_prefix(name: str) -> str:
-    """A name without its prefix.
+    """Return a name without its prefix.
 
     >>> strip_prefix("flatness/hessian_trace/0.weight")
     'hessian_trace/0.weight'
@@ -33,21 +34,21 @@ def strip_prefix(name: str) -> str:
 
 
 class MonitorWarning(UserWarning):
-    """Something about a measurement or a logger is not as it seems; the training goes on."""
+    """Warn that a measurement or a logger failed or needs care; training continues."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Numbers of one moment; floats only, so a long history is small.
+    """The values of one measurement; floats only, so a long history stays small.
 
     Attributes:
-        step: training steps done by then.
-        epoch: epochs done by then.
-        values: by name, such as ``"flatness/hessian_trace"``; nan where it could not be measured.
-        seconds: how long it took.
-        notes: what could not be measured, and why; and what there is to say of the values, when it is true first.
-        skipped: the steps (or epochs, if it is measured by these) since the record before at which a measurement was
-            due, and was not made then to keep below the cap.
+        step: training steps completed.
+        epoch: epochs completed.
+        values: by name, such as ``"flatness/hessian_trace"``; nan where the measurement failed.
+        seconds: how long the measurement took.
+        notes: what could not be measured, and why; and caveats about the values, in the first record they apply to.
+        skipped: the steps (or epochs, for an interval in epochs) since the previous record at which a measurement was
+            due but not made, to stay below the cap.
     """
 
     step: int
@@ -58,15 +59,20 @@ class Record:
     skipped: tuple[int, ...] = ()
 
 
+# A name, the class of an error, or a logger's number with what failed.
+Topic: TypeAlias = str | type[Exception] | tuple[int, str]
+
+
 class OneTimeWarnings:
-    """Says each thing once."""
+    """Issue each :class:`MonitorWarning` once."""
 
     def __init__(self) -> None:
-        self._said: set[object] = set()
+        self._seen: set[Topic] = set()
 
-    def __call__(self, about: object, text: str) -> None:
-        if about not in self._said:
-            self._said.add(about)
+    def __call__(self, topic: Topic, text: str) -> None:
+        """Warn, unless there was a warning on this topic before."""
+        if topic not in self._seen:
+            self._seen.add(topic)
             warnings.warn(text, MonitorWarning, stacklevel=3)
 
 
@@ -77,26 +83,27 @@ ASCII = {"up": "+", "down": "-", "steady": "=", "": ""}
 
 
 class Table:
-    """Measures from top to bottom, the last few moments from left to right, and where each measure is going.
+    """A live table: one row per measure, one column per recent record, and the trend of each measure.
 
-    Anything printed meanwhile appears above it, and rich's own progress bars beside it. Where there is no terminal,
-    every moment is one line instead.
+    Other output appears above it, and rich's own progress bars next to it. Without a terminal, every record is printed
+    as one line instead.
 
     Args:
-        console: of rich; the one that rich uses itself if None.
-        columns: how many moments are shown.
-        live: False for lines in a terminal too: other progress bars (tqdm) do not share the screen with a table.
+        console: a rich console; the default one if None.
+        columns: how many records are shown.
+        live: pass False to print lines in a terminal, too; other progress bars (tqdm) conflict with a live table.
     """
 
     def __init__(self, console: Console | None = None, columns: int = COLUMNS, live: bool = True) -> None:
         self.console = get_console() if console is None else console
         self._may_live = live
-        self._moments: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=max(2, columns))
+        self._records: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=max(2, columns))
         self._live: Live | None = None
 
     def log(self, values: Mapping[str, float], step: int, epoch: int | None = None) -> None:
-        before = self._moments[-1][1] if self._moments else {}
-        self._moments.append((step, dict(values)))
+        """Add a record to the table."""
+        before = self._records[-1][1] if self._records else {}
+        self._records.append((step, dict(values)))
         if self._live is None and self._may_live and self.console.is_terminal:
             self._start_live()
         if self._live is None:
@@ -105,7 +112,7 @@ class Table:
             self._live.update(self.render_grid(), refresh=True)
 
     def close(self) -> None:
-        """Leave the table where it is; what follows is printed below."""
+        """Stop updating; later output is printed below the table."""
         if self._live is not None:
             self._live.stop()
             atexit.unregister(self.close)
@@ -114,7 +121,7 @@ class Table:
     def render_line(
         self, values: Mapping[str, float], before: Mapping[str, float], step: int, epoch: int | None = None
     ) -> Text:
-        """One moment on one line, without what single layers contribute."""
+        """Return one record as a line, without the contributions of single layers."""
         text = Text(f"step {step}" + ("" if epoch is None else f", epoch {epoch}"))
         for name in _select_rows(values):
             text.append(f"  {_format_label(name)} ", "dim").append(_render_cell(name, values))
@@ -122,17 +129,17 @@ class Table:
         return text
 
     def render_grid(self) -> Grid:
-        """The table of the last few moments."""
-        _, latest = self._moments[-1]
-        _, before = self._moments[-2] if len(self._moments) > 1 else (0, {})
+        """Return the table of recent records."""
+        _, latest = self._records[-1]
+        _, before = self._records[-2] if len(self._records) > 1 else (0, {})
         grid = Grid("step", box=box.SIMPLE_HEAD, title="Flatness", title_justify="left")
-        for step, _ in self._moments:
+        for step, _ in self._records:
             grid.add_column(str(step), justify="right", no_wrap=True)
         grid.add_column("", no_wrap=True)
-        # What is taller than the screen cannot be drawn over.
+        # A table taller than the screen cannot be redrawn in place.
         rows, most = _select_rows(latest), max(1, self.console.height - 8)
         for name in rows[:most]:
-            cells = [_render_cell(name, values) if name in values else Text() for _, values in self._moments]
+            cells = [_render_cell(name, values) if name in values else Text() for _, values in self._records]
             grid.add_row(_format_label(name), *cells, self._format_arrow(before.get(name), latest[name]))
         if len(rows) > most:
             grid.caption = f"and {len(rows) - most} more"
@@ -145,14 +152,14 @@ class Table:
         except LiveError:  # rich before 14.1, with another live display on this console
             return
         self._live = live
-        atexit.register(self.close)  # a hidden cursor would stay hidden
+        atexit.register(self.close)  # otherwise the cursor would stay hidden
 
     def _format_arrow(self, before: float | None, now: float) -> str:
         return (ASCII if self.console.options.ascii_only else ARROWS)[_compute_trend(before, now)]
 
 
 def _select_rows(values: Mapping[str, float]) -> list[str]:
-    """The names that belong to the whole network."""
+    """Return the names that belong to the whole network."""
     return [name for name in values if "/" not in strip_prefix(name) and strip_prefix(name) != THRESHOLD_NAME]
 
 

@@ -1,4 +1,4 @@
-"""When a measurement is due, and whether there is time for it. Nothing here looks at a clock: times are given."""
+"""Decide when a measurement is due and whether there is time for it. Times are passed in; no clock is read here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_EVERY = "100 steps"
 
 @dataclass(frozen=True)
 class Interval:
-    """So many steps or epochs.
+    """A number of steps or epochs.
 
     Attributes:
         count: at least 1.
@@ -25,7 +25,8 @@ class Interval:
 
     @classmethod
     def parse(cls, given: int | str) -> Interval:
-        """
+        """Return the interval that ``every=`` describes.
+
         >>> Interval.parse(50), Interval.parse("2 epochs")
         (Interval(count=50, unit='step'), Interval(count=2, unit='epoch'))
         """
@@ -40,24 +41,24 @@ class Interval:
 
 
 class Schedule:
-    """Says when to measure, such that measuring takes at most a share of the training time.
+    """Decide when to measure, such that measuring takes at most a share of the training time.
 
-    A measurement that is due is made if all of them so far and this one, taken to cost what the latest did, fit into
-    ``cap`` times the training time so far. If not, it stays due, and is made at the first later step where it fits.
-    The first one is taken to cost ``expected``.
+    A measurement that is due is made if all measurements so far and this one, assumed to cost as much as the latest,
+    fit into ``cap`` times the training time so far. If not, it stays due, and is made at the first later step where it
+    fits. The first one is assumed to cost ``expected``.
 
-    Training time is what passes between the calls, less the measurements.
+    Training time is the time between the calls, minus the measurements.
 
     Args:
         every: as for :class:`saltflat.integrations.Monitor`.
         cap: measuring time over training time; no limit if None.
 
     Attributes:
-        expected: seconds that the next measurement will take; None if nobody knows, and then it is made when it is due.
+        expected: seconds the next measurement is expected to take; if None, it is made when due.
         due: how often a measurement was due.
-        made: how many of these were made, at once or later.
-        skipped: how often a measurement was due and there was no time for it then.
-        waiting: the steps or epochs at which that was so since the latest measurement.
+        made: how many of these were made, immediately or later.
+        skipped: how often a measurement was due and there was no time for it.
+        waiting: the steps or epochs at which that happened since the latest measurement.
         spent: seconds of measuring so far.
         trained: seconds of training so far.
 
@@ -82,24 +83,24 @@ class Schedule:
         self.due = self.made = self.skipped = 0
         self.waiting: list[int] = []
         self.spent = self.trained = 0.0
-        self._mark: float | None = None  # until when time is accounted for
+        self._mark: float | None = None  # time is accounted for up to here
         self._is_due = False
 
     def after_step(self, step: int, now: float) -> bool:
-        """Whether to measure after training step ``step``, the first being 1."""
+        """Return whether to measure after training step ``step``, the first being 1."""
         return self._decide_measurement("step", step, now)
 
     def after_epoch(self, epoch: int, now: float) -> bool:
-        """Whether to measure after epoch ``epoch``, the first being 1."""
+        """Return whether to measure after epoch ``epoch``, the first being 1."""
         return self._decide_measurement("epoch", epoch, now)
 
     def can_measure_at_end(self, now: float) -> bool:
-        """Whether there is time for a measurement after the last step."""
+        """Return whether there is time for a measurement after the last step."""
         self._advance_clock(now)
         return self._is_affordable()
 
     def record_measurement(self, started: float, ended: float) -> None:
-        """A measurement was made."""
+        """Account for a measurement that was made."""
         self.expected = ended - started
         self.spent += self.expected
         if self._mark is not None:
@@ -111,7 +112,7 @@ class Schedule:
 
     @property
     def share(self) -> float:
-        """Measuring time over training time so far."""
+        """Return measuring time over training time so far."""
         if self.trained > 0:
             return self.spent / self.trained
         return inf if self.spent > 0 else 0.0

@@ -1,23 +1,23 @@
-r"""How far an optimizer is from diverging on a parabola.
+r"""Determine how far an optimizer is from diverging on a parabola.
 
-Freeze an optimizer as it is, with its learning rates, momenta and preconditioner, and let it minimize
+Freeze an optimizer with its learning rates, momenta and preconditioner, and let it minimize
 :math:`\tfrac12 w^\top H w`. Its steps are then a linear recurrence. With :math:`D` the diagonal matrix of learning
 rates over preconditioner and :math:`W` that of weight decays that are added to the gradient, a mode
 :math:`w_{t+1} = z w_t` satisfies :math:`f(z)\, w = -D (H + W) w`, and on the unit circle the imaginary part of
-:math:`f(z)` vanishes at :math:`z = \pm 1` alone, for all optimizers here. So as :math:`H` grows, the first mode to
+:math:`f(z)` vanishes only at :math:`z = \pm 1`, for all optimizers here. So as :math:`H` grows, the first mode to
 diverge flips its sign at every step, :math:`z = -1`, when the largest eigenvalue of :math:`D^{1/2} (H + W) D^{1/2}`
 reaches the threshold :math:`-f(-1)`:
 
 * gradient descent: 2; with momentum :math:`\mu` and dampening :math:`d`: :math:`2 (1 + \mu) / (1 - d)`; with
   Nesterov's: :math:`2 (1 + \mu) / (1 + 2 \mu)`;
-* Adam and its kin: :math:`2 (1 + \beta_1) / (1 - \beta_1)`, which is 38 for :math:`\beta_1 = 0.9` (Cohen et al., 2022,
-  "Adaptive gradient methods at the edge of stability"), with :math:`D` the learning rate over
+* Adam and its variants: :math:`2 (1 + \beta_1) / (1 - \beta_1)`, which is 38 for :math:`\beta_1 = 0.9` (Cohen et al.,
+  2022, "Adaptive gradient methods at the edge of stability"), with :math:`D` the learning rate over
   :math:`(1 - \beta_1^t) (\sqrt{\hat v} + \epsilon)`;
 * weight decay :math:`\lambda` that is applied to the weights themselves (AdamW): the threshold times
   :math:`1 - \eta \lambda / 2`.
 
 The imaginary part has the same sign for all of these, so parameter groups may differ in all of it: the rate of a
-parameter whose threshold is :math:`T` counts :math:`T_{\min} / T`.
+parameter whose threshold is :math:`T` is multiplied by :math:`T_{\min} / T`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +33,23 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAda
 
 from saltflat.training.two_pass import TwoPass
 
-# Packages whose wrappers around an optimizer leave its steps alone.
+# Packages whose wrappers around an optimizer do not change its steps.
 TRANSPARENT = ("accelerate.", "lightning.", "pytorch_lightning.", "saltflat.integrations.")
+
+
+class OptimizerLike(Protocol):
+    """An optimizer, or a wrapper around one with ``param_groups`` of its own."""
+
+    param_groups: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ParameterDynamics:
-    """How one parameter moves.
+    """How the optimizer moves one parameter.
 
     Attributes:
         rate: the learning rate over the preconditioner, a number or a tensor of the parameter's shape.
-        threshold: of this parameter alone.
+        threshold: the threshold of this parameter alone.
         decay: weight decay that is added to the gradient.
     """
 
@@ -60,7 +66,7 @@ class StabilityMatrix:
         rates: the diagonal of D, by the parameters' names; 0 where a parameter does not move.
         decays: the diagonal of W.
         sign: -1 for an optimizer that maximizes.
-        threshold: None if the steps are not along the gradient of the loss, so that no threshold is known.
+        threshold: the stability threshold; None if steps do not follow the gradient of the loss, so none is known.
         note: why there is no threshold.
     """
 
@@ -72,20 +78,20 @@ class StabilityMatrix:
 
     @property
     def uniform_rate_and_decay(self) -> tuple[float, float] | None:
-        """The one rate and decay of all parameters, whose matrix is ``rate * (H + decay)``; None if they differ."""
+        """Return the rate and decay all parameters share, so that the matrix is ``rate * (H + decay)``, or None."""
         rates = {rate if isinstance(rate, float) else None for rate in self.rates.values()}
         if self.sign < 0 or len(rates) != 1 or None in rates or len(set(self.decays.values())) != 1:
             return None
         return next(iter(self.rates.values())), next(iter(self.decays.values()))  # type: ignore[return-value]
 
 
-def compute_stability_matrix(optimizer: Any, model: nn.Module, changed_by: str = "") -> StabilityMatrix | str:
-    """What the Hessian is multiplied with in the optimizer's next step; a sentence if nobody knows.
+def compute_stability_matrix(optimizer: OptimizerLike, model: nn.Module, changed_by: str = "") -> StabilityMatrix | str:
+    """Return the matrix that governs the stability of the optimizer's next step; a sentence if it is unknown.
 
     Args:
-        optimizer: with the ``param_groups`` of the step in question.
-        model: whose parameters it trains.
-        changed_by: what changes the gradient before the optimizer sees it.
+        optimizer: the optimizer, with the ``param_groups`` of the step in question.
+        model: the model it trains.
+        changed_by: what changes the gradient before the optimizer uses it.
     """
     groups, inner = optimizer.param_groups, _unwrap_optimizer(optimizer)
     if isinstance(inner, TwoPass):
@@ -93,7 +99,7 @@ def compute_stability_matrix(optimizer: Any, model: nn.Module, changed_by: str =
     name = type(inner).__name__
     rule = RULES.get(type(inner))
     if rule is None:
-        return f"lr_lambda_max is left out: how {name} scales its steps is not known here"
+        return f"lr_lambda_max is left out: how {name} scales its steps is not known"
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         return f"lr_lambda_max is left out: some groups of {name} maximize and others do not"
     if any(_get_momentum(group) >= 1 for group in groups):
@@ -127,21 +133,22 @@ def compute_stability_matrix(optimizer: Any, model: nn.Module, changed_by: str =
     )
 
 
-def is_preconditioned(optimizer: Any) -> bool:
-    """Whether the optimizer divides gradients by something of its own."""
+def is_preconditioned(optimizer: OptimizerLike) -> bool:
+    """Return whether the optimizer has a preconditioner."""
     inner = _unwrap_optimizer(optimizer)
     inner = inner.base if isinstance(inner, TwoPass) else inner
     return type(inner) in RULES and type(inner) is not SGD
 
 
-def _unwrap_optimizer(optimizer: Any) -> Any:
-    while type(optimizer) not in RULES and not isinstance(optimizer, TwoPass):
-        modules = [f"{each.__module__}." for each in type(optimizer).__mro__]
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None or not any(each.startswith(TRANSPARENT) for each in modules):
+def _unwrap_optimizer(optimizer: OptimizerLike) -> Any:
+    inner: Any = optimizer
+    while type(inner) not in RULES and not isinstance(inner, TwoPass):
+        modules = [f"{each.__module__}." for each in type(inner).__mro__]
+        wrapped = getattr(inner, "optimizer", None)
+        if wrapped is None or not any(each.startswith(TRANSPARENT) for each in modules):
             break
-        optimizer = inner
-    return optimizer
+        inner = wrapped
+    return inner
 
 
 def _get_momentum(group: Mapping[str, Any]) -> float:
@@ -271,7 +278,7 @@ def _get_adadelta_dynamics(group: Mapping[str, Any], state: Mapping[str, Any]) -
     return ParameterDynamics(_get_option(group, "lr") * (above / below).sqrt(), 2.0, _get_option(group, "weight_decay"))
 
 
-# Exactly these classes: one derived from them may step otherwise.
+# Exactly these classes: a subclass may step differently.
 RULES: dict[type, Callable[[Mapping[str, Any], Mapping[str, Any]], ParameterDynamics | None]] = {
     SGD: _get_sgd_dynamics,
     Adam: _get_adam_dynamics,

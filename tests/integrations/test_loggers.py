@@ -32,7 +32,7 @@ def watched(loggers: Any = (), **options: Any) -> Monitor:
     torch.manual_seed(0)
     probe = torch.randn(6, 3), torch.arange(6) % 2
     options = {"every": 1, "cap": None, "spectrum": False, **options}
-    return Monitor(nn.Linear(3, 2), probe, "squared_norm", loggers=loggers, **options)
+    return Monitor(nn.Linear(3, 2), probe, measures="squared_norm", loggers=loggers, **options)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def test_a_line_that_did_not_fit_on_the_disk_does_not_spoil_the_next(
 def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "a.jsonl"):
-        with pytest.raises(OptionError, match="cannot be written"):
+        with pytest.raises(OptionError, match="can be written to, but got"):
             JsonLines(path)
 
 
@@ -146,7 +146,7 @@ def test_a_writer_of_the_user_is_left_open(tmp_path: Path) -> None:
 
 def test_a_thing_that_is_no_writer_is_refused() -> None:
     with pytest.raises(OptionError, match="SummaryWriter"):
-        TensorBoard(3)
+        TensorBoard(3)  # type: ignore[arg-type]
 
 
 class Run:
@@ -430,5 +430,5 @@ def test_a_file_stays_where_it_was_when_the_working_directory_changes(
 
 @pytest.mark.parametrize("make", [lambda: JsonLines(None), lambda: TensorBoard("/dev/null/nowhere")])  # type: ignore[arg-type]
 def test_a_place_that_is_none_is_an_error_in_words(make: Any) -> None:
-    with pytest.raises(OptionError, match=r"Got .* Want .* Do: "):
+    with pytest.raises(OptionError, match=r"Expected .*, but got .* Try "):
         make()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from saltflat.integrations import Monitor, Record
-from saltflat.integrations.rank_zero import OptimizerSnapshot
+from saltflat.integrations.flatness_callback import OptimizerSnapshot
 from saltflat.integrations.stability import StabilityMatrix, compute_stability_matrix
 from saltflat.training import ASAM, SAM, GradientNormPenalty
 
