@@ -9,7 +9,7 @@ from typing import Any
 from saltflat.results import Reading, Report
 from saltflat.studies.row import Outcome, Row
 
-AXES = ("lr", "batch", "widths")
+AXES = ("lr", "batch_size", "widths")
 # What a name could try: to end the script, to load something, to run something, to break lines of JavaScript.
 HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=2</script><!--&amp;\u2028\'`${1}'
 NAN = float("nan")
@@ -48,7 +48,7 @@ def study(seeds: int = 4, measures: int = 5, hostile: bool = True) -> list[Row]:
             for width in (32, 128):
                 for seed in range(seeds):
                     key = f"{draw.getrandbits(64):016x}"
-                    config = {"network": "mlp", "widths": [width, width], "lr": lr, "batch": batch, "seed": seed}
+                    config = {"network": "mlp", "widths": [width, width], "lr": lr, "batch_size": batch, "seed": seed}
                     gap = 0.1 + 0.03 * math.log10(batch) - 0.05 * math.log10(lr) + draw.gauss(0, 0.01)
                     place = len(found)
                     if place in (9, 10):

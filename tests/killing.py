@@ -40,7 +40,7 @@ def study(
     return Study(
         "killed",
         {"name": "digits", "train_limit": 400, "test_limit": 200},
-        {"lr": lrs, "width": widths, "batch": batches},
+        {"lr": lrs, "width": widths, "batch_size": batches},
         seeds=seeds,
         settings={"depth": 1},
         stop={"epochs": epochs, "loss": 0.5},

@@ -12,7 +12,7 @@ import numpy as np
 from saltflat.results.report import Reading
 from saltflat.studies.row import Outcome, Row
 
-AXES = ("lr", "batch", "l2", "width", "depth", "dropout")
+AXES = ("lr", "batch_size", "weight_decay", "width", "depth", "dropout")
 # By name: values of each axis, seeds, digits of the gaps, whether runs are lost, and the options of the scores.
 STUDIES: dict[str, tuple[tuple[int, ...], int, int, bool, dict[str, Any]]] = {
     "six axes with ties": ((3, 3, 3, 3, 2, 2), 1, 2, False, {}),

@@ -25,7 +25,7 @@ def study(**changes: Any) -> Study:
         "data": {"name": "digits", "train_limit": 200, "test_limit": 100},
         "axes": {"lr": [0.1, 0.2], "width": [3, 4]},
         "seeds": 1,
-        "settings": {"depth": 1, "batch": 50},
+        "settings": {"depth": 1, "batch_size": 50},
         "stop": {"epochs": 2},
         "measures": ["squared_norm", "distance_from_init", "hessian_trace"],
         "measure": {"examples": 30},
@@ -104,6 +104,14 @@ def exploding(*, seed: int, data: Examples, width: int, epochs: int) -> nn.Modul
 
 def needing(*, seed: int, data: Examples, width: int, patience: int) -> nn.Module:
     raise AssertionError("never called")
+
+
+def old_names(*, seed: int, data: Examples, batch: int, l2: float, epochs: int = 1) -> nn.Module:
+    return network((64,), 10, batch)
+
+
+def anything(shape: tuple[int, ...], classes: int, **arguments: Any) -> nn.Module:
+    return network(shape, classes)
 
 
 class Rounding(nn.Module):

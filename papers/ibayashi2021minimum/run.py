@@ -43,7 +43,7 @@ MEASURE = {
 
 
 def study(network: str, scale: str) -> Study:
-    """The authors' recipe: SGD, momentum 0.9, l2 1e-5, lr / (1 + 1e-4 step), batches of 1024, permuted labels."""
+    """Return the authors' recipe: SGD, batches of 1024, lr / (1 + 1e-4 step), permuted labels."""
     small = scale == "smoke"
     ratios = (0.0, 0.5, 1.0) if small else CLAIMS[0]["ratios"]
     return Study(
@@ -56,8 +56,8 @@ def study(network: str, scale: str) -> Study:
             "optimizer": "sgd",
             "lr": LR[network],
             "momentum": 0.9,
-            "l2": 1e-5,
-            "batch": 100 if small else 1024,
+            "weight_decay": 1e-5,
+            "batch_size": 100 if small else 1024,
             "schedule": "inverse",
             "decay": 1e-4,
             "label_noise_kind": "permuted",

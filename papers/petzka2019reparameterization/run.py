@@ -46,7 +46,7 @@ def study(scale: str) -> Study:
         name=f"petzka2019-mnist-{scale}",
         data={"name": "mnist", **({"train_limit": 1000, "test_limit": 500} if small else {})},
         network="petzka_mlp",
-        axes={"batch, lr": [(batch, lr * batch / batches[0]) for batch in batches]},
+        axes={"batch_size, lr": [(batch, lr * batch / batches[0]) for batch in batches]},
         seeds=3 if small else 18,
         settings={"optimizer": "sgd", "init": "xavier_normal"},
         stop={"epochs": 20 if small else 400},
@@ -100,7 +100,7 @@ class Found:
         self.outcomes = {k: outcome for k, outcome in self.trained.items() if outcome.train_error <= LARGEST_ERROR}
         self.kept = {key: rows[key] for key in self.outcomes}
         self.gap = np.array([row.gap["loss"] for row in self.kept.values()])
-        self.batch = np.array([row.config["batch"] for row in self.kept.values()])
+        self.batch = np.array([row.config["batch_size"] for row in self.kept.values()])
         self.loss = np.array([outcome.train_loss for outcome in self.outcomes.values()])
         path = folder / "rescaled.json"
         self.rescaled: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import SaltflatError, StudyError, make_unknown_name_error
 from saltflat.studies.callables import STOPS, ConfigurableFunction, inspect_network, inspect_train_function
-from saltflat.studies.canonical import FORMAT, canonicalize, compute_digest, dump_canonical_json, make_hashable
-from saltflat.studies.recipe import SETTINGS, Recipe
+from saltflat.studies.canonical import (
+    FORMAT,
+    canonicalize,
+    compute_digest,
+    dump_canonical_json,
+    make_hashable,
+    to_version_1,
+)
+from saltflat.studies.recipe import RENAMED, SETTINGS, Recipe, make_renamed_error
 from saltflat.studies.schema import ALLOWED
 
 if TYPE_CHECKING:
@@ -20,8 +27,8 @@ if TYPE_CHECKING:
 
 
 MOST_RUNS = 100_000
-# Names that other libraries have for settings, and that are not spelt like ours.
-ELSEWHERE = {"learning_rate": "lr", "batch_size": "batch", "num_epochs": "epochs", "max_epochs": "epochs", "wd": "l2"}
+# Settings by names they have elsewhere, or had in earlier versions.
+OTHER_NAMES = {"learning_rate": "lr", "num_epochs": "epochs", "max_epochs": "epochs", "wd": "weight_decay", **RENAMED}
 USUAL = {each.name: each.default for each in fields(Recipe) if each.name in SETTINGS}
 
 
@@ -67,8 +74,8 @@ def split_axis_names(axis: str) -> list[str]:
     """The settings that an axis is about: several, with commas between them, go hand in hand.
 
     Example:
-        >>> split_axis_names("batch, lr")
-        ['batch', 'lr']
+        >>> split_axis_names("batch_size, lr")
+        ['batch_size', 'lr']
     """
     return [name.strip() for name in axis.split(",")]
 
@@ -107,7 +114,7 @@ def _make_config(
         filled = {**USUAL, "network": network, **given}
         config = {name: ALLOWED[name].convert(value) if name in ALLOWED else value for name, value in filled.items()}
         config = {name: config[name] for name in [*order, *(each for each in config if each not in order)]}
-        whole = {**takers[network].defaults, **config}
+        whole = to_version_1({**takers[network].defaults, **config})
     else:
         taker = takers[study.train]
         filled = {**taker.defaults, **given, **({} if study.network is None else {"network": study.network})}
@@ -170,7 +177,7 @@ def _find_grid_problems(study: Study) -> list[str]:
         problems.append("Expected at least one, but got no seeds. Try giving a count from 1, or a list.")
     if len(set(study.seeds)) < len(study.seeds):
         problems.append(f"Expected each once, but got a seed twice in {list(study.seeds)}. Try taking one away.")
-    problems += [text for seed in study.seeds if (text := ALLOWED["seed"].find_problem("seed", seed)) is not None]
+    problems += [str(error) for seed in study.seeds if (error := ALLOWED["seed"].find_problem("seed", seed))]
     return problems
 
 
@@ -201,13 +208,14 @@ def _find_name_problems(study: Study, takers: Mapping[str, ConfigurableFunction]
         for name in given:
             # What ends a run is also for judging how it ended; only the number of epochs must reach a train function.
             judged = study.train is not None and name in STOPS and name != "epochs"
-            if name not in own and not taker.can_take(name) and not judged:
+            if study.train is None and name in RENAMED:  # even where a network takes any name
+                problems.append(str(make_renamed_error(name)))
+            elif name not in own and not taker.can_take(name) and not judged:
                 known = [*own, *taker.names]
-                elsewhere = ELSEWHERE.get(name)
+                other = OTHER_NAMES.get(name)
                 problems.append(
-                    f"Expected that name, but got {name!r}, which is called {elsewhere!r} here. Try using "
-                    f"{elsewhere!r}."
-                    if elsewhere in known
+                    f"Expected {other!r}, but got {name!r}. Try {other}."
+                    if other in known
                     else str(make_unknown_name_error(f"setting or argument of {taker.what}", name, known))
                 )
         for name in taker.required_names:
@@ -227,7 +235,7 @@ def _find_value_problems(study: Study) -> list[str]:
         for value in values:
             problem = ALLOWED[name].find_problem(name, value) if name in ALLOWED else None
             if problem is not None:
-                problems.append(problem)
+                problems.append(str(problem))
     return problems
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.custom_losses import normalize_logits
+from saltflat.engine.losses import parse_loss
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.errors import (
     DataError,

@@ -17,9 +17,9 @@ from saltflat.studies.data import Examples
 from saltflat.studies.grid import is_same_value, make_recipe, raise_problems
 from saltflat.studies.recipe import SETTINGS, Recipe
 from saltflat.studies.row import Row
-from saltflat.studies.store.folder import PARTIAL, Store, has_damaged_copy
-from saltflat.studies.store.rows import DamageError
-from saltflat.studies.training.build import DTYPES, build_network
+from saltflat.studies.schema import DTYPES
+from saltflat.studies.store import PARTIAL, DamageError, Store, has_damaged_copy
+from saltflat.studies.training.build import build_network
 from saltflat.studies.training.train_batched import group_runs
 
 if TYPE_CHECKING:
@@ -35,12 +35,14 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
     if study.train is not None:
         return
     recipes = [make_recipe(config) for config in runs.values()]
-    sizes = dict.fromkeys((r.train_size, r.confusion, r.batch, r.nesterov, r.momentum, r.optimizer) for r in recipes)
+    sizes = dict.fromkeys(
+        (r.train_size, r.confusion, r.batch_size, r.nesterov, r.momentum, r.optimizer) for r in recipes
+    )
     problems = [text for each in sizes for text in _find_size_problems(*each, len(examples.train_inputs))]
     if len(examples.shape) != 3:
         problems += [
-            f"Expected images, but got augment={kind!r} for inputs of shape {examples.shape}. Channels, height, "
-            "width. Try leaving augment out."
+            f"Expected images (channels, height, width) for augment={kind!r}, but got inputs of shape "
+            f"{examples.shape}. Try leaving augment out."
             for kind in dict.fromkeys(recipe.augment for recipe in recipes if recipe.augment != "none")
         ]
     structures = {
@@ -55,29 +57,29 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
 
 
 def _find_size_problems(
-    train_size: int | None, confusion: int, batch: int, nesterov: bool, momentum: float, optimizer: str, there: int
+    train_size: int | None, confusion: int, batch_size: int, nesterov: bool, momentum: float, optimizer: str, there: int
 ) -> Iterator[str]:
     taken = there - confusion if train_size is None else train_size
     if taken < 1 or taken + confusion > there:
         wanted = "all" if train_size is None else f"{train_size:,}"
         yield (
-            f"Expected both to fit in, but got train_size={wanted} and confusion={confusion:,} of {there:,} training "
-            "examples. Try lowering one of them."
+            f"Expected at most {there:,} training examples, but got train_size={wanted} and "
+            f"confusion={confusion:,}. Try lowering one of them."
         )
-    elif batch > taken + confusion:
+    elif batch_size > taken + confusion:
         yield (
-            f"Expected at most these, but got batch={batch:,} for {taken + confusion:,} training examples. Try "
-            "lowering the batch, or taking more examples."
+            f"Expected at most {taken + confusion:,}, the number of training examples, but got "
+            f"batch_size={batch_size:,}. Try a smaller one, or more examples."
         )
     if nesterov and momentum == 0 and optimizer == "sgd":
-        yield "Expected momentum to look ahead by, but got nesterov=True with momentum=0. Try giving momentum."
+        yield "Expected a momentum above 0 with nesterov=True, but got momentum=0. Try momentum=0.9."
 
 
 def _compute_last_batch_size(recipe: Recipe, examples: Examples) -> int:
     """How many examples the last step of an epoch has."""
     there = len(examples.train_inputs)
     taken = there if recipe.train_size is None else recipe.train_size + recipe.confusion
-    return taken % recipe.batch or recipe.batch
+    return taken % recipe.batch_size or recipe.batch_size
 
 
 def _find_structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely: Recipe | None) -> Iterator[str]:
@@ -111,9 +113,9 @@ def _find_structure_problems(study: Study, recipe: Recipe, examples: Examples, l
                 model.train()(inputs[:1])
         except Exception as error:
             yield (
-                f"Expected another batch, but got batch={lonely.batch}, with which an epoch ends in a single "
-                f"example, and {network} cannot be trained on one ({format_error_line(error)}). Try changing batch "
-                "or train_size."
+                f"Expected at least two examples in every batch, but got batch_size={lonely.batch_size}, with which an "
+                f"epoch ends in a single example, and {network} cannot be trained on one "
+                f"({format_error_line(error)}). Try another batch_size or train_size."
             )
             return
         finally:

@@ -15,7 +15,7 @@ from saltflat.studies.data import Examples, check_code_allowed, compute_fingerpr
 from saltflat.studies.grid import make_recipe
 from saltflat.studies.networks import is_user_function
 from saltflat.studies.row import Row
-from saltflat.studies.store.folder import Store
+from saltflat.studies.store import Store
 from saltflat.studies.tasks import MeasureTask, RebuiltNetwork, TaskContext, rebuild_network
 
 if TYPE_CHECKING:

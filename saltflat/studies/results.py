@@ -22,8 +22,7 @@ from saltflat.results.files import build_frame
 from saltflat.results.text import format_count, make_printable, render_text
 from saltflat.studies.grid import collect_axis_values, count_runs, is_same_value, iter_grid_points
 from saltflat.studies.row import STATUSES, Row
-from saltflat.studies.store.folder import DEFINITION, ROWS, Store
-from saltflat.studies.store.rows import DamageError
+from saltflat.studies.store import DEFINITION, ROWS, DamageError, Store
 from saltflat.studies.study import Study
 
 if TYPE_CHECKING:
@@ -198,11 +197,11 @@ class Results:
         return score(self.rows.values(), self.study.axis_names, gap=gap, **asked)
 
     def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """The study as one page for a browser, with everything in it; see :func:`saltflat.render.html.study_page.write_page`.
+        """Write the study as one self-contained web page; see :func:`saltflat.render.html.write_study_page`.
 
         Code that the study's files name runs only with ``allow_code=True``: audits of own networks or data need it.
         """
-        written: Path = load_later("render.html.study_page").write_page(self, path, **options)
+        written: Path = load_later("render.html").write_study_page(self, path, **options)
         return written
 
     def __str__(self) -> str:

@@ -100,7 +100,7 @@ class Row:
         }
 
 
-CONTROLS = ("parameters", "norm", "distance", "train_loss", "lr", "batch", "noise")
+CONTROLS = ("parameters", "norm", "distance", "train_loss", "lr", "batch_size", "noise")
 
 
 def compute_controls(row: Row) -> dict[str, float]:
@@ -111,12 +111,12 @@ def compute_controls(row: Row) -> dict[str, float]:
     but the run's key: what it scores is what chance scores.
 
     Example:
-        >>> list(compute_controls(Row(key="a1", config={"lr": 0.1, "batch": 64}, status="failed")))
-        ['lr', 'batch', 'noise']
+        >>> list(compute_controls(Row(key="a1", config={"lr": 0.1, "batch_size": 64}, status="failed")))
+        ['lr', 'batch_size', 'noise']
     """
     found: dict[str, Any] = {}
     if row.outcome is not None:
         found |= {name: getattr(row.outcome, name) for name in ("parameters", "norm", "distance", "train_loss")}
-    found |= {name: row.config.get(name) for name in ("lr", "batch")}
+    found |= {name: row.config.get(name) for name in ("lr", "batch_size")}
     found["noise"] = int.from_bytes(hashlib.sha256(row.key.encode()).digest()[:6], "big") / 2**48
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}

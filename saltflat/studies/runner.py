@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,26 +19,22 @@ from saltflat.errors import OptionError, StudyError
 from saltflat.results.report import Reading
 from saltflat.results.text import make_printable
 from saltflat.studies import tasks
-from saltflat.studies.data import compute_fingerprint
 from saltflat.studies.executors import make_executor
 from saltflat.studies.executors.executor import Executor, ExecutorError, Failure, Session
 from saltflat.studies.executors.serial import make_no_timeout_error
 from saltflat.studies.grid import is_same_value
 from saltflat.studies.measurement import Measurement
-from saltflat.studies.plan import StudyPlan, check_fit, make_study_plan
-from saltflat.studies.results import Results
+from saltflat.studies.plan import StudyPlan
 from saltflat.studies.row import Outcome, Row, TrainedNetwork
-from saltflat.studies.store.folder import Store, open_store
+from saltflat.studies.store import Store
 from saltflat.studies.tasks import (
     CheckpointFailure,
     MeasureTask,
     TaskContext,
     TrainedRun,
     TrainTask,
-    resolve_device,
-    resolve_resources,
 )
-from saltflat.validation import check_non_negative, check_positive
+from saltflat.validation import check_positive
 
 if TYPE_CHECKING:
     from saltflat.studies.study import Study
@@ -131,59 +126,21 @@ def show_progress(progress: bool | ProgressDisplay | None) -> Iterator[ProgressD
         raise OptionError(f"Expected True, False or None, but got progress={progress!r}. Try leaving it out.")
 
 
-Runs = Mapping[str, dict[str, Any]]
-KEPT = "Everything that was finished is kept: give the same command again to go on."
-
-
-def run_study(
-    study: Study,
-    folder: str | os.PathLike[str],
-    executor: str | Executor = "serial",
-    device: str = "cpu",
-    retry_failed: bool = False,
-    progress: bool | ProgressDisplay | None = None,
-    *,
-    data_folder: str | os.PathLike[str] | None = None,
-    resources: Mapping[str, float] | None = None,
-    every: float = 30.0,
-    timeout: float | None = None,
-) -> Results:
-    """Do what of the study is not yet done, and give back all of its runs; see :meth:`Study.run`."""
-    check_non_negative(every=every, **(resources or {}))
+def select_executor(executor: str | Executor, timeout: float | None) -> Executor:
+    """Return the executor, after checking that it can enforce the timeout."""
     chosen = make_executor(executor) if isinstance(executor, str) else executor
     if timeout is not None:
         check_positive(timeout=timeout)
         if chosen.name == "serial":
             raise make_no_timeout_error(timeout)
-    runs = study.runs()
-    place = resolve_device(device, here=chosen.name == "serial")
-    needs = resolve_resources(chosen.name, place, resources or {})
-    where = None if data_folder is None else os.fspath(data_folder)
-    examples = study.data.examples(where, allow_code=True)  # to run a study is to run what it names
-    check_fit(study, runs, examples)
-    with (
-        show_progress(progress) as display,
-        open_store(study, list(runs), compute_fingerprint(examples), folder, display.tell) as store,
-    ):
-        plan = make_study_plan(study, runs, examples, store, retry_failed)
-        context = TaskContext(
-            examples,
-            study.train,
-            study.network,
-            study.measures,
-            study.measure_options,
-            place,
-            every,
-            tuple(sys.path),
-            display.update_epochs if chosen.name == "serial" else None,
-        )
-        _StudyRunner(study, runs, store, plan, display, context, needs, timeout).run(chosen)
-        results = Results.load(store.folder)
-        store.write_table(results.csv())
-    return results
+    return chosen
 
 
-class _StudyRunner:
+Runs = Mapping[str, dict[str, Any]]
+KEPT = "Everything that was finished is kept: give the same command again to go on."
+
+
+class StudyRunner:
     """One pass over what is to be done. Only this process writes rows and weights."""
 
     def __init__(

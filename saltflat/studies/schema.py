@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from saltflat.errors import make_unknown_name_error
+import torch
+from torch import Tensor
+from torch.nn import init
+
+from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
 from saltflat.studies.optimizers import OPTIMIZERS, SCHEDULES
-from saltflat.studies.training import examples
-from saltflat.studies.training.build import DTYPES, SCHEMES
+from saltflat.studies.recipe import Recipe, Value
+from saltflat.studies.training.examples import AUGMENTATION_KINDS, NOISE_KINDS
 
 LARGEST_SEED = 2**63 - 1
+# tf32 differs from float32 only inside of products.
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "float64": torch.float64}
+INITIALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "xavier_normal": init.xavier_normal_,
+    "xavier_uniform": init.xavier_uniform_,
+    "kaiming_normal": lambda weight: init.kaiming_normal_(weight, nonlinearity="relu"),
+    "kaiming_uniform": lambda weight: init.kaiming_uniform_(weight, nonlinearity="relu"),
+    "normal": init.normal_,
+    "uniform": lambda weight: init.uniform_(weight, -1.0, 1.0),
+}
+# A value as JSON, YAML or Python has it.
+Given: TypeAlias = "Value | list[Value]"
 
 
 @dataclass(frozen=True)
 class ValueRule:
-    """What a setting may be.
+    """The values that a setting may have.
 
     Attributes:
-        want: in words.
-        fits: whether a value of the right kind is in the range.
+        want: the values in words.
+        fits: whether a value of the right type is in the range.
         kind: ``float``, ``int``, ``bool`` or ``list``.
-        optional: whether None is a value too.
+        optional: whether None is allowed.
     """
 
     want: str
@@ -31,32 +48,39 @@ class ValueRule:
     kind: type = float
     optional: bool = False
 
-    def find_problem(self, name: str, value: Any) -> str | None:
-        """What is wrong with a value; None if nothing is."""
+    def find_problem(self, name: str, value: Given, exact: bool = False) -> SaltflatError | None:
+        """Return the error for a value that is not allowed; None for one that is.
+
+        Args:
+            name: of the setting.
+            value: to check.
+            exact: whether 64.0 is no whole number, since nothing converts it.
+        """
         if value is None and self.optional:
             return None
-        if not self._is_right_type(value) or not self.fits(value):
-            return f"Expected {self.want}, but got {name}={value!r}. Correct it."
+        inexact = exact and self.kind is int and not isinstance(value, int)
+        if inexact or not self._is_right_type(value) or not self.fits(value):
+            return OptionError(f"Expected {self.want}, but got {name}={value!r}. Try another {name}.")
         return None
 
     def convert(self, value: Any) -> Any:
-        """The value in its own type: 64.0 examples are 64, a learning rate of 1 is 1.0."""
+        """Return the value in its own type: 64.0 examples are 64, a learning rate of 1 is 1.0."""
         if value is None:
             return None
         return [float(each) for each in value] if self.kind is list else self.kind(value)
 
-    def _is_right_type(self, value: Any) -> bool:
+    def _is_right_type(self, value: Given) -> bool:
         if self.kind is bool:
             return isinstance(value, bool)
         if self.kind is list:
             return isinstance(value, list | tuple) and all(_is_number(each) for each in value)
-        return _is_number(value) and (self.kind is float or value == int(value))
+        return _is_number(value) and (self.kind is float or value == int(value))  # type: ignore[arg-type]
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number, and one that a float can hold."""
+def _is_number(value: Given) -> bool:
+    """Return whether a value is a finite number that fits in a float."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and (isinstance(value, float) or abs(value) <= sys.float_info.max)
+    return is_real and (math.isfinite(value) if isinstance(value, float) else abs(value) <= sys.float_info.max)  # type: ignore[arg-type,operator]
 
 
 @dataclass(frozen=True)
@@ -66,14 +90,13 @@ class ChoiceRule:
     what: str
     names: Collection[str]
 
-    def find_problem(self, name: str, value: Any) -> str | None:
-        return (
-            None
-            if isinstance(value, str) and value in self.names
-            else str(make_unknown_name_error(self.what, value, self.names))
-        )
+    def find_problem(self, name: str, value: Given, exact: bool = False) -> SaltflatError | None:
+        """Return the error for a name that is not known; None for one that is."""
+        known = isinstance(value, str) and value in self.names
+        return None if known else make_unknown_name_error(self.what, value, self.names)
 
     def convert(self, value: Any) -> Any:
+        """Return the name as it is."""
         return value
 
 
@@ -89,7 +112,6 @@ ALLOWED: dict[str, ValueRule | ChoiceRule] = {
     "lr": _POSITIVE,
     "momentum": _BELOW_ONE,
     "nesterov": ValueRule("true or false", lambda value: True, bool),
-    "l2": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "beta1": _BELOW_ONE,
     "beta2": _BELOW_ONE,
@@ -97,21 +119,35 @@ ALLOWED: dict[str, ValueRule | ChoiceRule] = {
     "schedule": ChoiceRule("schedule", SCHEDULES),
     "decay": _NOT_NEGATIVE,
     "milestones": ValueRule(
-        "a list of shares of the epochs, from 0 to 1", lambda value: all(0 <= each <= 1 for each in value), list
+        "a list of fractions of the epochs, from 0 to 1", lambda value: all(0 <= each <= 1 for each in value), list
     ),
-    "batch": _COUNT,
+    "batch_size": _COUNT,
     "epochs": _COUNT_FROM_ZERO,
     "target_loss": ValueRule("a number above 0, or none", lambda value: value > 0, optional=True),
-    "target_error": ValueRule("a share from 0 to below 1, or none", lambda value: 0 <= value < 1, optional=True),
+    "target_error": ValueRule("a number from 0 to below 1, or none", lambda value: 0 <= value < 1, optional=True),
     "check_every": _COUNT,
     "dropout": _BELOW_ONE,
-    "init": ChoiceRule("initialisation", ("default", *SCHEMES)),
+    "init": ChoiceRule("initialization", ("default", *INITIALIZERS)),
     "init_scale": _POSITIVE,
     "train_size": ValueRule("a whole number from 1, or none", lambda value: value >= 1, int, optional=True),
-    "label_noise": ValueRule("a share from 0 to 1", lambda value: 0 <= value <= 1),
-    "label_noise_kind": ChoiceRule("kind of label noise", examples.NOISE_KINDS),
+    "label_noise": ValueRule("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "label_noise_kind": ChoiceRule("kind of label noise", NOISE_KINDS),
     "confusion": _COUNT_FROM_ZERO,
-    "augment": ChoiceRule("augmentation", examples.AUGMENTATION_KINDS),
+    "augment": ChoiceRule("augmentation", AUGMENTATION_KINDS),
     "crop": _COUNT_FROM_ZERO,
     "dtype": ChoiceRule("dtype", DTYPES),
 }
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Check that every setting of a recipe has an allowed value.
+
+    Example:
+        >>> check_recipe(Recipe(momentum=2))
+        Traceback (most recent call last):
+        saltflat.errors.OptionError: Expected a number from 0 to below 1, but got momentum=2. Try another momentum.
+    """
+    for name, rule in ALLOWED.items():
+        problem = rule.find_problem(name, getattr(recipe, name), exact=True)
+        if problem is not None:
+            raise problem

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from saltflat.errors import StudyError, import_optional, make_unknown_name_error
 from saltflat.results.files import parse_path
 from saltflat.studies.callables import get_function_path
 from saltflat.studies.canonical import DEEPEST, to_json_value
-from saltflat.studies.data import DataSource
+from saltflat.studies.data import DataSource, compute_fingerprint
+from saltflat.studies.executors.executor import Executor
 from saltflat.studies.grid import expand_runs, split_axis_names
 from saltflat.studies.measurement import USUAL_MEASURES, parse_measure_names, parse_measure_options
+from saltflat.studies.plan import check_fit, make_study_plan
+from saltflat.studies.runner import ProgressDisplay, StudyRunner, select_executor, show_progress
+from saltflat.studies.store import open_store
+from saltflat.studies.tasks import TaskContext, resolve_resources
+from saltflat.validation import check_non_negative, parse_device
 
 if TYPE_CHECKING:
-    from saltflat.studies.executors.executor import Executor
     from saltflat.studies.results import Results
-    from saltflat.studies.runner import ProgressDisplay
 
 
 def parse_mapping(given: Any, what: str) -> dict[str, Any]:
@@ -196,8 +203,8 @@ class Study:
         name: what the study is called; a folder holds the runs of one name.
         data: the name of a data set, or a mapping; see :class:`saltflat.studies.data.DataSource`.
         axes: for each name the values to try: any setting of :class:`saltflat.studies.recipe.Recipe`, any argument of
-            the network, or ``network``. Names with commas between them go hand in hand: ``{"batch, lr": [[1000, 0.02],
-            [2000, 0.04]]}`` has two values, not four; scores and plots know the axis by the first of its names.
+            the network, or ``network``. Names separated by commas vary together: ``{"batch_size, lr": [[1000, 0.02],
+            [2000, 0.04]]}`` has two values, not four; scores and plots name the axis by the first of its names.
         seeds: how many (0, 1, 2, ...), or a list of them.
         network: a ready-made network, or ``package.module:function``. With ``train``: what makes the network that the
             function trains, so that it can be measured again from its weights.
@@ -323,7 +330,7 @@ class Study:
         self,
         folder: str | os.PathLike[str],
         executor: str | Executor = "serial",
-        device: str = "cpu",
+        device: str | torch.device = "auto",
         retry_failed: bool = False,
         progress: bool | ProgressDisplay | None = None,
         *,
@@ -332,34 +339,53 @@ class Study:
         every: float = 30.0,
         timeout: float | None = None,
     ) -> Results:
-        """Train and measure what is not yet done; nothing that is finished is lost or repeated.
+        """Train and measure all runs that are not finished yet, and return all results.
 
-        Imports and calls the functions that the study names: run somebody else's study only if you trust it.
+        If interrupted, call it again with the same folder: it resumes where it stopped. It imports and calls the
+        functions that the study names, so run somebody else's study only if you trust it.
 
         Args:
-            folder: where runs are kept; made if it is not there. Call it again with the same folder to go on.
+            folder: folder of the study; created if it does not exist.
             executor: ``"serial"``, ``"processes"``, ``"ray"``, or one of :mod:`saltflat.studies.executors`.
-            device: ``"cpu"``, ``"cuda"`` ..., or ``"auto"`` for a GPU if there is one.
-            retry_failed: try the runs again that ended in an error.
-            progress: True or False for progress bars; None for a terminal only.
-            data_folder: where named data sets are, if not where the study says.
-            resources: of one task, for clusters: ``{"cpus": 1, "gpus": 0}``, a GPU where the device is one.
+            device: ``"cpu"``, ``"cuda"`` ..., a :class:`torch.device`, or ``"auto"`` for a GPU if CUDA is available.
+            retry_failed: whether to repeat the runs that ended in an error.
+            progress: True or False for progress bars; None for bars on a terminal only.
+            data_folder: folder of named data sets, if not the one in the study.
+            resources: resources of one task on a cluster, ``{"cpus": 1, "gpus": 0}``; by default one GPU if the device
+                is one.
             every: seconds between checkpoints of a training.
-            timeout: seconds that training a run may take, and measuring it; networks that are trained together share
-                the sum of theirs. A run that takes longer is stopped, and has failed. None for no limit; ``"serial"``
-                cannot stop a run, and refuses one.
+            timeout: maximum seconds for training a run, and for measuring it. Networks that are trained together share
+                the sum of their times. A run that takes longer is stopped and counts as failed. ``"serial"`` cannot
+                stop a run and does not accept a timeout.
         """
-        from saltflat.studies.runner import run_study  # at call time: it needs this module
+        from saltflat.studies.results import Results  # at call time: it imports this module
 
-        return run_study(
-            self,
-            folder,
-            executor,
-            device,
-            retry_failed,
-            progress,
-            data_folder=data_folder,
-            resources=resources or {},
-            every=every,
-            timeout=timeout,
-        )
+        check_non_negative(every=every, **(resources or {}))
+        workers = select_executor(executor, timeout)
+        runs = self.runs()
+        local = workers.name == "serial"
+        place = str(parse_device(device, probe=local))
+        needs = resolve_resources(workers.name, place, resources or {})
+        where = None if data_folder is None else os.fspath(data_folder)
+        examples = self.data.examples(where, allow_code=True)  # to run a study is to run the functions it names
+        check_fit(self, runs, examples)
+        with (
+            show_progress(progress) as display,
+            open_store(self, list(runs), compute_fingerprint(examples), folder, display.tell) as store,
+        ):
+            plan = make_study_plan(self, runs, examples, store, retry_failed)
+            context = TaskContext(
+                examples,
+                self.train,
+                self.network,
+                self.measures,
+                self.measure_options,
+                place,
+                every,
+                tuple(sys.path),
+                display.update_epochs if local else None,
+            )
+            StudyRunner(self, runs, store, plan, display, context, needs, timeout).run(workers)
+            results = Results.load(store.folder)
+            store.write_table(results.csv())
+        return results

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import DeviceError, ReportError, format_error_line
+from saltflat.errors import DeviceError, ReportError
 from saltflat.studies.callables import inspect_network
 from saltflat.studies.data import Examples
 from saltflat.studies.grid import make_recipe
@@ -21,22 +21,6 @@ from saltflat.studies.row import TrainedNetwork
 from saltflat.studies.training.build import build_network
 from saltflat.studies.training.examples import make_training_set
 from saltflat.studies.training.train_batched import train_together
-
-
-def resolve_device(name: str, here: bool = True) -> str:
-    """The device of this name; ``"auto"`` is a GPU if there is one. Looked for only where this process will use it."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        if here:
-            torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise DeviceError(
-            f"Expected one that torch can reach, but got the device {name!r}, which cannot be used here "
-            f"({format_error_line(error)}). Try using 'cpu', or 'auto'."
-        ) from error
-    return name
 
 
 def resolve_resources(executor: str, device: str, given: Mapping[str, float]) -> dict[str, float]:

@@ -102,7 +102,7 @@ def test_first_weights_depend_on_the_seed_alone_and_leave_the_random_state() -> 
     first = build_network(recipe, CIFAR, 10)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(7)
-    again = build_network(replace(recipe, lr=1.0, batch=3, label_noise=0.5, dropout=0.5), CIFAR, 10)
+    again = build_network(replace(recipe, lr=1.0, batch_size=3, label_noise=0.5, dropout=0.5), CIFAR, 10)
     other = build_network(replace(recipe, seed=4), CIFAR, 10)
     for name, value in first.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
@@ -173,25 +173,27 @@ def test_the_users_own_function_makes_a_network() -> None:
 @pytest.mark.parametrize(
     ("recipe", "error", "words"),
     [
-        (Recipe(network="lenet"), UnknownNameError, "use 'lenet5'"),
-        (Recipe(architecture={"widht": 3}), UnknownNameError, "use 'width'"),
+        (Recipe(network="lenet"), UnknownNameError, "Try 'lenet5'"),
+        (Recipe(architecture={"widht": 3}), UnknownNameError, "Try 'width'"),
         (Recipe(architecture={"width": "wide"}), OptionError, "for the network 'mlp'"),
         (Recipe(network="training_cases:undecided", architecture={"width": 3}), OptionError, "takes no arguments"),
-        (Recipe(network="cnn6"), ModelError, r"Want images \(channels, height, width\)"),
-        (Recipe(network="training_cases:examples"), ModelError, r"Got a Examples .* Want a torch.nn.Module"),
-        (Recipe(optimizer="sgdm"), UnknownNameError, "use 'sgd'"),
-        (Recipe(schedule="cosin"), UnknownNameError, "use 'cosine'"),
-        (Recipe(init="xavier"), UnknownNameError, "use 'xavier_"),
-        (Recipe(augment="flips"), UnknownNameError, "use 'flip'"),
-        (Recipe(dtype="float16"), UnknownNameError, "use 'float"),
-        (Recipe(lr=-1.0), OptionError, "Got lr=-1.0. Want a number from 0"),
-        (Recipe(lr=math.nan), OptionError, "Got lr=nan"),
-        (Recipe(batch=0), OptionError, "Got batch=0. Want a whole number of at least 1"),
-        (Recipe(dropout=1.0), OptionError, "Got dropout=1.0"),
-        (Recipe(label_noise=1.5), OptionError, "Got label_noise=1.5. Want a share"),
-        (Recipe(epochs=2.5), OptionError, "Got epochs=2.5"),  # type: ignore[arg-type]
-        (Recipe(seed=True), OptionError, "Got seed=True"),
-        (Recipe(milestones=("half",)), OptionError, "Got milestones"),  # type: ignore[arg-type]
+        (Recipe(network="cnn6"), ModelError, r"Expected images \(channels, height, width\)"),
+        (Recipe(network="training_cases:examples"), ModelError, r"Expected a torch.nn.Module.* but got .*Examples"),
+        (Recipe(optimizer="sgdm"), UnknownNameError, "Try 'sgd'"),
+        (Recipe(schedule="cosin"), UnknownNameError, "Try 'cosine'"),
+        (Recipe(init="xavier"), UnknownNameError, "Try 'xavier_"),
+        (Recipe(augment="flips"), UnknownNameError, "Try 'flip'"),
+        (Recipe(dtype="float16"), UnknownNameError, "Try 'float"),
+        (Recipe(lr=-1.0), OptionError, "Expected a number above 0, but got lr=-1.0"),
+        (Recipe(lr=math.nan), OptionError, "got lr=nan"),
+        (Recipe(batch_size=0), OptionError, "Expected a whole number from 1, but got batch_size=0"),
+        (Recipe(dropout=1.0), OptionError, "got dropout=1.0"),
+        (Recipe(label_noise=1.5), OptionError, "Expected a number from 0 to 1, but got label_noise=1.5"),
+        (Recipe(epochs=2.5), OptionError, "got epochs=2.5"),  # type: ignore[arg-type]
+        (Recipe(epochs=2.0), OptionError, "got epochs=2.0"),  # type: ignore[arg-type]
+        (Recipe(lr=math.inf), OptionError, "got lr=inf"),
+        (Recipe(seed=True), OptionError, "got seed=True"),
+        (Recipe(milestones=("half",)), OptionError, "got milestones"),  # type: ignore[arg-type]
     ],
 )
 def test_a_recipe_that_means_nothing_is_refused(recipe: Recipe, error: type[Exception], words: str) -> None:

@@ -27,9 +27,9 @@ from saltflat.studies.executors import ProcessExecutor
 from saltflat.studies.grid import make_recipe
 from saltflat.studies.results import format_csv
 from saltflat.studies.row import Outcome, TrainedNetwork
+from saltflat.studies.runner import StudyRunner
 from saltflat.studies.store.folder import Store
 from saltflat.studies.store.rows import row_from_dict, row_to_dict
-from saltflat.studies.tasks import resolve_device
 from saltflat.studies.training.build import build_network
 from saltflat.studies.training.examples import make_training_set
 
@@ -103,7 +103,7 @@ def test_what_a_row_says_is_true_of_the_weights(finished: Results) -> None:
 def test_measures_are_taken_with_the_labels_that_were_trained_on(tmp_path: Path) -> None:
     made = study(
         axes={"lr": [0.1]},
-        settings={"depth": 1, "width": 3, "label_noise": 1.0, "train_size": 40, "confusion": 20, "batch": 20},
+        settings={"depth": 1, "width": 3, "label_noise": 1.0, "train_size": 40, "confusion": 20, "batch_size": 20},
         measures=["fisher_trace"],
         measure={"examples": None},
     )
@@ -254,7 +254,7 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: 
 
 
 def test_data_that_changed_under_the_same_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = study(data="study_cases:pairs", settings={"depth": 1, "batch": 10})
+    made = study(data="study_cases:pairs", settings={"depth": 1, "batch_size": 10})
     made.run(tmp_path / "runs", progress=False)
     monkeypatch.setenv("STUDY_BLOBS", "1")
     with pytest.raises(StudyError, match="not those which the runs"):
@@ -545,9 +545,28 @@ def test_looking_at_results_imports_nothing_of_the_users(tmp_path: Path) -> None
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SaltflatError, match="cannot be used here"):
+    with pytest.raises(SaltflatError, match="Expected a device that torch can use here, but got 'cuda:77'"):
         study().run(tmp_path / "runs", device="cuda:77", progress=False)
-    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "available", "wanted"),
+    [
+        (None, False, "cpu"),
+        (None, True, "cuda"),
+        ("auto", True, "cuda"),
+        ("cpu", True, "cpu"),
+        (torch.device("cpu"), True, "cpu"),
+    ],
+)
+def test_a_study_runs_on_a_gpu_if_there_is_one(
+    device: Any, available: bool, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(StudyRunner, "run", lambda runner, executor: places.append(runner.context.device))
+    study().run(tmp_path / "runs", progress=False, **({} if device is None else {"device": device}))
+    assert places == [wanted]
 
 
 def test_arrays_in_files_can_be_studied(tmp_path: Path) -> None:
@@ -558,13 +577,13 @@ def test_arrays_in_files_can_be_studied(tmp_path: Path) -> None:
         inputs = draws.normal(size=(count, 6)).astype(np.float32)
         np.savez(tmp_path / f"{name}.npz", inputs=inputs, targets=draws.integers(0, 3, count))
     data = {"name": str(tmp_path / "train.npz"), "test": str(tmp_path / "test.npz")}
-    results = study(data=data, settings={"depth": 1, "batch": 10}).run(tmp_path / "runs", progress=False)
+    results = study(data=data, settings={"depth": 1, "batch_size": 10}).run(tmp_path / "runs", progress=False)
     assert results.counts["done"] == 4
 
 
 @pytest.mark.parametrize("name", ["no_pairs", "nothing"])
 def test_data_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(SaltflatError, match="Want"):
+    with pytest.raises(SaltflatError, match="Expected "):
         study(data=f"study_cases:{name}").run(tmp_path / "runs", progress=False)
 
 

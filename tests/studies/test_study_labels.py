@@ -67,7 +67,7 @@ def test_more_noise_adds_to_less() -> None:
 def test_labels_depend_on_the_seed_and_the_noise_alone() -> None:
     base = Recipe(label_noise=0.4, confusion=50, train_size=500)
     labels = make_training_set(base, MANY).labels
-    others = replace(base, lr=0.7, network="lenet5", epochs=3, dropout=0.2, init="normal", batch=7)
+    others = replace(base, lr=0.7, network="lenet5", epochs=3, dropout=0.2, init="normal", batch_size=7)
     assert torch.equal(make_training_set(others, MANY).labels, labels)
     assert not torch.equal(make_training_set(replace(base, seed=1), MANY).labels, labels)
 
@@ -93,10 +93,10 @@ def test_the_users_labels_are_not_touched() -> None:
 
 @pytest.mark.parametrize("settings", [{"train_size": 1001}, {"train_size": 990, "confusion": 11}, {"confusion": 1000}])
 def test_more_examples_than_there_are_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(DataError, match=r"Got .* Want .* Do: "):
+    with pytest.raises(DataError, match=r"Expected .*, but got .* Try "):
         make_training_set(Recipe(**settings), MANY)  # type: ignore[arg-type]
 
 
 def test_an_unknown_kind_of_noise_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="use 'permuted'"):
+    with pytest.raises(UnknownNameError, match="Try 'permuted'"):
         make_training_set(Recipe(label_noise_kind="permute"), MANY)

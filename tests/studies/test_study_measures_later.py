@@ -59,7 +59,7 @@ def test_data_that_changed_are_noticed_after_a_detour(tmp_path: Path) -> None:
     def taken(limit: int) -> Study:
         source = {"name": str(tmp_path / "train.npz"), "test": str(tmp_path / "test.npz"), "train_limit": limit}
         return Study(
-            "files", source, {"lr": [0.1]}, network="mlp", settings={"width": 4, "batch": 8}, stop={"epochs": 1},
+            "files", source, {"lr": [0.1]}, network="mlp", settings={"width": 4, "batch_size": 8}, stop={"epochs": 1},
             measures=["squared_norm"], measure={"examples": 10},
         )  # fmt: skip
 

@@ -23,7 +23,11 @@ from saltflat.studies.store.rows import row_to_dict
 
 def chosen(own: bool) -> Study:
     """Four runs; ours are trained in two groups, in the third epoch of which a worker is killed."""
-    changes: dict[str, Any] = {"network": "waiting_cases:network", "settings": {"batch": 50}, "stop": {"epochs": 4}}
+    changes: dict[str, Any] = {
+        "network": "waiting_cases:network",
+        "settings": {"batch_size": 50},
+        "stop": {"epochs": 4},
+    }
     if own:
         changes |= {"train": "waiting_cases:train", "settings": {}, "stop": {"epochs": STEPS + 5}}
     return study(**changes)

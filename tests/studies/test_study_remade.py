@@ -26,7 +26,7 @@ PAIRS = [[50, 0.1], [25, 0.2], [20, 0.4]]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Results:
     made = study(
-        axes={"batch, lr": PAIRS, "width": [3, 4]},
+        axes={"batch_size, lr": PAIRS, "width": [3, 4]},
         settings={"depth": 1, "label_noise": 0.5, "train_size": 100},
         measure={"examples": 30, "dtype": "float64"},
     )
@@ -36,16 +36,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_the_table_has_a_column_for_each_setting_that_goes_hand_in_hand(finished: Results) -> None:
     with (finished.folder / "table.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert list(lines[0])[:5] == ["key", "batch", "lr", "width", "seed"]
-    found = [[float(line[name]) for name in ("batch", "lr", "width")] for line in lines]
+    assert list(lines[0])[:5] == ["key", "batch_size", "lr", "width", "seed"]
+    found = [[float(line[name]) for name in ("batch_size", "lr", "width")] for line in lines]
     assert found == [[*pair, width] for pair in PAIRS for width in (3, 4)]
     assert Results.load(finished.folder).csv() == finished.csv()
 
 
 def test_scores_know_an_axis_by_the_first_of_its_names(finished: Results) -> None:
     scores = finished.scores(resamples=0)
-    assert list(scores.axes) == ["batch", "width"]
-    assert list(scores.scores["squared_norm"].granulated_by_axis) == ["batch", "width"]
+    assert list(scores.axes) == ["batch_size", "width"]
+    assert list(scores.scores["squared_norm"].granulated_by_axis) == ["batch_size", "width"]
 
 
 def test_a_network_made_again_has_its_weights_and_what_it_was_trained_on(finished: Results) -> None:
@@ -79,7 +79,7 @@ def test_a_network_of_a_users_training_is_made_again_too(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_made_again_is_told(finished: Results, tmp_path: Path) -> None:
-    with pytest.raises(StudyError, match="Got the run 'nothing', of which there are no weights"):
+    with pytest.raises(StudyError, match="got the run 'nothing', of which there are no weights"):
         load_trained_network(finished, "nothing", finished.study.data.examples())
     bare = own(train="study_cases:bare", network=None).run(tmp_path / "runs", progress=False)
     with pytest.raises(StudyError, match="without network"):

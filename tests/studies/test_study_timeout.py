@@ -48,7 +48,7 @@ def test_a_group_that_hangs_fails_alone_and_goes_on_from_its_checkpoint_when_it_
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
-    chosen = study(network="waiting_cases:network", settings={"batch": 50}, stop={"epochs": 4})
+    chosen = study(network="waiting_cases:network", settings={"batch_size": 50}, stop={"epochs": 4})
     (tmp_path / "marks").mkdir()
     monkeypatch.setenv(FOLDER, str(tmp_path / "marks"))
     runs = tmp_path / "runs"
@@ -83,7 +83,7 @@ def test_there_is_no_limit_unless_one_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "5", True])
 def test_a_limit_that_is_no_positive_number_is_refused_before_any_work(timeout: Any, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"Got timeout=.* Want a positive number"):
+    with pytest.raises(OptionError, match=r"Expected a positive number.* but got timeout="):
         own().run(tmp_path / "runs", "processes", progress=False, timeout=timeout)
     assert not (tmp_path / "runs").exists()
 

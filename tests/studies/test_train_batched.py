@@ -20,7 +20,7 @@ from saltflat.studies.training.vmapped_model import StackedModel
 
 DATA = examples()
 IMAGES = examples((2, 16, 16))
-BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype="float64")
+BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch_size=8, epochs=3, dtype="float64")
 # Of the networks with convolutions, every way of doing them; the others have none.
 WAYS = [(name, way) for name in SHRUNK for way in (("auto",) if "mlp" in name else ("grouped", "each", "banded"))]
 
@@ -29,9 +29,9 @@ WAYS = [(name, way) for name in SHRUNK for way in (("auto",) if "mlp" in name el
 def test_every_network_is_trained_as_alone(name: str, way: str) -> None:
     recipes = [
         Recipe(
-            network=name, architecture=SHRUNK[name], seed=seed, lr=0.03 * (seed + 1), momentum=0.9, l2=1e-3 * seed,
-            weight_decay=1e-2, dropout=0.2 * seed, label_noise=0.2 * seed, batch=12, epochs=2, augment="flip_crop",
-            crop=2, dtype="float64", init="default" if seed else "xavier_normal",
+            network=name, architecture=SHRUNK[name], seed=seed, lr=0.03 * (seed + 1), momentum=0.9,
+            weight_decay=1e-2 * seed, dropout=0.2 * seed, label_noise=0.2 * seed, batch_size=12, epochs=2,
+            augment="flip_crop", crop=2, dtype="float64", init="default" if seed else "xavier_normal",
         )
         for seed in range(3)
     ]  # fmt: skip
@@ -42,17 +42,19 @@ def test_every_network_is_trained_as_alone(name: str, way: str) -> None:
 
 # Settings that differ from network to network within one stack.
 VARIED: dict[str, list[dict[str, Any]]] = {
-    "learning rates": [{"lr": 0.1}, {"lr": 0.5}, {"lr": 0.0}],
+    "learning rates": [{"lr": 0.1}, {"lr": 0.5}, {"lr": 1e-9}],
     "momentum": [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5}],
     "nesterov": [{"momentum": m, "nesterov": True} for m in (0.0, 0.9, 0.5)],
-    "l2": [{"l2": 0.0}, {"l2": 0.1}, {"l2": 0.01, "momentum": 0.9}],
-    "decay": [{"weight_decay": 0.0}, {"weight_decay": 0.3}, {"weight_decay": 0.1, "l2": 0.2}],
-    "adam": [
-        {"optimizer": "adam", "lr": lr, "beta1": b1, "beta2": b2, "eps": e, "l2": l2, "weight_decay": w}
-        for lr, b1, b2, e, l2, w in (
-            (0.01, 0.9, 0.999, 1e-8, 0.0, 0.0), (0.02, 0.5, 0.9, 1e-4, 0.1, 0.2), (1, 0, 0, 1, 0, 0),
-        )
-    ],
+    "decay": [{"weight_decay": 0.0}, {"weight_decay": 0.1}, {"weight_decay": 0.01, "momentum": 0.9}],
+    **{
+        optimizer: [
+            {"optimizer": optimizer, "lr": lr, "beta1": b1, "beta2": b2, "eps": e, "weight_decay": w}
+            for lr, b1, b2, e, w in (
+                (0.01, 0.9, 0.999, 1e-8, 0.0), (0.02, 0.5, 0.9, 1e-4, 0.2), (1, 0, 0, 1, 0),
+            )
+        ]
+        for optimizer in ("adam", "adamw")
+    },
     "schedules": [
         {"schedule": "constant"}, {"schedule": "cosine"}, {"schedule": "steps", "milestones": (0.3, 0.6)},
         {"schedule": "inverse", "decay": 0.3}, {"schedule": "inverse", "decay": 0.1, "weight_decay": 0.2},
@@ -63,7 +65,7 @@ VARIED: dict[str, list[dict[str, Any]]] = {
     "confusion": [{"train_size": 20, "confusion": 7, "seed": 0}, {"train_size": 20, "confusion": 7, "seed": 1}],
     "initialisation": [{"init": "normal", "init_scale": 0.1}, {"init": "kaiming_uniform"}, {"init_scale": 2.0}],
     "dropout": [{"dropout": 0.0}, {"dropout": 0.5}, {"dropout": 0.1}],
-    "one batch": [{"batch": 100, "seed": 0}, {"batch": 100, "seed": 1}],
+    "one batch": [{"batch_size": 100, "seed": 0}, {"batch_size": 100, "seed": 1}],
     "whole batches": [{"train_size": 24, "seed": 0}, {"train_size": 24, "seed": 1}],
 }  # fmt: skip
 
@@ -78,8 +80,8 @@ def test_settings_may_differ_within_a_stack(what: str) -> None:
 @pytest.mark.parametrize(("kind", "crop"), [("flip", 4), ("crop", 1), ("flip_crop", 3)])
 def test_augmentation_is_each_networks_own(kind: str, crop: int) -> None:
     recipes = [
-        Recipe(network="lenet5", architecture=SHRUNK["lenet5"], seed=seed, augment=kind, crop=crop, batch=8, epochs=2,
-               dtype="float64")
+        Recipe(network="lenet5", architecture=SHRUNK["lenet5"], seed=seed, augment=kind, crop=crop, batch_size=8,
+               epochs=2, dtype="float64")
         for seed in range(2)
     ]  # fmt: skip
     assert_same(train_together(recipes, IMAGES), [train_alone(recipe, IMAGES) for recipe in recipes])
@@ -119,7 +121,9 @@ def test_a_network_that_blows_up_with_convolutions_and_batch_norm_does_not_eithe
     for name in ("lenet5", "resnet20"):
         for way in ("grouped", "each", "banded"):
             recipes = [
-                Recipe(network=name, architecture=SHRUNK[name], seed=seed, lr=lr, batch=10, epochs=2, dtype="float64")
+                Recipe(
+                    network=name, architecture=SHRUNK[name], seed=seed, lr=lr, batch_size=10, epochs=2, dtype="float64"
+                )
                 for seed, lr in ((0, 0.01), (1, 1e300))
             ]
             found = train_together(recipes, IMAGES, way=way)
@@ -129,7 +133,7 @@ def test_a_network_that_blows_up_with_convolutions_and_batch_norm_does_not_eithe
 
 def test_running_statistics_are_each_networks_own() -> None:
     recipes = [
-        Recipe(network="resnet20", architecture=SHRUNK["resnet20"], seed=seed, batch=10, epochs=2, dtype="float64")
+        Recipe(network="resnet20", architecture=SHRUNK["resnet20"], seed=seed, batch_size=10, epochs=2, dtype="float64")
         for seed in range(2)
     ]
     first, second = (each.weights for each in train_together(recipes, IMAGES))
@@ -142,7 +146,7 @@ def test_running_statistics_are_each_networks_own() -> None:
 
 def test_recipes_that_cannot_be_stacked_come_back_in_their_order() -> None:
     recipes = [
-        replace(BASE, batch=batch, architecture={"widths": widths}, dtype=dtype)
+        replace(BASE, batch_size=batch, architecture={"widths": widths}, dtype=dtype)
         for batch, widths, dtype in (
             (8, (7,), "float64"), (4, (7,), "float64"), (8, (5,), "float64"), (8, (7,), "float32"),
         )
@@ -156,12 +160,12 @@ def test_recipes_that_cannot_be_stacked_come_back_in_their_order() -> None:
 
 
 def test_groups_hold_at_most_so_many_and_every_key_once() -> None:
-    recipes = {f"k{number}": replace(BASE, seed=number, batch=8 if number % 3 else 4) for number in range(25)}
+    recipes = {f"k{number}": replace(BASE, seed=number, batch_size=8 if number % 3 else 4) for number in range(25)}
     found = group_runs(recipes, (6,), 3, most=5)
     assert sorted(key for group in found for key in group) == sorted(recipes)
     assert {len(group) for group in found} <= {4, 5}
     for group in found:
-        assert len({recipes[key].batch for key in group}) == 1
+        assert len({recipes[key].batch_size for key in group}) == 1
     assert group_runs({}, (6,), 3, most=5) == []
 
 
@@ -192,7 +196,7 @@ def test_memory_that_runs_out_late_changes_nothing(
     """Whether every epoch was remembered or only the last one that a network left in."""
     recipes = [
         Recipe(
-            network="resnet20", architecture=SHRUNK["resnet20"], seed=seed, lr=0.02, momentum=0.9, batch=10,
+            network="resnet20", architecture=SHRUNK["resnet20"], seed=seed, lr=0.02, momentum=0.9, batch_size=10,
             epochs=2 if seed == 1 else 6, dtype="float64", schedule="inverse", augment="flip",
         )
         for seed in range(5)
@@ -297,7 +301,7 @@ def test_a_network_that_cannot_be_stacked_is_trained_alone_and_says_so(name: str
 
 def test_parameters_that_are_fixed_unused_or_shared_are_as_alone() -> None:
     recipes = [
-        replace(BASE, network="training_cases:partly_fixed", architecture={}, seed=seed, l2=0.1, momentum=0.9)
+        replace(BASE, network="training_cases:partly_fixed", architecture={}, seed=seed, weight_decay=0.1, momentum=0.9)
         for seed in range(2)
     ]
     found = train_together(recipes, DATA)
@@ -315,7 +319,7 @@ def test_evaluation_in_small_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch)
 
 def test_it_is_told_after_every_epoch() -> None:
     told: list[tuple[int, int]] = []
-    recipes = [replace(BASE, epochs=2), replace(BASE, epochs=4, seed=1), replace(BASE, epochs=3, batch=4)]
+    recipes = [replace(BASE, epochs=2), replace(BASE, epochs=4, seed=1), replace(BASE, epochs=3, batch_size=4)]
     train_together(recipes, DATA, tell=lambda done, most: told.append((done, most)))
     assert told == [(done, 7) for done in range(1, 8)]
 
@@ -335,7 +339,7 @@ def test_seconds_of_all_networks_make_up_the_time() -> None:
 
 
 def test_unknown_ways_are_refused() -> None:
-    with pytest.raises(UnknownNameError, match="use 'grouped'"):
+    with pytest.raises(UnknownNameError, match="Try 'grouped'"):
         train_together([BASE], DATA, way="groupped")
 
 
@@ -436,6 +440,7 @@ def test_a_network_that_only_works_in_float32_is_tried_in_float32() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "tf32"])
 def test_rounding_is_not_taken_for_a_mistake(name: str, dtype: str) -> None:
     recipes = [
-        Recipe(network=name, architecture=SHRUNK[name], dtype=dtype, epochs=1, batch=10, seed=seed) for seed in range(2)
+        Recipe(network=name, architecture=SHRUNK[name], dtype=dtype, epochs=1, batch_size=10, seed=seed)
+        for seed in range(2)
     ]
     assert not any(each.outcome.notes for each in train_together(recipes, IMAGES))

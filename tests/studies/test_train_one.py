@@ -22,81 +22,74 @@ from saltflat.studies.training.outcome import evaluate_model, evaluate_outcome
 from saltflat.studies.training.train_one import train_alone
 
 DATA = examples()
-BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=3, dtype="float64")
+BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch_size=8, epochs=3, dtype="float64")
 
 
-def loop(recipe: Recipe, make: Callable[[Any], torch.optim.Optimizer], decoupled: float = 0.0) -> nn.Module:
-    """The textbook loop; decoupled decay by hand, before the step."""
+def loop(recipe: Recipe, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
+    """The textbook loop."""
     model = build_network(recipe, DATA.shape, DATA.classes).train()
     optimizer = make(model.parameters())
     inputs = DATA.train_inputs.double()
     for epoch in range(recipe.epochs):
-        for some in draw_order(recipe.seed, epoch, len(inputs)).split(recipe.batch):
+        for some in draw_order(recipe.seed, epoch, len(inputs)).split(recipe.batch_size):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs[some]), DATA.train_labels[some]).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 - recipe.lr * decoupled)
             optimizer.step()
     return model.eval()
 
 
-OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer], float]] = {
-    "plain": ({}, lambda p: torch.optim.SGD(p, 0.1), 0.0),
-    "momentum": ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 0.0),
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
+    "plain": ({}, lambda p: torch.optim.SGD(p, 0.1)),
+    "momentum": ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
     "nesterov": (
         {"momentum": 0.8, "nesterov": True},
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True),
-        0.0,
     ),
-    "nesterov without momentum": ({"nesterov": True}, lambda p: torch.optim.SGD(p, 0.1), 0.0),
-    "l2": (
-        {"momentum": 0.9, "l2": 0.03},
+    "nesterov without momentum": ({"nesterov": True}, lambda p: torch.optim.SGD(p, 0.1)),
+    "sgd with weight decay": (
+        {"momentum": 0.9, "weight_decay": 0.03},
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.03),
-        0.0,
-    ),
-    "decoupled decay": (
-        {"momentum": 0.9, "weight_decay": 0.2},
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        0.2,
     ),
     "adam": (
         {"optimizer": "adam", "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6},
         lambda p: torch.optim.Adam(p, 0.01, betas=(0.8, 0.95), eps=1e-6),
-        0.0,
     ),
-    "adam with l2": (
-        {"optimizer": "adam", "lr": 0.01, "l2": 0.05},
-        lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.05),
-        0.0,
+    "adam with weight decay": (
+        {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.3},
+        lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.3),
     ),
     "adamw": (
-        {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.3},
+        {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.3},
         lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.3),
-        0.0,
+    ),
+    "adamw without weight decay": (
+        {"optimizer": "adamw", "lr": 0.01},
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.0),
     ),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_that_of_torchs_optimizer(name: str) -> None:
-    settings, make, decoupled = OPTIMIZERS[name]
+    settings, make = OPTIMIZERS[name]
     recipe = replace(BASE, **settings)
-    wanted = loop(recipe, make, decoupled)
+    wanted = loop(recipe, make)
     found = train_alone(recipe, DATA).weights
     for key, value in wanted.state_dict().items():
         torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14)
 
 
-def test_l2_and_decoupled_decay_both_look_at_the_weights_before_the_step() -> None:
-    recipe = replace(BASE, epochs=1, batch=29, l2=0.5, weight_decay=0.3)
-    model = build_network(recipe, DATA.shape, DATA.classes)
-    F.cross_entropy(model(DATA.train_inputs.double()), DATA.train_labels).backward()
-    found = train_alone(recipe, DATA).weights
-    for name, value in model.named_parameters():
-        assert value.grad is not None
-        wanted = value * (1 - 0.1 * 0.3) - 0.1 * (value.grad + 0.5 * value)
-        torch.testing.assert_close(found[name], wanted.detach(), rtol=1e-12, atol=1e-14)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_weight_decay_is_decoupled_for_adamw_alone(optimizer: str) -> None:
+    """Adam's first step has the length of the learning rate, whatever is added to the gradient."""
+    recipe = replace(BASE, optimizer=optimizer, epochs=1, batch_size=29, lr=0.1, eps=1e-30)
+    plain, decayed = (train_alone(replace(recipe, weight_decay=decay), DATA).weights for decay in (0.0, 0.5))
+    before = build_network(recipe, DATA.shape, DATA.classes).state_dict()
+    for name, value in plain.items():
+        if optimizer == "adam":
+            assert torch.equal((decayed[name] - before[name]).abs() < 0.1 + 1e-9, torch.ones_like(value, dtype=bool))
+        else:  # lr * weight_decay of the weights before the step
+            torch.testing.assert_close(decayed[name], value - 0.05 * before[name], rtol=1e-12, atol=1e-14)
 
 
 def _torchs_rates(make: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
@@ -162,7 +155,7 @@ def test_the_outcome_is_what_the_definitions_say() -> None:
 
 
 def test_the_curve_is_the_mean_over_steps_as_training_saw_them() -> None:
-    recipe = replace(BASE, epochs=1, lr=0.0)
+    recipe = replace(BASE, epochs=1, lr=1e-300)
     model = build_network(recipe, DATA.shape, DATA.classes)
     with torch.no_grad():
         losses = [
@@ -194,7 +187,7 @@ def test_a_training_that_blows_up_says_so() -> None:
 
 
 def test_no_epochs_leave_the_network_as_it_was() -> None:
-    found = train_alone(replace(BASE, epochs=0, target_loss=0.0), DATA)
+    found = train_alone(replace(BASE, epochs=0, target_loss=1e-9), DATA)
     for name, value in build_network(BASE, DATA.shape, DATA.classes).state_dict().items():
         assert torch.equal(found.weights[name], value)
     assert (found.outcome.epochs, found.outcome.distance, found.outcome.status) == (0, 0.0, "missed")

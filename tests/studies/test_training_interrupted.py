@@ -18,7 +18,7 @@ from saltflat.studies.training import train_batched, train_one
 
 DATA = examples()
 IMAGES = examples((2, 16, 16))
-BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch=8, epochs=5)
+BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch_size=8, epochs=5)
 RECIPES = [
     replace(BASE, seed=0, momentum=0.9, dropout=0.3, schedule="inverse"),
     replace(BASE, seed=1, epochs=2, label_noise=0.4),
@@ -26,9 +26,15 @@ RECIPES = [
     replace(BASE, seed=3, optimizer="adam", lr=0.01, epochs=3),
     replace(BASE, seed=4, lr=0.3, epochs=40, target_loss=0.5, weight_decay=0.01),
 ]
-ADAM = replace(BASE, optimizer="adam", lr=0.01, l2=0.01, dropout=0.2)
+ADAM = replace(BASE, optimizer="adam", lr=0.01, weight_decay=0.01, dropout=0.2)
 RESIDUAL = Recipe(
-    network="resnet20", architecture=SHRUNK["resnet20"], batch=10, epochs=3, momentum=0.9, augment="flip_crop", crop=1
+    network="resnet20",
+    architecture=SHRUNK["resnet20"],
+    batch_size=10,
+    epochs=3,
+    momentum=0.9,
+    augment="flip_crop",
+    crop=1,
 )
 
 

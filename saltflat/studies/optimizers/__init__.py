@@ -1,8 +1,8 @@
-"""Optimizers, each twice: torch's own for one network, and a step for many networks at once.
+"""Optimizers, each in two versions: torch's own for one network, and a step for a batch of networks.
 
-Weights of many networks are rows of one matrix, and every setting may differ from row to row. Two things are the same
-for all optimizers and are done here: ``l2 * w`` is added to the gradient, and decoupled weight decay shrinks ``w`` by
-``1 - rate * weight_decay``, both with the weights before the step.
+The weights of a batch of networks are the rows of one matrix, and every setting may differ between rows. Weight decay
+is applied here, the same way for all optimizers: added to the gradient as ``weight_decay * w``, or, if decoupled,
+multiplying ``w`` by ``1 - lr * weight_decay`` before the step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ OPTIMIZERS: dict[str, OptimizerRule] = {}
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """A rule by which gradients change weights.
+    """An optimizer.
 
     Attributes:
-        name: what a recipe calls it.
-        alone: torch's own, without decay of either kind, for the parameters of one network.
-        memory: names of what it remembers of each weight, zero at first.
-        plan: factors of all steps of an epoch by name, each ``(steps, networks)`` in float64: from the recipes, the
-            learning rates and the number of steps taken before. What is the same as not there is left out.
-        step: changes the weights ``(networks, weights)`` in place; takes them, the gradient (which it may change), the
-            memory and the factors of this step, ``(networks, 1)`` each.
+        name: its name in a recipe.
+        alone: makes torch's optimizer, without weight decay, for the parameters of one network.
+        memory: returns the names of its state tensors, which are zero at first.
+        plan: returns the factors of all steps of an epoch by name, each ``(steps, networks)`` in float64, for recipes,
+            learning rates and the number of steps taken before. Factors without effect are left out.
+        step: changes the weights ``(networks, weights)`` in place, given the weights, the gradient (which it may
+            change), the state and the factors of this step, ``(networks, 1)`` each.
+        decoupled: whether weight decay multiplies the weights instead of being added to the gradient.
     """
 
     name: str
@@ -41,20 +42,23 @@ class OptimizerRule:
     memory: Callable[[Sequence[Recipe]], tuple[str, ...]]
     plan: Callable[[Sequence[Recipe], Tensor, int], dict[str, Tensor]]
     step: Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], None]
+    decoupled: bool = False
 
 
 def register_optimizer(optimizer: OptimizerRule) -> None:
+    """Make an optimizer available to recipes under its name."""
     OPTIMIZERS[optimizer.name] = optimizer
 
 
 def find_optimizer(name: str) -> OptimizerRule:
+    """Return the optimizer of this name."""
     if name not in OPTIMIZERS:
         raise make_unknown_name_error("optimizer", name, OPTIMIZERS)
     return OPTIMIZERS[name]
 
 
-def stack_setting(recipes: Sequence[Recipe], setting: str) -> Tensor:
-    """One setting of every network, in float64."""
+def gather_setting(recipes: Sequence[Recipe], setting: str) -> Tensor:
+    """Return one setting of every network, in float64."""
     return torch.tensor([float(getattr(recipe, setting)) for recipe in recipes], dtype=torch.float64)
 
 
@@ -67,23 +71,23 @@ class StepFactors:
 
     @classmethod
     def from_recipes(cls, recipes: Sequence[Recipe], rates: Tensor, before: int, weights: Tensor) -> StepFactors:
-        """For learning rates ``(steps, networks)`` after so many steps.
+        """Compute the factors for learning rates ``(steps, networks)`` after ``before`` steps.
 
-        Factors are taken in float64 and rounded last: 1 - 0.999 has only four digits in float32.
+        They are computed in float64 and rounded last: 1 - 0.999 has only four digits in float32.
         """
         optimizer = find_optimizer(recipes[0].optimizer)
         factors = optimizer.plan(recipes, rates, before)
-        if bool(stack_setting(recipes, "l2").any()):
-            factors["l2"] = stack_setting(recipes, "l2").expand_as(rates)
-        if bool(stack_setting(recipes, "weight_decay").any()):
-            factors["kept"] = 1 - rates * stack_setting(recipes, "weight_decay")
+        decay = gather_setting(recipes, "weight_decay")
+        if bool(decay.any()):
+            name, factor = ("kept", 1 - rates * decay) if optimizer.decoupled else ("decay", decay.expand_as(rates))
+            factors[name] = factor
         return cls(
             optimizer,
             {name: each.to(weights.device, weights.dtype).unsqueeze(-1) for name, each in factors.items()},
         )
 
     def select_step(self, number: int) -> dict[str, Tensor]:
-        """The factors of the step of this number in the epoch."""
+        """Return the factors of one step of the epoch."""
         return {name: each[number] for name, each in self.factors.items()}
 
 
@@ -94,9 +98,9 @@ def step_together(
     memory: Mapping[str, Tensor],
     factors: Mapping[str, Tensor],
 ) -> None:
-    """One step of all networks, with these factors of it."""
-    if "l2" in factors:
-        gradient.addcmul_(weights, factors["l2"])
+    """Take one step of a batch of networks with these factors."""
+    if "decay" in factors:
+        gradient.addcmul_(weights, factors["decay"])
     if "kept" in factors:
         weights.mul_(factors["kept"])
     optimizer.step(weights, gradient, memory, factors)
@@ -104,16 +108,17 @@ def step_together(
 
 @torch.no_grad()
 def step_alone(optimizer: torch.optim.Optimizer, recipe: Recipe, rate: float) -> None:
-    """One step of one network at this learning rate."""
+    """Take one step of one network at this learning rate."""
+    decoupled = find_optimizer(recipe.optimizer).decoupled
     for group in optimizer.param_groups:
         group["lr"] = rate
         for parameter in group["params"]:
             if parameter.grad is None:  # not used in this pass: as if its gradient were zero
                 parameter.grad = torch.zeros_like(parameter)
-            if recipe.l2:
-                parameter.grad.add_(parameter, alpha=recipe.l2)
-            if recipe.weight_decay:
+            if recipe.weight_decay and decoupled:
                 parameter.mul_(1 - rate * recipe.weight_decay)
+            elif recipe.weight_decay:
+                parameter.grad.add_(parameter, alpha=recipe.weight_decay)
     optimizer.step()
 
 
@@ -148,7 +153,7 @@ SCHEDULES: dict[str, Callable[[Recipe, int, int], float]] = {
 
 
 def compute_learning_rate(recipe: Recipe, epoch: int, step: int) -> float:
-    """The learning rate of a step: ``epoch`` and ``step`` are how many of each were finished before it.
+    """Return the learning rate of the step after ``epoch`` epochs and ``step`` steps.
 
     Example:
         >>> compute_learning_rate(Recipe(lr=0.4, schedule="steps", epochs=10, decay=0.5), epoch=7, step=0)

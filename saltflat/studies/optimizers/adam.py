@@ -1,13 +1,14 @@
-"""Adam (Kingma and Ba, 2015); with decoupled weight decay it is AdamW."""
+"""Adam (Kingma and Ba, 2015), and AdamW, which differs in its decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from saltflat.studies.optimizers import OptimizerRule, register_optimizer, stack_setting
+from saltflat.studies.optimizers import OptimizerRule, gather_setting, register_optimizer
 from saltflat.studies.recipe import Recipe
 
 
@@ -23,14 +24,14 @@ def _list_adam_state(recipes: Sequence[Recipe]) -> tuple[str, ...]:
 
 def _compute_adam_factors(recipes: Sequence[Recipe], rates: Tensor, before: int) -> dict[str, Tensor]:
     steps = torch.arange(before + 1, before + 1 + len(rates), dtype=torch.float64)[:, None]
-    first, second = stack_setting(recipes, "beta1"), stack_setting(recipes, "beta2")
+    first, second = gather_setting(recipes, "beta1"), gather_setting(recipes, "beta2")
     return {
         "new": (1 - first).expand_as(rates),
         "old_square": second.expand_as(rates),
         "new_square": (1 - second).expand_as(rates),
         "size": rates / (1 - first**steps),
         "unbias": (1 - second**steps).rsqrt(),
-        "eps": stack_setting(recipes, "eps").expand_as(rates),
+        "eps": gather_setting(recipes, "eps").expand_as(rates),
     }
 
 
@@ -42,4 +43,6 @@ def _step_adam(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], 
     weights.addcmul_(mean.div(spread), factors["size"], value=-1)
 
 
-register_optimizer(OptimizerRule("adam", _make_adam, _list_adam_state, _compute_adam_factors, _step_adam))
+_ADAM = OptimizerRule("adam", _make_adam, _list_adam_state, _compute_adam_factors, _step_adam)
+register_optimizer(_ADAM)
+register_optimizer(replace(_ADAM, name="adamw", decoupled=True))

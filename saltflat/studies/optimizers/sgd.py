@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum and Nesterov's look ahead."""
+"""Stochastic gradient descent, with momentum and Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from saltflat.studies.optimizers import OptimizerRule, register_optimizer, stack_setting
+from saltflat.studies.optimizers import OptimizerRule, gather_setting, register_optimizer
 from saltflat.studies.recipe import Recipe
 
 
@@ -24,7 +24,7 @@ def _list_sgd_state(recipes: Sequence[Recipe]) -> tuple[str, ...]:
 def _compute_sgd_factors(recipes: Sequence[Recipe], rates: Tensor, before: int) -> dict[str, Tensor]:
     factors = {"rate": rates}
     if _list_sgd_state(recipes):
-        factors["momentum"] = stack_setting(recipes, "momentum").expand_as(rates)
+        factors["momentum"] = gather_setting(recipes, "momentum").expand_as(rates)
         if recipes[0].nesterov:
             factors["ahead"] = factors["momentum"]
     return factors

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saltflat.errors import ReportError, StudyError, format_error_line
 from saltflat.results.files import FileFormat, read_json, replace_atomically
-from saltflat.studies.canonical import compute_digest
+from saltflat.studies.canonical import compute_digest, study_from_version_1
 from saltflat.studies.row import Row, TrainedNetwork
 from saltflat.studies.store.checkpoint import load_checkpoint
 from saltflat.studies.store.lock import LOCK, lock_folder
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from saltflat.studies.study import Study
 
 
-STUDY = FileFormat("saltflat.study/1", "a study", "Study.run")
+STUDY = FileFormat("saltflat.study/2", "a study", "Study.run", older=("saltflat.study/1",))
 DEFINITION, TABLE = "study.json", "table.csv"
 ROWS, WEIGHTS, PARTIAL = "rows", "weights", "partial"
 FOLDERS = (ROWS, WEIGHTS, PARTIAL)
@@ -159,7 +159,9 @@ class Store:
                 raise ValueError(f"its {wrong[0] if wrong else 'study'!r} is missing or of another kind")
         except (ValueError, RecursionError) as problem:
             raise DamageError(path, explain_damage(problem)) from problem
-        return found
+        if found["schema"] == STUDY.schema:
+            return found
+        return {**found, "study": study_from_version_1(found["study"])}
 
     def write_definition(self, content: Mapping[str, Any]) -> None:
         self._write_bytes(self.folder / DEFINITION, _dump_json(add_digest({"schema": STUDY.schema, **content})))
@@ -324,7 +326,8 @@ def _update_definition(store: Store, study: Study, keys: list[str], fingerprint:
         content["data"] = {**there["data"], **data}
         # As texts, in which the order of the axes counts.
         known = all(json.dumps(there[key]) == json.dumps(value) for key, value in content.items())
-        if known and find_digest_coverage(store.folder / DEFINITION) == "everything":
+        current = there["schema"] == STUDY.schema
+        if known and current and find_digest_coverage(store.folder / DEFINITION) == "everything":
             return
         _tell_left_out_runs(store, keys)
     store.write_definition(content)

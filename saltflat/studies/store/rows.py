@@ -7,7 +7,7 @@ import json
 import stat
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from saltflat.errors import StudyError
-from saltflat.results.files import FileFormat
+from saltflat.results.files import FileFormat, check_schema
 from saltflat.results.json_codec import decode_nonfinite, encode_key, encode_nonfinite
 from saltflat.results.report import Reading
 from saltflat.results.text import make_printable
-from saltflat.studies.canonical import compute_digest
+from saltflat.studies.canonical import compute_digest, config_from_version_1
 from saltflat.studies.row import STATUSES, Outcome, Row
 
-ROW = FileFormat("saltflat.row/1", "a row of a study", "Study.run")
+ROW = FileFormat("saltflat.row/2", "a row of a study", "Study.run", older=("saltflat.row/1",))
 ENDS = ("done", "missed", "diverged")
 COUNTS = ("epochs", "train_examples", "test_examples", "parameters")
 NUMBERS = ("train_loss", "train_error", "test_loss", "test_error", "norm")
@@ -52,10 +52,10 @@ def outcome_from_dict(given: Mapping[str, Any]) -> Outcome:
     return found
 
 
-def row_to_dict(row: Row) -> dict[str, Any]:
-    """As strict JSON has it, with a digest of all of it: scores believe a row, so nobody should have edited it."""
+def row_to_dict(row: Row, schema: str = ROW.schema) -> dict[str, Any]:
+    """Return the row as strict JSON, with a digest of it: scores rely on rows, so nobody should have edited one."""
     plain = {
-        "schema": ROW.schema,
+        "schema": schema,
         "key": row.key,
         "status": row.status,
         "config": encode_nonfinite(row.config),
@@ -70,7 +70,7 @@ def row_to_dict(row: Row) -> dict[str, Any]:
 
 
 def row_from_dict(given: Mapping[str, Any]) -> Row:
-    """The row that ``row_to_dict`` was called on."""
+    """Return the row that ``row_to_dict`` was called on, with its settings by their present names."""
     try:
         check_digest(given)
         readings = {name.removeprefix("$"): Reading.from_dict(each) for name, each in given["readings"].items()}
@@ -81,7 +81,10 @@ def row_from_dict(given: Mapping[str, Any]) -> Row:
         row = Row(**rest, outcome=outcome, readings=readings, made_with=decode_nonfinite(given["made_with"]))
         # Reading is lenient: what does not come out again as it went in was not written by us.
         tables = (row.config, row.measured, row.seconds, row.made_with, row.failure or {})
-        again = {key: value for key, value in row_to_dict(row).items() if key != DIGEST or key in given}
+        again = row_to_dict(row, given["schema"])
+        if DIGEST not in given:
+            del again[DIGEST]
+        check_schema(given, "a row", ROW)
         if again != given or row.status not in STATUSES or not all(isinstance(t, dict) for t in tables):
             raise TypeError("a field has a value of another kind")
         _check_row_types(row)
@@ -90,11 +93,11 @@ def row_from_dict(given: Mapping[str, Any]) -> Row:
             f"Expected what Study.run wrote, but got a row that cannot be understood ({type(problem).__name__}: "
             f"{problem}). Try letting the study make it again."
         ) from problem
-    return row
+    return row if given["schema"] == ROW.schema else replace(row, config=config_from_version_1(row.config))
 
 
 def _check_row_types(row: Row) -> None:
-    """Raise where something is no number that scores and pages compute with, or no text that they print."""
+    """Raise an error if a number that scores use, or a string that pages print, has another type."""
     texts: list[Any] = [] if row.failure is None else [row.failure["error"], *row.failure.values()]
     numbers: list[Any] = list(row.seconds.values())
     if row.outcome is not None:

@@ -132,7 +132,7 @@ class StackTrainer:
         self.labels = torch.stack([make_training_set(recipe, examples).labels for recipe in self.recipes])
         models = [self._build_network(recipe) for recipe in (self.recipes if stack.rows is None else [first])]
         if stack.rows is None:
-            few = min(EXAMPLES, first.batch)
+            few = min(EXAMPLES, first.batch_size)
             check_stackable(models[:2], self.inputs[:few], self.labels[:2, :few], way)
         self.stacked = StackedModel(models[0], self.inputs[0], way)
         if stack.rows is None:
@@ -152,7 +152,7 @@ class StackTrainer:
     @property
     def max_networks(self) -> int:
         """Networks that a step may have at once. A GPU says itself when that is too many; a CPU ends the process."""
-        numbers = min(self.recipes[0].batch, len(self.inputs)) * self.stacked.numbers
+        numbers = min(self.recipes[0].batch_size, len(self.inputs)) * self.stacked.numbers
         return max(1, ROOM // numbers) if self._rows.device.type == "cpu" else len(self.stack.members)
 
     def train_epoch(self) -> dict[int, TrainedNetwork]:
@@ -181,7 +181,7 @@ class StackTrainer:
     def _run_steps(self) -> Tensor:
         """Every example once; the mean of the losses of the steps, of each network."""
         stack, recipes, rows = self.stack, self.recipes, self._rows
-        device, count, batch = rows.device, len(self.inputs), recipes[0].batch
+        device, count, batch = rows.device, len(self.inputs), recipes[0].batch_size
         steps = count_steps(count, batch)
         before = stack.epoch * steps
         places = torch.stack([draw_order(recipe.seed, stack.epoch, count) for recipe in recipes]).to(device)

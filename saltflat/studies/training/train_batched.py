@@ -15,6 +15,7 @@ from torch import Tensor
 from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import TrainedNetwork
+from saltflat.studies.schema import DTYPES, check_recipe
 from saltflat.studies.store.checkpoint import (
     Checkpoint,
     add_prefix,
@@ -26,13 +27,13 @@ from saltflat.studies.store.checkpoint import (
     write_checkpoint,
 )
 from saltflat.studies.training.batched_epoch import StackState, StackTrainer
-from saltflat.studies.training.build import DTYPES, use_matmul_precision
+from saltflat.studies.training.build import use_matmul_precision
 from saltflat.studies.training.train_one import train_alone
 from saltflat.studies.training.vmap_check import UnstackableError
 
 # Settings that may differ between networks of one stack are not here.
 SHARED = (
-    "network", "optimizer", "nesterov", "batch", "train_size", "confusion", "augment", "crop", "dtype",
+    "network", "optimizer", "nesterov", "batch_size", "train_size", "confusion", "augment", "crop", "dtype",
 )  # fmt: skip
 
 
@@ -43,8 +44,8 @@ def compute_group_key(recipe: Recipe, shape: tuple[int, ...], classes: int) -> H
     differ.
 
     Example:
-        >>> keys = {compute_group_key(Recipe(lr=lr, batch=batch), (64,), 10) for lr in (0.1, 0.2) for batch in (32, 64)}
-        >>> len(keys)
+        >>> recipes = [Recipe(lr=lr, batch_size=size) for lr in (0.1, 0.2) for size in (32, 64)]
+        >>> len({compute_group_key(recipe, (64,), 10) for recipe in recipes})
         2
     """
     architecture = json.dumps(dict(recipe.architecture), sort_keys=True, default=list)
@@ -57,7 +58,7 @@ def group_runs(
     """The keys of runs to train together, at most so many at once, of nearly the same number, in the order given.
 
     Example:
-        >>> recipes = {name: Recipe(batch=32 if name == "b" else 64) for name in "abcd"}
+        >>> recipes = {name: Recipe(batch_size=32 if name == "b" else 64) for name in "abcd"}
         >>> group_runs(recipes, (64,), 10, most=2)
         [('a', 'c'), ('d',), ('b',)]
     """
@@ -100,6 +101,8 @@ def train_together(
         tell: is called after every epoch with the epochs done and the epochs at most, of all stacks.
         way: of doing convolutions: ``"auto"``, ``"grouped"``, ``"each"`` or ``"banded"``.
     """
+    for recipe in recipes:  # before the first of them is trained
+        check_recipe(recipe)
     place = torch.device(device)
     work = _StackScheduler(recipes, examples, place, checkpoint, every, tell, way)
     while work.stacks:

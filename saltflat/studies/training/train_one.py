@@ -16,6 +16,7 @@ from saltflat.studies.data import Examples
 from saltflat.studies.optimizers import compute_learning_rate, find_optimizer, step_alone
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import TrainedNetwork
+from saltflat.studies.schema import DTYPES
 from saltflat.studies.store.checkpoint import (
     Checkpoint,
     add_prefix,
@@ -26,7 +27,7 @@ from saltflat.studies.store.checkpoint import (
     trained_to_dict,
     write_checkpoint,
 )
-from saltflat.studies.training.build import DTYPES, build_network, use_matmul_precision
+from saltflat.studies.training.build import build_network, use_matmul_precision
 from saltflat.studies.training.dropout import DropoutMasks, find_mask_shapes
 from saltflat.studies.training.examples import (
     Augmentation,
@@ -136,7 +137,7 @@ def _train_epoch(
 ) -> float:
     """Every example once; the mean of the losses of the steps."""
     device, count = data.inputs.device, len(data.labels)
-    steps, places = count_steps(count, recipe.batch), draw_order(recipe.seed, epoch, count).to(device)
+    steps, places = count_steps(count, recipe.batch_size), draw_order(recipe.seed, epoch, count).to(device)
     changes = Augmentation.draw(recipe, epoch, count)
     changes = None if changes is None else Augmentation.stack([changes], device)
     masks = DropoutMasks.from_recipes(shapes, [recipe], epoch, device)
@@ -146,7 +147,7 @@ def _train_epoch(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         _seed_generators(device, derive_seed(recipe.seed, "own draws", epoch))
         for step in range(steps):
-            begin, end = step * recipe.batch, min((step + 1) * recipe.batch, count)
+            begin, end = step * recipe.batch_size, min((step + 1) * recipe.batch_size, count)
             some = places[begin:end]
             inputs = data.inputs[some]
             if changes is not None:
