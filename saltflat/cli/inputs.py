@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar, overload
 
 import typer
 
@@ -79,6 +79,8 @@ class LoadedNetwork:
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
     """The network and the data that a command works on."""
+
+    heading: ClassVar[str] = "Network and data"
 
     model: Annotated[
         str,
@@ -203,6 +205,8 @@ class NetworkOptions:
 class LossOptions:
     """How the loss is averaged over the data."""
 
+    heading: ClassVar[str] = "Computation"
+
     loss: Annotated[str, typer.Option(help="cross_entropy, mse or bce_with_logits.")] = "cross_entropy"
     memory: Annotated[str, typer.Option(help="Working memory beyond the model and the results.")] = "1GiB"
 
@@ -227,6 +231,8 @@ class SweepOptions(LossOptions):
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
     """Which measures are computed, and how."""
+
+    heading: ClassVar[str] = "Computation"
 
     measures: Annotated[
         list[str] | None,
@@ -255,6 +261,8 @@ class MeasureOptions:
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Where a result goes."""
+
+    heading: ClassVar[str] = "Output"
 
     quiet: Quiet = False
     out: Annotated[

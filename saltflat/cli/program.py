@@ -10,10 +10,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_args, get_type_hints
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -157,8 +158,9 @@ app = typer.Typer(
 def add_command(program: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that makes a function a command of the program.
 
-    Parameters that are dataclasses become one option for each of their fields, so that commands can share options. The
-    docstring is the help, with the lines of each paragraph joined.
+    Parameters that are dataclasses become one option for each of their fields, so that commands can share options; the
+    help prints them under the dataclass's ``heading``. The docstring is the help, with the lines of each paragraph
+    joined.
 
     Args:
         program: that the command belongs to.
@@ -196,13 +198,13 @@ def flatten_options(function: Callable[..., None]) -> Callable[..., None]:
         if parameter.name not in groups:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
             continue
-        types = get_type_hints(groups[parameter.name], include_extras=True)
-        for field in dataclasses.fields(groups[parameter.name]):
+        group = groups[parameter.name]
+        types = get_type_hints(group, include_extras=True)
+        for field in dataclasses.fields(group):
             default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            kind = _put_under_heading(types[field.name], getattr(group, "heading", None))
             parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
-                )
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             )
 
     @wraps(function)
@@ -216,6 +218,16 @@ def flatten_options(function: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     return call
+
+
+def _put_under_heading(annotation: Any, heading: str | None) -> Any:
+    """Return the annotation of an option that the help prints under this heading."""
+    if heading is None:
+        return annotation
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.rich_help_panel = heading
+    return Annotated[kind, option]
 
 
 def print_version(wanted: bool) -> None:

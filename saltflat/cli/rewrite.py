@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.text import Text
@@ -26,6 +26,8 @@ NUM_COMPARED = 8  # examples on which the outputs of both networks are compared
 @dataclass(frozen=True, kw_only=True)
 class WeightsOutputOptions:
     """Where new weights go."""
+
+    heading: ClassVar[str] = "Output"
 
     out: Annotated[Path, typer.Option(help="Write the new weights to this file, .safetensors.")]
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False
