@@ -250,7 +250,7 @@ def test_lists_that_do_not_pair_up_or_are_not_finite_are_refused(name: str) -> N
         function([1, 2], [1, 2, 3])
     with pytest.raises(StudyError, match="not finite"):
         function([1, math.nan], [1, 2])
-    with pytest.raises(StudyError, match="Got 1 values of 'lr' for 2 runs"):
+    with pytest.raises(StudyError, match="Expected one value of 'lr' per run, but got 1 for 2 runs"):
         granulated_kendall([1, 2], [1, 2], {"lr": [1]})
 
 
@@ -416,7 +416,7 @@ def test_the_seed_decides_the_intervals_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("most_exact", [1000, 0])
 def test_work_done_in_small_blocks_gives_the_same(monkeypatch: pytest.MonkeyPatch, most_exact: int) -> None:
-    monkeypatch.setattr(scoring, "MOST_EXACT", most_exact)
+    monkeypatch.setattr(scoring, "MAX_EXACT_RUNS", most_exact)
     case = Case(10, ties=True, missing=0.1)
     whole = scored_case(case, case.x, resamples=30)
     for module, size in {layout: 200, granulated: 30, sign_tables: 100}.items():
@@ -437,7 +437,7 @@ def test_the_gap_of_the_loss_can_be_scored_and_has_no_bound_for_the_sign_error()
     found = score(study(gap, {"trace": case.x}, case.axes, case.seeds), list(case.axes), gap="loss", resamples=0)
     assert found["trace"].kendall_a == pytest.approx(kendall_a(case.x, gap))
     assert found["trace"].sign_error_mean == pytest.approx(sign_error(case.x, gap, case.axes, None).mean)
-    assert any("all pairs of runs weigh the same" in note for note in found.notes)
+    assert any("all pairs of runs have the same weight" in note for note in found.notes)
 
 
 def test_only_runs_that_are_done_are_scored_and_the_others_counted() -> None:
@@ -460,26 +460,26 @@ def test_runs_without_a_reading_are_left_out_of_that_measure_only() -> None:
     del rows[3].readings["trace"]  # type: ignore[attr-defined]
     found = score(rows, [], resamples=0)
     assert (found.runs, found["trace"].runs, found["rho"].runs) == (12, 8, 12)
-    assert found["trace"].notes == ("Without 4 runs in which it is not known or not finite.", *found["rho"].notes)
+    assert found["trace"].notes == ("Without 4 runs in which it is unknown or not finite.", *found["rho"].notes)
     assert found["trace"].kendall_b == 1
 
 
 def test_controls_are_always_scored_and_constant_ones_say_so() -> None:
     gaps = np.linspace(0.1, 0.5, 12)
-    axes = {"lr": [0.1 * run for run in range(12)], "batch": [64] * 12}
+    axes = {"lr": [0.1 * run for run in range(12)], "batch_size": [64] * 12}
     found = score(study(gaps, {"trace": gaps}, axes, norm=(10 * gaps).tolist()), ["lr"], measures=[], resamples=0)
     assert list(found) == list(CONTROLS)
     assert found["lr"].kendall_b == found["norm"].kendall_b == 1
-    assert math.isnan(found["batch"].kendall_a)
-    assert found["batch"].notes == ("The same in all runs.",)
+    assert math.isnan(found["batch_size"].kendall_a)
+    assert found["batch_size"].notes == ("The same in all runs.",)
     assert {each.kind for each in found.scores.values()} == {"control"}
 
 
 def test_controls_of_a_run_are_what_is_known_of_it() -> None:
-    row = study([0.2], {}, {"lr": [0.5], "batch": [32]}, distance=None)[0]
+    row = study([0.2], {}, {"lr": [0.5], "batch_size": [32]}, distance=None)[0]
     found = compute_controls(row)
     noise = found.pop("noise")
-    assert found == {"parameters": 100, "norm": 3.0, "train_loss": 0.01, "lr": 0.5, "batch": 32}
+    assert found == {"parameters": 100, "norm": 3.0, "train_loss": 0.01, "lr": 0.5, "batch_size": 32}
     assert 0 <= noise < 1
     assert list(compute_controls(Row("other", {"lr": "high"}, "failed"))) == ["noise"]
 
@@ -537,9 +537,9 @@ def test_two_runs_can_be_scored_with_a_warning() -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_too_few_runs_are_an_error_that_says_where_they_went(count: int) -> None:
     rows = study([0.1] * 5, {}, status=lambda run: "done" if run < count else "failed")
-    with pytest.raises(StudyError, match=rf"Got {count} runs? to score \({5 - count} failed left out\)"):
+    with pytest.raises(StudyError, match=rf"but got {count} runs? to score \({5 - count} failed left out\)"):
         score(rows, [])
-    with pytest.raises(StudyError, match=r"Got 0 runs to score\."):
+    with pytest.raises(StudyError, match=r"but got 0 runs to score\."):
         score([], [])
 
 
@@ -560,17 +560,17 @@ def test_equal_gaps_leave_everything_undefined_and_warn() -> None:
 
 def test_wrong_options_are_refused_with_the_nearest_name() -> None:
     rows = study([0.1, 0.2], {"trace": [1, 2]}, {"batch": [1, 2]})
-    with pytest.raises(UnknownNameError, match="use 'batch'"):
+    with pytest.raises(UnknownNameError, match="Try 'batch'"):
         score(rows, ["bacth"])
-    with pytest.raises(UnknownNameError, match="use 'trace'"):
+    with pytest.raises(UnknownNameError, match="Try 'trace'"):
         score(rows, ["batch"], measures=["tarce"])
-    with pytest.raises(UnknownNameError, match="use 'error'"):
+    with pytest.raises(UnknownNameError, match="Try 'error'"):
         score(rows, ["batch"], gap="eror")
     with pytest.raises(OptionError, match="missed='drop'"):
         score(rows, ["batch"], missed="drop")
     with pytest.raises(OptionError, match="resamples=-1"):
         score(rows, ["batch"], resamples=-1)
-    with pytest.raises(UnknownNameError, match="use 'trace'"):
+    with pytest.raises(UnknownNameError, match="Try 'trace'"):
         score(rows, ["batch"], resamples=0)["trac"]
 
 
@@ -590,7 +590,7 @@ def test_an_axis_with_one_value_left_is_no_axis_and_said_so() -> None:
     assert not any("depth" in name for name in found["trace"].cmi_by_set)
     assert math.isnan(found["trace"].granulated_by_axis["depth"])
     assert found["trace"].granulated == pytest.approx(granulated_kendall(case.x, case.y, case.axes, case.seeds).mean)
-    assert any("no axis: depth" in note for note in found.notes)
+    assert any("not an axis: depth" in note for note in found.notes)
 
 
 def test_gaps_closer_than_the_test_set_resolves_are_warned_of_with_the_numbers() -> None:

@@ -253,7 +253,7 @@ def test_too_many_pairs_of_settings_are_resampled_from_a_choice_and_said(monkeyp
     whole = chosen_at_random(monkeypatch)
     some = chosen_at_random(monkeypatch, MAX_CELLS=300)
     assert some == chosen_at_random(monkeypatch, MAX_CELLS=300)
-    assert "They come from 300 random pairs of settings for CMI beyond: lr + batch." in some.notes
+    assert "They come from 300 random pairs of settings for CMI beyond: lr + batch_size." in some.notes
     for name in ("measure_0", "measure_1", "norm"):
         assert some[name].cmi_by_set == whole[name].cmi_by_set
         assert some[name].pgdl == whole[name].pgdl
