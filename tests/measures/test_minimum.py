@@ -268,7 +268,7 @@ def test_norms_that_undo_any_scale_are_not_to_be_folded() -> None:
     for name in MINIMUM.values():
         (note,) = readings_of("norms_without_eps")[name].notes
         assert "0.weight" in note
-        assert "normalisations that undo any scale" in note
+        assert "normalizations that undo any scale" in note
         assert "fold" not in note
 
 
