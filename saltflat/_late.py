@@ -1,8 +1,8 @@
-"""Modules of later stations, loaded at the first use.
+"""Import modules of later packages on first use.
 
-The packages are stations in a row, and each imports only from those before it. Two things reach ahead: results that
-draw themselves (``print``, ``plot``, ``to_html``), and names or axes that only a later station can look up. They load
-what they need here, so that nothing is imported in a circle and no plotting library before a plot is asked for.
+The packages are ordered, and each imports only from those before it. Two things need later packages: results that
+render themselves (``print``, ``plot``, ``to_html``), and lookups of names or axes that are defined later. Importing
+them on first use avoids import cycles, and loads no plotting library before the first plot.
 """
 
 from importlib import import_module
@@ -10,5 +10,5 @@ from types import ModuleType
 
 
 def load_later(name: str) -> ModuleType:
-    """Import a module of the package by its name within it, such as ``"render.report"``."""
+    """Import a module of the package by its name within the package, such as ``"render.report"``."""
     return import_module(f"saltflat.{name}")

@@ -1,11 +1,11 @@
-"""How far a measure moved when the weights were rescaled, and whether it had claimed not to."""
+"""Judge how far a measure moved when the weights were rescaled, and whether it claims not to."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from saltflat.results.report import Reading
 
@@ -20,10 +20,10 @@ UNCLAIMED = "stays, though not claimed"
 WITHIN = "moves, within its errors"
 UNDEFINED = "not defined"
 UNMEASURED = "no draw was measured"
-# What can be said of a measure that claims to stay, and of one that does not.
+# The verdicts on a measure that claims to be invariant, and on one that does not.
 VERDICTS = {True: (STAYS, BROKEN, WITHIN, UNDEFINED, UNMEASURED), False: (MOVES, UNCLAIMED, UNDEFINED, UNMEASURED)}
 
-# The largest part of itself by which a number may move and still be called the same.
+# The largest relative change that counts as none.
 TOLERANCE = 1e-6
 
 
@@ -32,14 +32,14 @@ class Change:
     """One measure under the draws of one kind of rescaling.
 
     Attributes:
-        claimed: whether the measure claims to stay.
-        values: the measure after each draw; nan where it was not defined, None where the draw failed.
+        claimed: whether the measure claims to be invariant.
+        values: the measure after each draw; nan where undefined, None where the draw failed.
         smallest: the smallest ratio of a value to the one before; for logarithms the smallest difference.
         largest: the largest of them.
-        moved: the largest change as a part of the value before; for logarithms the largest difference. Infinite where
-            a value appears, disappears or leaves zero.
-        verdict: whether it stayed, and whether that is what it claims.
-        converged: False where a solver stopped early before or after some draw.
+        moved: the largest relative change; for logarithms the largest difference. Infinite where a value appears,
+            disappears or leaves zero.
+        verdict: whether it stayed, and whether it claims to.
+        converged: False if a solver stopped early before or after some draw.
     """
 
     claimed: bool
@@ -52,20 +52,21 @@ class Change:
 
     @property
     def is_unchanged(self) -> bool:
+        """Whether the measure is the same after all draws."""
         return self.verdict in (STAYS, UNCLAIMED)
 
 
 def compute_change(
     before: Reading, after: Sequence[Reading | None], claimed: bool, logarithmic: bool, tolerance: float = TOLERANCE
 ) -> Change:
-    """What the draws did to a reading.
+    """Return how the draws changed a reading.
 
     Args:
-        before: of the network as it is.
-        after: of every draw; None for draws that could not be measured.
-        claimed: whether the measure claims to stay.
-        logarithmic: whether differences tell, not ratios.
-        tolerance: the largest change that counts as none.
+        before: the reading of the network itself.
+        after: the reading of every draw; None for draws that could not be measured.
+        claimed: whether the measure claims to be invariant.
+        logarithmic: whether differences matter, not ratios.
+        tolerance: the largest relative change that counts as none.
 
     Example:
         >>> compute_change(Reading("trace", 2.0), [Reading("trace", 8.0), Reading("trace", 1.0)], False, False).verdict
@@ -97,7 +98,7 @@ def compute_change(
 
 
 def compute_step(old: float, new: float, logarithmic: bool) -> float:
-    """From the value before to the value after: a ratio, or the difference of logarithms; nan where one is not defined.
+    """Return the ratio of two values, or the difference of logarithmic ones; nan where one is undefined.
 
     Example:
         >>> compute_step(2.0, 8.0, logarithmic=False), compute_step(2.0, 8.0, logarithmic=True)
@@ -111,9 +112,10 @@ def compute_step(old: float, new: float, logarithmic: bool) -> float:
 
 
 def compute_decades(old: float, new: float, logarithmic: bool) -> float:
-    """By how many powers of ten a measure was multiplied; nan where no ratio tells, infinite from or to 0.
+    """Return by how many powers of ten a measure was multiplied.
 
-    Logarithmic measures count the powers of what they are the logarithm of.
+    It is nan where a ratio has no meaning and infinite from or to 0. For a logarithmic measure it is about the quantity
+    whose logarithm it is.
 
     Example:
         >>> compute_decades(2.0, 200.0, logarithmic=False), compute_decades(1e200, 1e-200, logarithmic=False)
@@ -123,7 +125,7 @@ def compute_decades(old: float, new: float, logarithmic: bool) -> float:
     if logarithmic:
         return step / math.log(10)
     if math.isfinite(old) and math.isfinite(new) and old * math.copysign(1.0, new) > 0 and new:
-        # Ratios of numbers that differ by more than the largest number are themselves none.
+        # Such ratios may overflow, their logarithms do not.
         return math.log10(step) if 1e-300 < step < 1e300 else math.log10(abs(new)) - math.log10(abs(old))
     return math.nan if math.isnan(step) or step < 0 else math.log10(step) if step else -math.inf
 
@@ -137,27 +139,27 @@ def _compute_relative_change(old: float, new: float, logarithmic: bool) -> float
 
 
 def _is_same_value(old: float, new: float, logarithmic: bool, tolerance: float) -> bool:
-    # Logarithms differ by what the numbers they are of differ by in part, and are rounded as parts of themselves.
+    # A difference of logarithms is a relative change, and their rounding is relative to themselves.
     least = 1.0 if logarithmic else 0.0
     slack = tolerance * max(least, abs(old), abs(new)) if math.isfinite(old) and math.isfinite(new) else 0.0
     return old == new or (math.isnan(old) and math.isnan(new)) or abs(new - old) <= slack
 
 
 def _is_within_errors(one: Reading, other: Reading) -> bool:
-    """Whether a difference says nothing: a solver stopped early, or the standard errors are larger."""
+    """Return whether a difference is insignificant: a solver stopped early, or the standard errors are larger."""
     if not (one.converged and other.converged):
         return True
     errors = [each.stderr for each in (one, other) if each.stderr is not None]
     return bool(errors) and abs(other.value - one.value) <= 1.96 * math.hypot(*errors)
 
 
-# The symmetry that a measure claims, for each kind of rescaling.
+# The invariance that a measure claims, for each kind of rescaling.
 CLAIMS = {"layer": "layer_scale", "unit": "unit_scale"}
 OBSTACLE = {"operation": str, "where": str, "line": str, "known": bool}
 
 
 def check_audit(audit: Audit) -> None:
-    """Raise a ValueError that says what is wrong, if anything is."""
+    """Check an audit that was read from a file; raise a ValueError that says what is wrong."""
     for wrong in _find_audit_errors(audit):
         raise ValueError(wrong)
 
@@ -166,16 +168,16 @@ def _find_audit_errors(audit: Audit) -> Iterator[str]:
     if audit.draws < 1:
         yield f"draws is {audit.draws}"
     if not audit.scales or not set(audit.scales) <= set(CLAIMS):
-        yield f"the kinds of scales are {list(audit.scales)}, not some of {list(CLAIMS)}"
+        yield f"the kinds of scales are {list(audit.scales)}, expected some of {list(CLAIMS)}"
     if any(count < 0 for count in audit.scales.values()):
         yield "scales is negative"
     if not set(audit.failed) <= set(audit.scales):
-        yield f"draws of the kinds {list(audit.failed)} failed, which are not all among those of the scales"
+        yield f"failed has the kinds {list(audit.failed)}, not all of which are kinds of scales"
     if set(audit.lines) != set(audit.report):
-        yield "the lines are not those of the measures in the report"
+        yield "the lines do not match the measures in the report"
     for each in audit.obstacles:
         if not isinstance(each, Mapping) or any(type(each.get(key)) is not kind for key, kind in OBSTACLE.items()):
-            yield "an obstacle is no mapping with the texts operation, where and line, and with known"
+            yield "an obstacle is not a mapping with the strings operation, where and line and the boolean known"
     drawn = {kind for kind, count in audit.scales.items() if count}
     for name, line in audit.items():
         yield from (f"{name}: {wrong}" for wrong in _find_line_errors(line, drawn, audit.draws))
@@ -185,9 +187,9 @@ def _find_line_errors(line: AuditLine, drawn: set[str], draws: int) -> Iterator[
     if type(line.logarithmic) is not bool:
         yield "logarithmic is neither true nor false"
     if not set(line.claims) <= set(CLAIMS.values()):
-        yield f"the claims are {list(line.claims)}, not some of {list(CLAIMS.values())}"
+        yield f"the claims are {list(line.claims)}, expected some of {list(CLAIMS.values())}"
     if set(line.changes) != drawn:
-        yield f"the changes are of the kinds {sorted(line.changes)}, and the scales of {sorted(drawn)}"
+        yield f"the changes have the kinds {sorted(line.changes)}, but the scales {sorted(drawn)}"
     for kind, change in line.changes.items():
         for wrong in _find_change_errors(change, draws):
             yield f"{kind}: {wrong}"
@@ -199,14 +201,14 @@ def _find_change_errors(change: Change, draws: int) -> Iterator[str]:
     if not all(type(each) is bool for each in (change.claimed, change.converged)):
         yield "claimed or converged is neither true nor false"
     if change.verdict not in VERDICTS[bool(change.claimed)]:
-        yield f"the verdict {change.verdict!r} is not known, or not of what is {'not ' * (not change.claimed)}claimed"
+        yield f"the verdict {change.verdict!r} is unknown, or contradicts claimed={change.claimed!r}"
     if len(change.values) != draws:
         yield f"there are {len(change.values)} values for {draws} draws"
     if not all(value is None or _is_float(value) for value in change.values):
         yield "a value is neither a number nor null"
     if not all(map(_is_float, (change.smallest, change.largest, change.moved))):
-        yield "smallest, largest or moved is no number"
+        yield "smallest, largest or moved is not a number"
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: float | None) -> bool:
     return type(value) is float

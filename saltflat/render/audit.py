@@ -1,4 +1,4 @@
-"""An audit in words and as a table."""
+"""Render an audit in words and as a table."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from saltflat.results.text import (
     format_short,
     join_words,
     make_printable,
+    strip_markup,
 )
 from saltflat.symmetry.tracing.trace import Obstacle
 
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def format_change(change: Change, logarithmic: bool, brief: bool = False) -> str:
-    """How far it moved: a part of itself where it stayed, else from which to which factor.
+    """Format how far a measure moved: its relative change if it stayed, else the range of factors.
 
     Args:
-        change: what the draws did.
-        logarithmic: whether differences tell, not ratios.
-        brief: only the factor that is farthest from 1, or the largest difference.
+        change: the effect of the draws.
+        logarithmic: whether differences matter, not ratios.
+        brief: only the factor farthest from 1, or the largest difference.
     """
     if change.verdict in (UNDEFINED, UNMEASURED):
         return ""
@@ -53,21 +54,21 @@ def format_change(change: Change, logarithmic: bool, brief: bool = False) -> str
     ends = list(dict.fromkeys([change.smallest, change.largest]))
     if brief:
         ends = [max(ends, key=abs if logarithmic else _compute_ratio_distance)]
-    told = [format_short(end, 3, "+") if logarithmic else format_factor(end) for end in ends]
-    return "x " * (not logarithmic) + " to ".join(dict.fromkeys(told)) + lost
+    shown = [format_short(end, 3, "+") if logarithmic else format_factor(end) for end in ends]
+    return "x " * (not logarithmic) + " to ".join(dict.fromkeys(shown)) + lost
 
 
 def _compute_ratio_distance(ratio: float) -> float:
-    """How far a ratio is from 1; what changed its sign or vanished is farthest."""
+    """Return how far a ratio is from 1; infinite if the sign changed or the value vanished."""
     return abs(math.log(ratio)) if ratio > 0 else math.inf
 
 
-# The number that most people take for flatness.
+# The most common measure of flatness.
 USUAL = "hessian_trace"
 
 
 def format_audit_summary(audit: Audit) -> list[str]:
-    """Which claims broke, what moved farthest, and how still the others stayed."""
+    """Return sentences on broken claims, the measure that moved most, and how exactly the others stayed."""
     said = [
         f"{name} {_format_farthest_move(audit[name], BROKEN)}, though it claims to stay."
         for name in audit.broken_claims
@@ -92,11 +93,11 @@ def format_audit_summary(audit: Audit) -> list[str]:
 
 
 def compute_max_decades(line: AuditLine, *verdicts: str) -> float:
-    """By how many powers of ten the measure moved at most, up or down; infinite where no ratio tells.
+    """Return by how many powers of ten the measure moved at most; infinite where a ratio has no meaning.
 
     Args:
         line: the measure.
-        verdicts: only the kinds of rescaling that got one of these, if any are given.
+        verdicts: count only the kinds of rescaling with one of these verdicts, if any are given.
     """
     found = [abs(each) for kind in _select_kinds(line, verdicts) for each in line.compute_draw_decades(kind)]
     told = [each for each in found if not math.isnan(each)]
@@ -104,7 +105,7 @@ def compute_max_decades(line: AuditLine, *verdicts: str) -> float:
 
 
 def _compute_claimed_change(line: AuditLine) -> float | None:
-    """By how much a measure moved that stayed wherever it claims to; None for others."""
+    """Return the change of a measure that stayed wherever it claims to; None for others."""
     claimed = [change for change in line.changes.values() if change.claimed]
     if not claimed or any(change.verdict != STAYS for change in claimed):
         return None
@@ -120,7 +121,7 @@ def _format_farthest_move(line: AuditLine, verdict: str) -> str:
 
 
 def _rank_mover(line: AuditLine) -> tuple[bool, float]:
-    """Factors before differences, and numbers before what is none."""
+    """Rank factors before differences, and finite numbers before others."""
     return _has_finite_ratios(line, MOVES) and not line.logarithmic, compute_max_decades(line, MOVES)
 
 
@@ -134,13 +135,13 @@ def _select_kinds(line: AuditLine, verdicts: Sequence[str]) -> list[str]:
     return [kind for kind, found in line.verdicts.items() if not verdicts or found in verdicts]
 
 
-# How kinds of rescaling are spoken of.
+# The kinds of rescaling in words.
 KINDS = {"layer": "by layer", "unit": "by unit"}
 MOST_OBSTACLES = 6
 
 
 def format_audit_facts(audit: Audit) -> list[str]:
-    """What was audited, and how, in a line."""
+    """Return what was audited, and how, as the parts of a line."""
     report = audit.report
     tried = [
         f"{format_count(audit.draws, 'draw')} {KINDS.get(kind, kind)} ({format_count(count, 'scale')})"
@@ -153,7 +154,7 @@ def format_audit_facts(audit: Audit) -> list[str]:
 
 
 def sort_measures(audit: Audit) -> list[str]:
-    """Names of measures: broken claims first, then what stays, then what moves, the farthest last."""
+    """Return the names of measures: broken claims first, then those that stay, then those that move."""
 
     def rank(name: str) -> tuple[int, float]:
         changes = list(audit[name].changes.values())
@@ -170,13 +171,13 @@ def sort_measures(audit: Audit) -> list[str]:
 
 
 def format_audit_marks(line: AuditLine) -> str:
-    """Signs for what is an estimate, and for solvers that stopped early before or after a draw."""
+    """Return the signs for estimates and for solvers that stopped early before or after a draw."""
     shown = format_signs(line.reading).replace("!", "")
     return shown + "!" * any(not change.converged for change in line.changes.values())
 
 
 def format_audit_footer(audit: Audit) -> list[str]:
-    """What stands below the table: signs, draws that failed, what pins scales, and the summary."""
+    """Return the lines below the table: signs, failed draws, obstacles, and the summary."""
     lines = list(audit.lines.values())
     used = "".join(map(format_audit_marks, lines))
     said = [f"{sign} {meaning}" for sign, meaning in SIGNS.items() if sign in used]
@@ -200,7 +201,7 @@ def format_audit_footer(audit: Audit) -> list[str]:
 
 
 def format_missing_rescalings(audit: Audit) -> list[str]:
-    """Kinds of rescaling that the network does not have, and what stands in their way."""
+    """Return sentences on kinds of rescaling that the network does not have, and why."""
     none = [kind for kind, count in audit.scales.items() if not count]
     pinned = format_obstacles(audit.obstacles)
     if len(none) == len(audit.scales):
@@ -216,7 +217,7 @@ def format_missing_rescalings(audit: Audit) -> list[str]:
 
 
 def format_obstacles(obstacles: Sequence[Mapping[str, Any]]) -> str:
-    """The operations that hold sizes fixed, each once, with where it was first met."""
+    """Return the operations that prevent rescaling, each once, with its first location."""
     places: dict[str, list[str]] = {}
     for each in sorted(obstacles, key=lambda each: bool(each["known"])):
         found = Obstacle(each["operation"], each["where"], each["line"], each["known"], 0)
@@ -232,7 +233,7 @@ STYLES = {BROKEN: "bold red", STAYS: "green", MOVES: "yellow"}
 
 
 class AuditTable:
-    """The audit as rich renders it."""
+    """Rich renderable of an audit."""
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
@@ -252,7 +253,7 @@ class AuditTable:
 
 
 def render_audit_html(audit: Audit) -> str:
-    """The same as a piece of HTML."""
+    """Return the audit as HTML."""
     kinds = _collect_kinds(audit)
     header = ["measure", "", "value", *(cell for kind in kinds for cell in (KINDS.get(kind, kind), "verdict"))]
     rows = [
@@ -264,7 +265,7 @@ def render_audit_html(audit: Audit) -> str:
         ]
         for name in sort_measures(audit)
     ]
-    hints = [str(audit.report.legend.get(name, {}).get("meaning", "")) for name in sort_measures(audit)]
+    hints = [strip_markup(str(audit.report.legend.get(name, {}).get("meaning", ""))) for name in sort_measures(audit)]
     parts = [
         render_paragraph(audit.report.model),
         render_paragraph(" | ".join(format_audit_facts(audit))),
@@ -279,7 +280,7 @@ def _collect_kinds(audit: Audit) -> list[str]:
 
 
 def _render_audit_tables(audit: Audit) -> Iterator[Table]:
-    """The widest first."""
+    """Yield tables, the widest first."""
     yield _render_audit_table(audit, words=True, values=True)
     yield _render_audit_table(audit, claims=True, values=True)
     yield _render_audit_table(audit, claims=True)
@@ -290,14 +291,14 @@ def _render_audit_tables(audit: Audit) -> Iterator[Table]:
 def _render_audit_table(
     audit: Audit, words: bool = False, claims: bool = False, values: bool = False, brief: bool = False
 ) -> Table:
-    """A line per measure.
+    """Return a table with a row per measure.
 
     Args:
-        audit: what is shown.
-        words: verdicts in words.
-        claims: which kinds of rescaling a measure claims not to notice.
-        values: of the network as it is.
-        brief: changes in as few letters as can be.
+        audit: the audit.
+        words: add verdicts in words.
+        claims: add the kinds of rescaling a measure claims to be invariant to.
+        values: add the value of the network itself.
+        brief: shorten the changes.
     """
     signed = any(format_audit_marks(line) for line in audit.values())
     table = build_ruled_table("measure")
@@ -334,7 +335,7 @@ def _render_verdict_cells(audit: Audit, name: str) -> Iterator[Text]:
 
 def _render_joined_cell(line: AuditLine, kind: str, brief: bool) -> Text:
     change = line.changes[kind]
-    # Of what moved without a claim both ends are told, since there is room for them.
+    # A measure that moved without a claim shows both ends, since there is room for them.
     short = brief and (change.claimed or change.is_unchanged)
     told = format_change(change, line.logarithmic, short) or change.verdict
     stays = "stays " if change.is_unchanged and not (brief and change.moved) else ""
@@ -343,7 +344,7 @@ def _render_joined_cell(line: AuditLine, kind: str, brief: bool) -> Text:
 
 
 def _render_audit_lines(audit: Audit) -> Iterator[Text]:
-    """For terminals that no table fits into."""
+    """Yield lines for terminals too narrow for a table."""
     for name in sort_measures(audit):
         line = audit[name]
         yield Text(

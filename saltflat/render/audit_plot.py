@@ -1,4 +1,4 @@
-"""An audit as a plot."""
+"""Plot an audit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from saltflat.render.audit import KINDS, format_missing_rescalings, sort_measure
 from saltflat.results.text import make_printable
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from saltflat.audit.result import Audit, AuditLine
 
 
-# Told apart without colours, too.
-COLOURS = {"layer": "#0072b2", "unit": "#d55e00"}
+# Distinguishable without colors, too.
+COLORS = {"layer": "#0072b2", "unit": "#d55e00"}
 SHAPES = {"layer": "o", "unit": "D"}
 WRONG, BAND, FAINT = "#b00020", "#eef3f1", "#8a8a8a"
 LONGEST_NAME = 44
@@ -26,12 +29,12 @@ FEW_DECADES = 3.0  # up to here, ticks are plain numbers
 LEAST_DECADES = 0.5  # from the line at 1 to the edges of the axis
 
 
-def draw_audit(audit: Audit) -> Any:
-    """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
+def draw_audit(audit: Audit) -> Figure:
+    """Return a Figure, made without pyplot, so that there is no window and nothing to close."""
     figures = import_optional("matplotlib.figure", "plot()")
     names = sort_measures(audit)
     kinds = list(dict.fromkeys(kind for line in audit.values() for kind in line.changes))
-    figure = figures.Figure(figsize=(9.5, ROW * max(len(names), LEAST_ROWS) + 1.9), layout="constrained")
+    figure: Figure = figures.Figure(figsize=(9.5, ROW * max(len(names), LEAST_ROWS) + 1.9), layout="constrained")
     many = "rescaling" + "s" * (audit.draws != 1)
     title = f"{audit.report.model}: {audit.draws} {many} of each kind, the same function"
     if not kinds:
@@ -39,10 +42,11 @@ def draw_audit(audit: Audit) -> Any:
         told = " ".join(format_missing_rescalings(audit)) if names else "Nothing was measured."
         figure.text(0.5, 0.4, make_printable(told), ha="center", wrap=True, parse_math=False)
         return figure
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.12, h_pad=0.08)
     figure.suptitle(make_printable(title), fontsize=11, parse_math=False)
     axis = figure.add_subplot()
-    # Differences of logarithms may be of hundreds of powers of ten: they do not choose the axis, if others do.
+    # Differences of logarithms may span hundreds of decades: they set the axis only if there is nothing else.
     plain = [name for name in names if not audit[name].logarithmic] or names
     edges = _compute_axis_limits(audit[name].compute_draw_decades(kind) for name in plain for kind in kinds)
     for row, name in enumerate(names):
@@ -54,53 +58,53 @@ def draw_audit(audit: Audit) -> Any:
 
 
 def _compute_axis_limits(decades: Iterable[Sequence[float]]) -> tuple[float, float]:
-    """From where to where the axis goes, in powers of ten."""
+    """Return the ends of the axis, in powers of ten."""
     found = [each for draws in decades for each in draws if math.isfinite(each)]
     low, high = min(found, default=0.0), max(found, default=0.0)
     room = 0.04 * (high - low)
     return min(low - room, -LEAST_DECADES), max(high + room, LEAST_DECADES)
 
 
-def _draw_row(axis: Any, row: int, line: AuditLine, kinds: Sequence[str], edges: tuple[float, float]) -> None:
+def _draw_row(axis: Axes, row: int, line: AuditLine, kinds: Sequence[str], edges: tuple[float, float]) -> None:
     if line.claims:
         axis.axhspan(row - 0.5, row + 0.5, color=BAND, linewidth=0, zorder=0)
     shift = 0.4 / len(kinds)
     for index, kind in enumerate(kinds):
         place = row + (2 * index - len(kinds) + 1) * shift / 2
-        colour = COLOURS.get(kind, "black")
+        color = COLORS.get(kind, "black")
         decades = line.compute_draw_decades(kind)
         inside = [each for each in decades if edges[0] <= each <= edges[1]]
         axis.plot(
             inside,
             [place] * len(inside),
             SHAPES.get(kind, "s"),
-            color=colour,
+            color=color,
             markersize=4.5 if SHAPES.get(kind) == "o" else 3.8,
             alpha=0.55,
             markeredgewidth=0,
             zorder=3,
         )
-        # What the axis does not reach is shown at the edge that it has gone beyond.
+        # What lies beyond the axis is shown at its edge.
         for edge, shape, beyond in (
             (edges[0], "<", any(each < edges[0] for each in decades)),
             (edges[1], ">", any(each > edges[1] for each in decades)),
         ):
             if beyond:
-                axis.plot([edge], [place], shape, color=colour, markersize=6, clip_on=False, zorder=4)
+                axis.plot([edge], [place], shape, color=color, markersize=6, clip_on=False, zorder=4)
     lost = _format_lost_draws(line)
     if lost:
         axis.text(edges[1], row, f"{lost}  ", fontsize=7, ha="right", va="center", color=FAINT, zorder=4)
 
 
 def _format_lost_draws(line: AuditLine) -> str:
-    """Why a row has fewer dots than draws."""
+    """Return why a row has fewer dots than draws."""
     if set(line.verdicts.values()) <= {UNDEFINED, UNMEASURED}:
         return ", ".join(dict.fromkeys(line.verdicts.values()))
     count = sum(math.isnan(each) for kind in line.changes for each in line.compute_draw_decades(kind))
     return f"{count} draw{'s' * (count != 1)} undefined or of another sign" if count else ""
 
 
-def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edges: tuple[float, float]) -> None:
+def _draw_axis(axis: Axes, lines: Sequence[AuditLine], names: Sequence[str], edges: tuple[float, float]) -> None:
     tickers = import_optional("matplotlib.ticker", "plot()")
     axis.axvline(0, color="black", linewidth=0.8, zorder=2)
     axis.set_xlim(*edges)
@@ -130,7 +134,7 @@ def _draw_axis(axis: Any, lines: Sequence[AuditLine], names: Sequence[str], edge
 
 
 def _compute_plain_ticks(edges: tuple[float, float]) -> list[float]:
-    """1, 2, 5, 10 and so on, in both directions, as far as the axis goes.
+    """Return 1, 2, 5, 10 and so on, in both directions, as far as the axis goes.
 
     Example:
         >>> _compute_plain_ticks((-0.5, 0.5))
@@ -145,12 +149,12 @@ def _format_power_tick(decade: float, _: int) -> str:
     return "1" if decade == 0 else f"$10^{{{decade:g}}}$"
 
 
-def _draw_claims(axis: Any, lines: Sequence[AuditLine], kinds: Sequence[str]) -> None:
-    """Beside the rows, a column per kind: what is claimed, and whether it held."""
+def _draw_claims(axis: Axes, lines: Sequence[AuditLine], kinds: Sequence[str]) -> None:
+    """Draw a column per kind beside the rows: what is claimed, and whether it held."""
     across = axis.get_yaxis_transform()  # a part of the axis' width, and a row
     for index, kind in enumerate(kinds):
         place = 1.035 + 0.055 * index
-        _draw_header(axis, kind, place, 3, COLOURS.get(kind, "black"))
+        _draw_header(axis, kind, place, 3, COLORS.get(kind, "black"))
         for row, line in enumerate(lines):
             change = line.changes.get(kind)
             if change is None or not change.claimed:
@@ -161,7 +165,7 @@ def _draw_claims(axis: Any, lines: Sequence[AuditLine], kinds: Sequence[str]) ->
                 [row],
                 "X" if broken else "s",
                 transform=across,
-                color=WRONG if broken else COLOURS.get(kind, "black"),
+                color=WRONG if broken else COLORS.get(kind, "black"),
                 fillstyle="full" if broken or held else "none",
                 markersize=7 if broken else 5,
                 clip_on=False,
@@ -169,8 +173,8 @@ def _draw_claims(axis: Any, lines: Sequence[AuditLine], kinds: Sequence[str]) ->
     _draw_header(axis, "claims", 1.035 + 0.0275 * (len(kinds) - 1), 13, "black")
 
 
-def _draw_header(axis: Any, text: str, place: float, above: float, colour: str) -> None:
-    """Some points above the axis, however many rows there are."""
+def _draw_header(axis: Axes, text: str, place: float, above: float, color: str) -> None:
+    """Draw a header some points above the axis, whatever the number of rows."""
     axis.annotate(
         text,
         (place, 1),
@@ -180,12 +184,12 @@ def _draw_header(axis: Any, text: str, place: float, above: float, colour: str) 
         fontsize=7.5,
         ha="center",
         va="bottom",
-        color=colour,
+        color=color,
         annotation_clip=False,
     )
 
 
-def _draw_legend(figure: Any, audit: Audit, kinds: Sequence[str]) -> None:
+def _draw_legend(figure: Figure, audit: Audit, kinds: Sequence[str]) -> None:
     line = import_optional("matplotlib.lines", "plot()").Line2D
     handles = [
         line(
@@ -193,7 +197,7 @@ def _draw_legend(figure: Any, audit: Audit, kinds: Sequence[str]) -> None:
             [],
             linestyle="none",
             marker=SHAPES.get(kind, "s"),
-            color=COLOURS.get(kind, "black"),
+            color=COLORS.get(kind, "black"),
             markersize=5,
             label=f"a draw {KINDS.get(kind, kind)} ({audit.scales[kind]} scale{'s' * (audit.scales[kind] != 1)})",
         )

@@ -1,4 +1,4 @@
-"""A comparison as a table."""
+"""Render a comparison as a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EMPTY = "Nothing to compare: the reports have no readings."
 
 
 class ComparisonTable:
-    """The comparison as rich renders it."""
+    """Rich renderable of a comparison."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
@@ -55,7 +55,7 @@ class ComparisonTable:
 
 
 def render_comparison_html(comparison: Comparison) -> str:
-    """The same as a piece of HTML."""
+    """Return the comparison as HTML."""
     header = ["measure", "unchanged by", "report", "value", "difference", "ratio", "verdict", "flatter"]
     rows = [row for contrast in comparison.values() for row in _format_contrast_rows(contrast)]
     parts = [
@@ -81,16 +81,17 @@ def _format_comparison_footer(comparison: Comparison, compact: bool = False) -> 
         shown = "+- after a difference is its standard error"
         lines.append(f"{'Verdicts use standard errors of differences' if compact else shown} ({how}).")
     if not compact and any(contrast.flattest and not contrast.sure for contrast in comparison.values()):
-        lines.append("? by the values alone: some of their errors are not known")
+        lines.append("? by the values alone: some of their errors are unknown")
     return [make_printable(line) for line in lines]
 
 
 def format_invariances(contrast: Contrast) -> str:
-    """What may be rescaled without changing the measure, in a word."""
+    """Return what may be rescaled without changing the measure, in a word."""
     return {2: "layers, units", 1: "layers"}.get(len(contrast.invariant_to), "")
 
 
 def format_difference(contrast: Contrast, label: str) -> str:
+    """Format the difference of a report from the first, with its standard error."""
     return format_quantity(contrast.differences[label], contrast.errors[label] or None)
 
 
@@ -99,7 +100,7 @@ def _format_flattest(contrast: Contrast) -> str:
 
 
 def _format_contrast_rows(contrast: Contrast) -> Iterator[list[str]]:
-    """A line per report; the first has no difference from itself."""
+    """Yield a row per report; the first has no difference."""
     for label, reading in contrast.readings.items():
         against = ["", "", ""]
         if label in contrast.verdicts:
@@ -129,7 +130,7 @@ def _render_tall_table(comparison: Comparison) -> Table:
 
 
 def _format_comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """For terminals that no table fits into."""
+    """Yield lines for terminals too narrow for a table."""
     for contrast in comparison.values():
         flatter = _format_flattest(contrast)
         yield make_printable(contrast.name + (f" (flatter: {flatter})" if flatter else ""))
@@ -162,7 +163,7 @@ def _render_wide_table(comparison: Comparison) -> Table:
 
 
 def _render_compact_table(comparison: Comparison) -> Table:
-    """The same without differences, and with the flatter one as the verdict."""
+    """Return a table without differences, with the flatter report as the verdict."""
     table = build_ruled_table("measure")
     table.add_column("unchanged by", overflow="fold")
     for header in (*comparison.reports, "ratio"):

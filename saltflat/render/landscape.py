@@ -1,4 +1,4 @@
-"""A landscape in words and as a plot."""
+"""Render a landscape in words and as a plot."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from saltflat.results.text import add_number_column, build_ruled_table, format_n
 from saltflat.validation import check_count, is_choice
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from saltflat.landscape.result import Landscape
+
+
+MaskedArray = np.ma.MaskedArray[tuple[int, ...], np.dtype[np.float64]]
 
 
 HEADER = ("direction", "length", "curvature", "loss at one end", "and at the other")
 
 
 class LandscapeRenderable:
-    """The landscape as rich renders it."""
+    """Rich renderable of a landscape."""
 
     def __init__(self, landscape: Landscape) -> None:
         self.landscape = landscape
@@ -46,7 +51,7 @@ class LandscapeRenderable:
 
 
 def format_landscape_html(landscape: Landscape) -> str:
-    """The same as a piece of HTML."""
+    """Return the landscape as HTML."""
     lines = make_landscape_rows(landscape)
     parts = [
         render_paragraph(landscape.model),
@@ -58,7 +63,7 @@ def format_landscape_html(landscape: Landscape) -> str:
 
 
 def format_landscape_facts(landscape: Landscape) -> list[str]:
-    """What was sliced, and how, in a line."""
+    """Return what was computed, and how, as the parts of a line."""
     settings, size = landscape.settings, " x ".join(str(len(each)) for each in landscape.coordinates)
     error = [] if landscape.error is None else [f"error {landscape.error:.2%}"]
     said = [f"{size} points", f"{landscape.examples} example{'s' * (landscape.examples != 1)}"]
@@ -68,7 +73,7 @@ def format_landscape_facts(landscape: Landscape) -> list[str]:
 
 
 def make_landscape_rows(landscape: Landscape) -> list[list[str]]:
-    """A line for each direction: how it bends in the middle, and how high it is at both ends."""
+    """Return a row for each direction: the curvature in the middle, and the loss at both ends."""
     found = []
     for axis, (direction, bend) in enumerate(zip(landscape.directions, landscape.curvature, strict=True)):
         along = [len(each) // 2 for each in landscape.coordinates]
@@ -88,7 +93,7 @@ def make_landscape_rows(landscape: Landscape) -> list[list[str]]:
 
 
 def format_direction_name(direction: Mapping[str, Any], axis: int) -> str:
-    """As tables and axes call it.
+    """Return the name of a direction in tables and on axes.
 
     >>> format_direction_name({"kind": "eigenvector", "eigenvalue": 12.5, "normalize": "length"}, 0)
     'eigenvector 1 (eigenvalue 12.5)'
@@ -104,7 +109,7 @@ def format_direction_name(direction: Mapping[str, Any], axis: int) -> str:
 
 
 def format_landscape_notes(landscape: Landscape) -> list[str]:
-    """The lowest point, what overflowed, and the notes."""
+    """Return lines on the lowest point and on overflow, and the notes."""
     losses, said = landscape.losses, []
     finite = np.isfinite(losses)
     lowest = np.unravel_index(np.argmin(np.where(finite, losses, np.inf)), losses.shape)
@@ -116,27 +121,27 @@ def format_landscape_notes(landscape: Landscape) -> list[str]:
     return [make_printable(each) for each in (*said, *landscape.notes)]
 
 
-WHAT = {"loss": "mean loss", "error": "share of wrong answers"}
-# Told apart without colours, too (Okabe and Ito).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+WHAT = {"loss": "mean loss", "error": "fraction of wrong predictions"}
+# Distinguishable without colors, too (Okabe and Ito).
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":")
-MAP = "cividis"  # made for all kinds of colour vision
-TICKS = 8  # beside the colours, about
-DECADES = 2  # above which a scale is logarithmic if nothing is said
+MAP = "cividis"  # made for all kinds of color vision
+TICKS = 8  # of the color bar, about
+DECADES = 2  # above which a scale is logarithmic by default
 
 
-def plot_landscape(landscape: Landscape, what: str = "loss", log: bool | None = None, levels: int = 20) -> Any:
-    """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
+def plot_landscape(landscape: Landscape, what: str = "loss", log: bool | None = None, levels: int = 20) -> Figure:
+    """Return a Figure, made without pyplot, so that there is no window and nothing to close."""
     check_count(2, levels=levels)
     if landscape.dimensions == 1:
         return plot_together({"": landscape}, what, log)
     values = _select_values(landscape, what)
-    figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(6.6, 5.2), layout="compressed")
+    figure: Figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(6.6, 5.2), layout="compressed")
     axis = figure.add_subplot()
     axis.set_title(make_printable(landscape.model), fontsize=10, parse_math=False)
     axis.set_xlabel(format_direction_name(landscape.directions[0], 0), parse_math=False)
     axis.set_ylabel(format_direction_name(landscape.directions[1], 1), parse_math=False)
-    # Rows of an image go up, and the first direction goes to the right.
+    # Rows of an image go up, and the first direction to the right.
     across, up = landscape.coordinates
     seen = np.ma.masked_invalid(values.T)
     edges, norm = _compute_contour_levels(seen, log, levels)
@@ -145,40 +150,34 @@ def plot_landscape(landscape: Landscape, what: str = "loss", log: bool | None = 
     axis.plot([0], [0], "+", color="white", markersize=9, markeredgewidth=2.5)
     axis.plot([0], [0], "+", color="black", markersize=8, markeredgewidth=1)
     axis.set_aspect("equal")
-    axis.set_facecolor("#dddddd")  # seen where the loss overflowed
+    axis.set_facecolor("#dddddd")  # where the loss overflowed
     bar = figure.colorbar(filled, ax=axis, label=WHAT[what])
-    shown = edges[:: max(1, len(edges) // TICKS)]
-    bar.set_ticks(shown, labels=[format_number(float(each), 3) for each in shown], fontsize=8)
+    shown = edges[:: max(1, len(edges) // TICKS)].tolist()
+    bar.set_ticks(shown, labels=[format_number(each, 3) for each in shown], fontsize=8)
     bar.ax.minorticks_off()
     return figure
 
 
 def plot_together(
     landscapes: Mapping[str, Landscape] | Sequence[Landscape], what: str = "loss", log: bool | None = None
-) -> Any:
-    """Several slices of one dimension in one picture, by the names that they are given.
-
-    Args:
-        landscapes: by name, or one after the other.
-        what: ``"loss"``, or ``"error"`` for the share of wrong answers.
-        log: a logarithmic scale; if None, where the values are positive and span more than two powers of ten.
-    """
+) -> Figure:
+    """Plot several one-dimensional landscapes; see :func:`saltflat.landscape.plot_together`."""
     named = (
         dict(landscapes) if isinstance(landscapes, Mapping) else {str(n): each for n, each in enumerate(landscapes, 1)}
     )
     if not named or any(each.dimensions != 1 for each in named.values()):
-        got = "no landscapes" if not named else "a landscape of two dimensions among them"
+        got = "no landscapes" if not named else "a landscape of two dimensions"
         raise OptionError(
-            f"Expected landscapes of one dimension, but got {got}. Try drawing maps one by one, with .plot()."
+            f"Expected landscapes of one dimension, but got {got}. Try plotting maps one by one, with .plot()."
         )
-    figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure: Figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.add_subplot()
     for index, (name, each) in enumerate(named.items()):
         axis.plot(
             each.coordinates[0],
             np.ma.masked_invalid(_select_values(each, what)),
-            LINES[index // len(COLOURS) % len(LINES)] if index >= len(COLOURS) else LINES[index % len(LINES)],
-            color=COLOURS[index % len(COLOURS)],
+            LINES[index // len(COLORS) % len(LINES)] if index >= len(COLORS) else LINES[index % len(LINES)],
+            color=COLORS[index % len(COLORS)],
             marker="." if len(each.coordinates[0]) <= 60 else None,
             label=make_printable(name),
         )
@@ -202,19 +201,19 @@ def plot_together(
 
 def _select_values(landscape: Landscape, what: str) -> NDArray[np.float64]:
     if not is_choice(what, WHAT):
-        raise make_unknown_name_error("quantity to draw", what, WHAT)
+        raise make_unknown_name_error("quantity to plot", what, WHAT)
     if what == "loss":
         return landscape.losses
     if landscape.errors is None:
         raise OptionError(
-            "Expected a loss that knows right and wrong, but got what='error' for a landscape without errors. Try "
+            "Expected a landscape with errors, but got what='error' for one whose loss has no right or wrong. Try "
             "what='loss'."
         )
     return landscape.errors
 
 
-def _is_logarithmic(seen: Any, log: bool | None) -> bool:
-    """Whether the scale is; zeros and negative values have no logarithm."""
+def _is_logarithmic(seen: MaskedArray, log: bool | None) -> bool:
+    """Return whether the scale is logarithmic; zeros and negative values have no logarithm."""
     positive = seen.count() > 0 and float(seen.min()) > 0
     if log is None:
         return bool(positive and np.log10(float(seen.max())) - np.log10(float(seen.min())) > DECADES)
@@ -222,13 +221,13 @@ def _is_logarithmic(seen: Any, log: bool | None) -> bool:
         raise OptionError(f"Expected True, False or None, but got log={log!r}. Try leaving it out.")
     if log and not (seen > 0).any():
         raise OptionError(
-            "Expected positive ones, but got log=True for values that are all 0 or negative. Try leaving log out."
+            "Expected a positive value, but got log=True for values that are all 0 or negative. Try leaving log out."
         )
     return log
 
 
-def _compute_contour_levels(seen: Any, log: bool | None, count: int) -> tuple[NDArray[np.float64], Any]:
-    """Edges of the contours, and the norm that their colours follow."""
+def _compute_contour_levels(seen: MaskedArray, log: bool | None, count: int) -> tuple[NDArray[np.float64], Any]:
+    """Return the edges of the contours, and the norm of their colors."""
     colors = import_optional("matplotlib.colors", "plot()")
     if _is_logarithmic(seen, log):
         low, high = float(seen[seen > 0].min()), float(seen.max())

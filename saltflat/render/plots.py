@@ -1,4 +1,4 @@
-"""Plots of readings, comparisons and training histories."""
+"""Plot readings, comparisons and training histories."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from saltflat.results.text import format_quantity, make_printable
 from saltflat.results.verdict import WIDTH
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from saltflat.results.comparison import Contrast
 
 
@@ -22,39 +25,37 @@ ACROSS = 3
 MOST_LAYERS = 30
 LONGEST_NAME = 26
 NETWORK = "network"
-BEYOND = 1.5  # times the outermost ratios: the ends of the axis at most
-WIDE = 5.0  # ratio between the ends of an axis from which on it is logarithmic
+BEYOND = 1.5  # times the outermost ratios: the farthest ends of the axis
+WIDE = 5.0  # ratio of the ends of an axis above which it is logarithmic
 
 
-def draw_readings(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Any:
-    """A Figure of panels by measure, each with a reading by label; the only label is left unsaid.
+def draw_readings(panels: Mapping[str, Mapping[str, Reading]], title: str) -> Figure:
+    """Return a Figure with a panel per measure, each with readings by label; a single label is not shown.
 
-    Made without pyplot: there is no window, no current figure, and nothing to close.
+    It is made without pyplot, so that there is no window and nothing to close.
     """
     figures = import_optional("matplotlib.figure", "plot()")
-    # Measures with layers need tall panels, those of the network alone flat ones: rows are of one kind.
+    # Measures with layers need tall panels, others flat ones: a row holds panels of one kind.
     tall = [name for name, series in panels.items() if collect_layers(series.values())]
     flat = [name for name in panels if name not in tall]
     rows = [names[i : i + ACROSS] for names in (tall, flat) for i in range(0, len(names), ACROSS)]
     heights = [max(_compute_panel_height(panels[name]) for name in row) for row in rows]
     across = max((len(row) for row in rows), default=1)
-    figure = figures.Figure(figsize=(max(4.6 * across, 6), sum(heights) + 0.6), layout="constrained")
+    figure: Figure = figures.Figure(figsize=(max(4.6 * across, 6), sum(heights) + 0.6), layout="constrained")
     figure.suptitle(_truncate_start(make_printable(title), 100), parse_math=False)
     if not rows:
         figure.text(0.5, 0.4, "Nothing was measured.", ha="center")
         return figure
-    # A report has one colour in all panels, also in those where others are missing.
+    # A report has the same color in all panels, even where others are missing.
     labels = dict.fromkeys(label for series in panels.values() for label in series)
-    colours = {label: f"C{index}" for index, label in enumerate(labels)}
+    colors = {label: f"C{index}" for index, label in enumerate(labels)}
     grid = figure.add_gridspec(len(rows), across, height_ratios=heights)
     axes = [figure.add_subplot(grid[i, j]) for i, row in enumerate(rows) for j in range(len(row))]
     for axis, name in zip(axes, [name for row in rows for name in row], strict=True):
-        _draw_panel(axis, name, panels[name], colours)
+        _draw_panel(axis, name, panels[name], colors)
     if len(labels) > 1:
         patch = import_optional("matplotlib.patches", "plot()").Patch
-        handles = [
-            patch(color=colour, label=_truncate_start(make_printable(label))) for label, colour in colours.items()
-        ]
+        handles = [patch(color=color, label=_truncate_start(make_printable(label))) for label, color in colors.items()]
         for text in figure.legend(handles=handles, loc="outside lower center", ncols=min(len(labels), 6)).get_texts():
             text.set_parse_math(False)
     return figure
@@ -69,7 +70,7 @@ def _compute_panel_height(series: Mapping[str, Reading]) -> float:
     return 0.7 + 0.15 * len(series) + 0.2 * len(_find_bar_layers(series)) * (1 + 0.5 * (len(series) - 1))
 
 
-def _draw_panel(axis: Any, name: str, series: Mapping[str, Reading], colours: Mapping[str, str]) -> None:
+def _draw_panel(axis: Axes, name: str, series: Mapping[str, Reading], colors: Mapping[str, str]) -> None:
     bars = _find_bar_layers(series)
     thick = 0.8 / len(series)
     drawn: list[tuple[float, float]] = []
@@ -77,7 +78,7 @@ def _draw_panel(axis: Any, name: str, series: Mapping[str, Reading], colours: Ma
         values, errors = _collect_bar_values(reading, bars)
         places = [place + (index + 0.5) * thick - 0.4 for place in range(len(bars))]
         seen = [value if math.isfinite(value) else 0.0 for value in values]
-        axis.barh(places, seen, thick * 0.95, color=colours[label])
+        axis.barh(places, seen, thick * 0.95, color=colors[label])
         spread = [(p, v, e) for p, v, e in zip(places, seen, errors, strict=True) if e > 0]
         if spread:
             heights, centres, widths = zip(*spread, strict=True)
@@ -98,8 +99,8 @@ def _draw_panel(axis: Any, name: str, series: Mapping[str, Reading], colours: Ma
     axis.set_title(_format_panel_title(name, series, len(bars)), fontsize=9, loc="left", parse_math=False)
 
 
-def _set_axis_scale(axis: Any, drawn: Sequence[tuple[float, float]]) -> None:
-    """Logarithmic where values are positive and span more than two decades; zeros have no bar there."""
+def _set_axis_scale(axis: Axes, drawn: Sequence[tuple[float, float]]) -> None:
+    """Make the axis logarithmic where values are positive and span more than two decades; zeros have no bar then."""
     values = [value for value, _ in drawn]
     if not values:
         axis.set_xticks([])
@@ -135,18 +136,18 @@ def _format_panel_title(name: str, series: Mapping[str, Reading], bars: int) -> 
 
 
 def _truncate_start(name: str, longest: int = LONGEST_NAME) -> str:
-    """The end of a long name, which tells layers apart."""
+    """Return the end of a long name, which distinguishes layers."""
     return name if len(name) <= longest else "..." + name[3 - longest :]
 
 
-def draw_ratios(contrasts: Sequence[Contrast], labels: Sequence[str], title: str) -> Any:
-    """The ratio of every report to the first, with the 99 % interval that verdicts are made with: a row per measure.
+def draw_ratios(contrasts: Sequence[Contrast], labels: Sequence[str], title: str) -> Figure:
+    """Plot the ratio of every report to the first, with the 99 % interval of the verdicts, in a row per measure.
 
-    Logarithmic measures have no ratio, and are left out, as is what is undefined or zero in the first report.
+    Logarithmic measures, which have no ratio, and values undefined or zero in the first report are left out.
     """
     figures = import_optional("matplotlib.figure", "plot()")
     shown = [each for each in contrasts if any(_has_ratio(each, label) for label in each.verdicts)]
-    figure = figures.Figure(figsize=(7.5, 1.3 + 0.28 * max(len(shown), 1)), layout="constrained")
+    figure: Figure = figures.Figure(figsize=(7.5, 1.3 + 0.28 * max(len(shown), 1)), layout="constrained")
     axis = figure.add_subplot()
     axis.axvline(1.0, color="0.6", linewidth=1)
     thick = 0.6 / max(1, len(labels) - 1)
@@ -157,7 +158,7 @@ def draw_ratios(contrasts: Sequence[Contrast], labels: Sequence[str], title: str
             index = list(labels).index(label)
             error = each.errors[label]
             ratio = each.ratios[label]
-            # As in verdicts, which are about differences: an interval without 1 is a difference beyond chance.
+            # As in verdicts, which are about differences: an interval without 1 is a significant difference.
             width = None if error is None else WIDTH * error / abs(first)
             ratios.append(ratio)
             ends += [] if width is None else [ratio - width, ratio + width]
@@ -210,15 +211,15 @@ def _has_ratio(contrast: Contrast, label: str) -> bool:
     return math.isfinite(value) and value > 0 and not contrast.logarithmic
 
 
-def plot_history(history: Sequence[Record]) -> Any:
-    """A Figure with a panel for every value of the whole network; layers are lines in their measure's panel.
+def plot_history(history: Sequence[Record]) -> Figure:
+    """Return a Figure with a panel for every value of the whole network, and a line per layer in that panel.
 
-    Made without pyplot: there is no window, no current figure, and nothing to close.
+    It is made without pyplot, so that there is no window and nothing to close.
     """
     names = list(dict.fromkeys(name for record in history for name in record.values))
     panels = [name for name in names if "/" not in strip_prefix(name) and strip_prefix(name) != THRESHOLD_NAME]
     across, down = min(ACROSS, max(1, len(panels))), max(1, -(-len(panels) // ACROSS))
-    figure = import_optional("matplotlib.figure", "plot()").Figure(
+    figure: Figure = import_optional("matplotlib.figure", "plot()").Figure(
         figsize=(4 * across, 2.6 * down), layout="constrained"
     )
     if not panels:
@@ -238,6 +239,6 @@ def plot_history(history: Sequence[Record]) -> Any:
     return figure
 
 
-def _plot_line(axis: Any, history: Sequence[Record], name: str, **style: Any) -> None:
+def _plot_line(axis: Axes, history: Sequence[Record], name: str, **style: Any) -> None:
     points = [(record.step, record.values[name]) for record in history if name in record.values]
     axis.plot(*zip(*points, strict=True), **style)

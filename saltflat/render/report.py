@@ -1,4 +1,4 @@
-"""A report as text tables and as HTML."""
+"""Render a report as text tables and as HTML."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from saltflat.results.text import (
     format_quantity,
     join_words,
     make_printable,
+    strip_markup,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ SIGNS = {
 
 
 def format_report_facts(report: Report) -> list[str]:
-    """What was measured, and how, in a line."""
+    """Return what was measured, and how, as the parts of a line."""
     settings = report.settings
     kind = f" ({settings['loss']})" if "loss" in settings else ""
     said = [f"{report.examples} example{'s' * (report.examples != 1)}", f"loss {format_number(report.loss)}{kind}"]
@@ -50,32 +51,32 @@ def format_report_facts(report: Report) -> list[str]:
 
 
 def format_head_notes(report: Report) -> list[str]:
-    """What a reader should know before the numbers."""
+    """Return the notes to show before the numbers."""
     return [make_printable(f"Note: {note}") for note in report.notes]
 
 
 def collect_layers(readings: Iterable[Reading]) -> list[str]:
-    """Every layer that has a value, in the order of the network as far as the readings tell it."""
+    """Return every layer that has a value, in the order of the network as far as the readings show it."""
     return list(dict.fromkeys(layer for reading in readings for layer in reading.layers))
 
 
 def collect_notes(report: Report) -> list[str]:
-    """The notes of all readings, each once: note 1 is the first."""
+    """Return the notes of all readings, each once; note 1 is the first."""
     return list(dict.fromkeys(note for reading in report.values() for note in reading.notes))
 
 
 def format_signs(reading: Reading) -> str:
-    """Signs for what is not exact or not converged; what has no value is neither."""
+    """Return the signs of a reading that is not exact or not converged; an undefined one has none."""
     return "" if math.isnan(reading.value) else "~" * (not reading.exact) + "!" * (not reading.converged)
 
 
 def format_report_marks(reading: Reading, notes: list[str]) -> str:
-    """Signs for what is not exact or not converged, and the numbers of its notes."""
+    """Return the signs of a reading and the numbers of its notes."""
     return format_signs(reading) + "".join(f"[{1 + notes.index(note)}]" for note in dict.fromkeys(reading.notes))
 
 
 def format_report_footer(report: Report) -> list[str]:
-    """What stands below the numbers: signs, notes, what was left out and the certificate."""
+    """Return the lines below the numbers: signs, notes, what was left out, and the certificate."""
     used = "".join(map(format_signs, report.values()))
     lines = [f"{sign} {meaning}" for sign, meaning in SIGNS.items() if sign in used]
     lines += [f"[{count}] {note}" for count, note in enumerate(collect_notes(report), 1)]
@@ -89,9 +90,9 @@ def format_report_footer(report: Report) -> list[str]:
 
 
 def format_certificate(certificate: Mapping[str, object] | None) -> str:
-    """Whether curvature by Gauss-Newton is the Hessian's here, in a sentence."""
+    """Return a sentence on whether the Gauss-Newton blocks equal the Hessian's."""
     if certificate is None:
-        return "Certificate: not asked for."
+        return "Certificate: not requested."
     seen = certificate.get("examples", "?")
     gap = certificate.get("gap", math.nan)
     verdict = "are" if certificate.get("holds") else "are NOT"
@@ -101,7 +102,7 @@ def format_certificate(certificate: Mapping[str, object] | None) -> str:
     )
 
 
-# Colours are the page's own, so that it can be read on light and on dark.
+# Colors are inherited from the page, so that it is readable in light and dark themes.
 STYLE = """
 .saltflat { overflow-x: auto; font-variant-numeric: tabular-nums; }
 .saltflat table { border-collapse: collapse; margin: 0.6em 0; }
@@ -115,7 +116,7 @@ STYLE = """
 
 
 def render_report_html(report: Report) -> str:
-    """Title, facts, one table with all layers, and what stands below it."""
+    """Return the report as HTML: title, facts, one table with all layers, and the lines below it."""
     notes, layers = collect_notes(report), collect_layers(report.values())
     rows = [
         [
@@ -126,7 +127,7 @@ def render_report_html(report: Report) -> str:
         ]
         for name, reading in report.items()
     ]
-    hints = [str(report.legend.get(name, {}).get("meaning", "")) for name in report]
+    hints = [strip_markup(str(report.legend.get(name, {}).get("meaning", ""))) for name in report]
     parts = [
         f"<p><b>{escape_text(report.model)}</b></p>",
         render_paragraph(" | ".join(format_report_facts(report))),
@@ -139,12 +140,12 @@ def render_report_html(report: Report) -> str:
 
 
 def wrap_html(parts: Iterable[str]) -> str:
-    """The pieces with their style around them."""
+    """Return the parts in one element, with their style."""
     return f'<div class="saltflat"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
 
 
 def render_html_table(header: Sequence[str], rows: Sequence[Sequence[str]], hints: Sequence[str]) -> str:
-    """A table; the hints show when one points at the first cell of a row."""
+    """Return a table; a hint is the tooltip of a row."""
     head = "".join(f"<th>{escape_text(each)}</th>" for each in header)
     body = "\n".join(
         f'<tr title="{escape_text(hint)}">' + "".join(f"<td>{escape_text(each)}</td>" for each in row) + "</tr>"
@@ -154,22 +155,23 @@ def render_html_table(header: Sequence[str], rows: Sequence[Sequence[str]], hint
 
 
 def render_paragraph(text: str) -> str:
+    """Return a text as an HTML paragraph."""
     return f"<p>{escape_text(text)}</p>"
 
 
 def escape_text(text: str) -> str:
-    """Text that a browser shows as it is."""
+    """Escape a text for HTML."""
     return escape(make_printable(text), quote=True)
 
 
-# More rows than this are not read but scrolled past.
+# Nobody reads more rows than this.
 MOST_LAYERS = 20
 HEADER = 14
 SAMPLING = "+- (examples)"
 
 
 class ReportTable:
-    """The report as rich renders it: the layers beside the measures where they fit, else in tables of their own."""
+    """Rich renderable of a report: the layers beside the measures where they fit, else in separate tables."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -193,7 +195,7 @@ class ReportTable:
 
 
 def render_totals(report: Report, layers: Sequence[str]) -> Table:
-    """Measures down, the network's value and the layers' across."""
+    """Return a table with a row per measure, and columns for the network and the layers."""
     notes = collect_notes(report)
     signs = {name: format_report_marks(reading, notes) for name, reading in report.items()}
     table = build_ruled_table("measure")
@@ -216,7 +218,7 @@ def render_totals(report: Report, layers: Sequence[str]) -> Table:
 
 
 def _format_sampling_error(reading: Reading) -> str:
-    """The standard error over examples; nothing for what does not depend on them."""
+    """Format the standard error over examples; empty for measures that do not depend on them."""
     error = reading.sampling_stderr
     return format_number(float(f"{error:.2g}")) if error and not math.isnan(reading.value) else ""
 
@@ -224,7 +226,7 @@ def _format_sampling_error(reading: Reading) -> str:
 def render_layer_tables(
     readings: Sequence[Reading], layers: Sequence[str], console: Console, options: ConsoleOptions
 ) -> RenderResult:
-    """Layers down, measures across: as many tables as the width asks for."""
+    """Yield tables with a row per layer and a column per measure, as many as the width requires."""
     rest = [reading for reading in readings if reading.layers]
     while rest:
         count = 1
@@ -248,13 +250,13 @@ def _layer_table(readings: Sequence[Reading], layers: Sequence[str]) -> Table:
 
 
 def find_main_layers(readings: Sequence[Reading], layers: Sequence[str], count: int) -> list[str]:
-    """The layers that matter most to some of the readings, in the order of the network."""
+    """Return the layers that contribute most to any of the readings, in the order of the network."""
     weights: dict[str, float] = {}
     for reading in readings:
         sizes = {layer: abs(value) for layer, value in reading.layers.items()}
         largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
         for layer, size in sizes.items():
-            # Undefined or infinite: a reader wants to see where.
+            # Undefined or infinite layers come first: a reader wants to see them.
             share = 2.0 if not math.isfinite(size) else size / largest if largest else 0.0
             weights[layer] = max(share, weights.get(layer, 0.0))
     chosen = set(sorted(weights, key=lambda layer: weights[layer], reverse=True)[:count])

@@ -1,4 +1,4 @@
-"""Scores as tables of text."""
+"""Render scores as text tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from saltflat.studies.scores.results import Scores
 
 
-# What a reader looks at first comes first: narrow terminals show the rest in tables below.
+# The most important come first: narrow terminals show the rest in tables below.
 HEADINGS = {
     "kendall_b": "Kendall\ntau-b",
     "interval": "tau-b,\n95 %",
@@ -30,7 +30,7 @@ HEADINGS = {
     "pearson": "Pear-\nson",
     "pgdl": "PGDL",
 }
-# What is said of columns that are there.
+# Explanations, by column.
 LEGEND = {
     "kendall_b": "Kendall, Spearman, Pearson, granulated: -1 to 1, positive where the value grows with the gap.",
     "cmi": "CMI: 0 to 1, PGDL: 0 to 100, what it tells beyond the settings.",
@@ -40,7 +40,7 @@ WIDEST = 26
 
 
 class ScoresTable:
-    """The scores as rich renders them: measures down, scores across, in as many tables as the width asks for."""
+    """Rich renderable of scores: a row per measure, in as many tables as the width requires."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores

@@ -1,8 +1,8 @@
-"""A spectrum in words and as a plot."""
+"""Render a spectrum in words and as a plot."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -13,6 +13,9 @@ from saltflat.render.report import render_html_table as html_table
 from saltflat.results.text import add_number_column, build_ruled_table, format_number, format_quantity, make_printable
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from saltflat.spectrum.result import Block, Spectrum
 
 
@@ -22,7 +25,7 @@ LAYERS = ("layer", "parameters", "largest", "second", "smallest", "trace")
 
 
 class SpectrumRenderable:
-    """The spectrum as rich renders it."""
+    """Rich renderable of a spectrum."""
 
     def __init__(self, spectrum: Spectrum) -> None:
         self.spectrum = spectrum
@@ -43,7 +46,7 @@ class SpectrumRenderable:
 
 
 def format_spectrum_html(spectrum: Spectrum) -> str:
-    """The same as a piece of HTML."""
+    """Return the spectrum as HTML."""
     header, lines = make_spectrum_rows(spectrum)
     parts = [
         render_paragraph(spectrum.model),
@@ -55,7 +58,7 @@ def format_spectrum_html(spectrum: Spectrum) -> str:
 
 
 def format_spectrum_facts(spectrum: Spectrum) -> list[str]:
-    """What was measured, and how, in a line."""
+    """Return what was computed, and how, as the parts of a line."""
     settings = spectrum.settings
     said = [MATRIX.get(str(settings.get("matrix")), ""), f"{spectrum.examples} example{'s' * (spectrum.examples != 1)}"]
     said.append(f"loss {format_number(spectrum.loss)} ({settings.get('loss')})")
@@ -64,14 +67,14 @@ def format_spectrum_facts(spectrum: Spectrum) -> list[str]:
 
 
 def make_spectrum_rows(spectrum: Spectrum) -> tuple[tuple[str, ...], list[list[str]]]:
-    """A line for each eigenvalue of the network, or one for each layer."""
+    """Return the header and a row for each eigenvalue of the network, or for each layer."""
     if len(spectrum) == 1:
         return PAIRS, _format_eigenvalues(spectrum.only_block)
     return LAYERS, [_format_layer(block) for block in select_largest_blocks(spectrum)]
 
 
 def select_largest_blocks(spectrum: Spectrum, count: int = MOST_LAYERS) -> list[Block]:
-    """The layers of the largest eigenvalues, in the order of the network."""
+    """Return the layers of the largest eigenvalues, in the order of the network."""
     sizes = sorted((max(map(abs, block.ends)) for block in spectrum.values()), reverse=True)
     least = sizes[min(count, len(sizes)) - 1]
     return [block for block in spectrum.values() if max(map(abs, block.ends)) >= least][:count]
@@ -93,7 +96,7 @@ def _format_layer(block: Block) -> list[str]:
 
 
 def format_spectrum_notes(spectrum: Spectrum) -> list[str]:
-    """The trace, what the errors cover, and the notes."""
+    """Return lines on the trace and on what the errors cover, and the notes."""
     said = []
     if len(spectrum) == 1 and spectrum.only_block.has_density:
         said.append(f"Trace: {format_quantity(spectrum.trace, spectrum.trace_stderr)}.")
@@ -105,25 +108,25 @@ def format_spectrum_notes(spectrum: Spectrum) -> list[str]:
     probes = max((len(block.nodes) for block in spectrum.values()), default=0)
     if probes:
         said.append(
-            f"The errors of trace and density are over {probes} random probes: they say how far other probes would "
-            "have led, not how far other examples would."
+            f"The errors of trace and density are over {probes} random probes: they cover the choice of the probes, "
+            "not that of the examples."
         )
     return [make_printable(each) for each in (*said, *(f"Note: {note}" for note in spectrum.notes))]
 
 
-# Told apart without colors, too (Okabe and Ito).
+# Distinguishable without colors, too (Okabe and Ito).
 LINE, LARGEST, SMALLEST = "#0072b2", "#d55e00", "#009e73"
 MOST = 12  # layers in one picture
 ACROSS = 3
 
 
-def plot_spectrum(spectrum: Spectrum, width: float | None = None) -> Any:
-    """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
+def plot_spectrum(spectrum: Spectrum, width: float | None = None) -> Figure:
+    """Return a Figure, made without pyplot, so that there is no window and nothing to close."""
     blocks = select_largest_blocks(spectrum, MOST)
     across = min(ACROSS, len(blocks))
     down = -(-len(blocks) // across)
     size = (6.4, 4.2) if len(blocks) == 1 else (3.6 * across, 0.6 + 2.6 * down)
-    figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=size, layout="constrained")
+    figure: Figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=size, layout="constrained")
     for place, block in enumerate(blocks, 1):
         axis = figure.add_subplot(down, across, place)
         _draw_block(axis, block, width)
@@ -142,7 +145,7 @@ def plot_spectrum(spectrum: Spectrum, width: float | None = None) -> Any:
     return figure
 
 
-def _draw_block(axis: Any, block: Block, width: float | None) -> None:
+def _draw_block(axis: Axes, block: Block, width: float | None) -> None:
     if block.has_density:
         found = block.density(width=width)
         axis.fill_between(found.grid, found.low, found.high, color=LINE, alpha=0.25, linewidth=0, label="95 % interval")
@@ -154,7 +157,7 @@ def _draw_block(axis: Any, block: Block, width: float | None) -> None:
             label=f"density, smoothed by {format_number(found.width, 2)}",
         )
         axis.set_yscale("log", nonpositive="clip")
-        # Below a part of what a single eigenvalue adds there is nothing to see.
+        # Far below the density of a single eigenvalue there is nothing to see.
         single = 1 / (block.parameters * found.width * (6.2832**0.5))
         axis.set_ylim(single / 20, 3 * float(found.high.max()))
     else:

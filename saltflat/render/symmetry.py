@@ -1,4 +1,4 @@
-"""The rescalings of a network as a table."""
+"""Render the rescalings of a network as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from rich.text import Text
 from saltflat.render.report import render_html_table as html_table
 from saltflat.render.report import render_paragraph, wrap_html
 from saltflat.render.symmetry_blocks import ABSORBED, ScaleBlock, SymmetrySummary, get_layer_names, summarize_symmetries
-from saltflat.results.text import add_number_column, build_ruled_table, can_fit, join_words, make_printable
+from saltflat.results.text import (
+    add_number_column,
+    build_ruled_table,
+    can_fit,
+    format_count,
+    join_words,
+    make_printable,
+)
 
 if TYPE_CHECKING:
     from saltflat.symmetry.group import Symmetries
@@ -26,16 +33,16 @@ MOST_OBSTACLES = 12
 
 
 def format_headline(found: SymmetrySummary) -> str:
-    """How much is free, in a sentence."""
+    """Return a sentence on how much can be rescaled."""
     if not found.entries:
         return "This model has no parameters: there is nothing to rescale."
     if not found.scales:
         why = (
-            "what lies between its inputs and outputs is held by the operations below."
+            "the operations below fix everything between its inputs and outputs."
             if found.obstacles
-            else "all its parameters lie between inputs and outputs, without a unit in between."
+            else "all its parameters connect inputs to outputs, without a unit in between."
         )
-        return f"No rescaling{' by layers' * (found.kind == 'layer')} leaves this network's function alone: {why}"
+        return f"No rescaling{' by layers' * (found.kind == 'layer')} leaves this network's function unchanged: {why}"
     scales = format_count(found.scales, "independent scale")
     said = f"{scales}; {found.moving} of {found.entries} parameter entries can move"
     if found.kind == "layer":
@@ -44,7 +51,7 @@ def format_headline(found: SymmetrySummary) -> str:
 
 
 def format_block_notes(block: ScaleBlock) -> str:
-    """What is special about a block."""
+    """Return remarks on a block."""
     said = []
     larger, smaller = get_layer_names(block.incoming), get_layer_names(block.opposite)
     lower = {*smaller}
@@ -57,18 +64,18 @@ def format_block_notes(block: ScaleBlock) -> str:
         names = format_names(block.absorbed_by, 1)
         said.append(f"absorbed by {names}" if block.kind == ABSORBED else f"statistics of {names} follow")
     elif not (block.outgoing or smaller):
-        said.append("nothing shrinks for it")
+        said.append("nothing shrinks in return")
     return "; ".join(said)
 
 
 def format_fixed_lines(found: SymmetrySummary) -> list[str]:
-    """What is free for nothing, and what cannot move."""
+    """Return lines on scales absorbed by BatchNorm and on parameters that cannot move."""
     lines = []
     absorbed = sum(block.scales for block in found.blocks if block.kind == ABSORBED)
     if absorbed:
         lines.append(
             f"{format_count(absorbed, 'scale')} absorbed by BatchNorm: the layer before it can have any size, as only "
-            "running statistics follow. saltflat.fold(model) gives the network without BatchNorm."
+            "running statistics follow. saltflat.fold(model) returns the network without BatchNorm."
         )
     if found.fixed and found.scales:
         lines.append(
@@ -81,7 +88,7 @@ def format_fixed_lines(found: SymmetrySummary) -> list[str]:
 
 
 def format_obstacles(found: SymmetrySummary) -> list[str]:
-    """The operations that keep scales from being free, those without a rule first; similar ones together."""
+    """Return lines on the operations that fix scales, unknown ones first, similar ones together."""
     alike: dict[tuple[bool, str, str, str], list[Obstacle]] = {}
     for each in sorted(found.obstacles, key=lambda each: each.known):
         where = re.sub(r"\d+", "*", each.where)
@@ -95,18 +102,18 @@ def format_obstacles(found: SymmetrySummary) -> list[str]:
 
 
 def format_obstacle(several: Sequence[Obstacle]) -> str:
-    """One operation, in one or several places."""
+    """Return a line on one operation, in one or several places."""
     first = several[0]
     where = f" in {format_names([each.where for each in several], 1)}" if first.where else ""
     line = f" ({first.line})" if first.line else ""
     pinned = sum(each.pinned for each in several)
     if first.known:
         return f"{format_operation(first)}{where}: {format_count(pinned, 'scale')}{line}"
-    return f"UNKNOWN {first.operation}{where}: has no rule, so all it touches was taken as fixed{line}"
+    return f"UNKNOWN {first.operation}{where}: has no rule, so everything it touches counts as fixed{line}"
 
 
 def format_operation(each: Obstacle) -> str:
-    """The name of an operation as people know it.
+    """Return the usual name of an operation.
 
     Example:
         >>> from saltflat.symmetry.tracing.trace import Obstacle
@@ -117,7 +124,7 @@ def format_operation(each: Obstacle) -> str:
 
 
 def format_names(names: Iterable[str], count: int) -> str:
-    """The first of many names.
+    """Join names, only the first ``count`` if there are many.
 
     Example:
         >>> format_names(["conv1", "conv2", "conv3"], 1)
@@ -129,20 +136,10 @@ def format_names(names: Iterable[str], count: int) -> str:
     return f"{', '.join(names[:count])} and {len(names) - count} more"
 
 
-def format_count(count: int, one: str, more: str = "") -> str:
-    """A number of things.
-
-    Example:
-        >>> format_count(1, "scale"), format_count(3, "entry", "entries")
-        ('1 scale', '3 entries')
-    """
-    return f"{count} {one if count == 1 else more or one + 's'}"
-
-
-# More rows than this are not read but scrolled past: similar ones are then folded into one, and the smallest left out.
+# Nobody reads more rows than this: beyond, similar ones are merged, and the smallest left out.
 MOST_ROWS = 30
 HEADER = ("units of", "scales", "incoming", "outgoing", "")
-# What shares a row where there are too many: names that differ in a number of their own, as "layer1.0" and "layer1.1",
+# Names that share a row if there are too many: those that differ in a separate number, as "layer1.0" and "layer1.1",
 # and if that is not enough, in any number.
 FOLDS = (r"(?<!\w)(\d+)(?!\w)", r"(\d+)")
 
@@ -150,7 +147,7 @@ Row = tuple[str, ...]
 
 
 class SymmetriesRenderable:
-    """The group as rich renders it: with all columns where they fit, else with fewer, else as lines."""
+    """Rich renderable of a group: with all columns where they fit, else with fewer, else as lines."""
 
     def __init__(self, group: Symmetries) -> None:
         self.summary = summarize_symmetries(group)
@@ -173,7 +170,7 @@ class SymmetriesRenderable:
 
 
 def format_symmetries_html(group: Symmetries) -> str:
-    """The same as a piece of HTML."""
+    """Return the group as HTML."""
     found = summarize_symmetries(group)
     rows, left_out = make_table_rows(found.blocks)
     parts = [render_paragraph(format_headline(found)), *([html_table(HEADER, rows, [""] * len(rows))] if rows else [])]
@@ -183,12 +180,12 @@ def format_symmetries_html(group: Symmetries) -> str:
 
 
 def make_table_rows(blocks: Sequence[ScaleBlock]) -> tuple[list[Row], str]:
-    """A row per block; if there are many, those that differ only in numbers share a row. And what was left out."""
+    """Return a row per block, or per similar blocks if there are many, and a line on what was left out."""
     rows = [_make_table_row(block) for block in blocks]
     sizes = [block.scales for block in blocks]
     for numbers in FOLDS:
         if len(rows) > MOST_ROWS:
-            # Only what is alike in all but names: the numbers of scales and of tied layers stay as they are.
+            # Only blocks that are alike in all but names: the numbers of scales and of tied layers stay.
             rows, groups = merge_similar_rows(
                 [_make_table_row(block) for block in blocks], [_get_merge_key(block) for block in blocks], numbers
             )
@@ -202,14 +199,14 @@ def make_table_rows(blocks: Sequence[ScaleBlock]) -> tuple[list[Row], str]:
     largest = sorted(range(len(rows)), key=lambda number: -sizes[number])[:MOST_ROWS]
     return [rows[number] for number in sorted(largest)], (
         f"... and {len(rows) - MOST_ROWS} more rows with fewer scales: "
-        "saltflat.render.symmetry_blocks.summary(group).blocks has all."
+        "saltflat.render.symmetry_blocks.summarize_symmetries(group).blocks has all."
     )
 
 
 def merge_similar_rows(
     rows: Sequence[Row], keys: Sequence[Hashable], numbers: str
 ) -> tuple[list[Row], list[list[int]]]:
-    """Rows of one key that differ only in numbers as one, with stars in their place; and which rows it stands for.
+    """Merge rows of one key that differ only in numbers, with stars for these; also return the rows merged.
 
     Example:
         >>> rows = [("layer1.0.conv2", "bn2"), ("layer1.1.conv2", "bn2"), ("layer2.0.conv2", "bn2")]

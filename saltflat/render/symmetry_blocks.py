@@ -1,4 +1,4 @@
-"""The rescalings of a network in words: blocks of units, and the layers between them."""
+"""Summarize the rescalings of a network: blocks of units, and the layers between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from saltflat.symmetry.tracing.trace import Obstacle
 
 
-# In place of a block: what keeps its size.
+# In place of the number of a block: what is fixed.
 FIXED = -1
 
 FREE, TIED, OPPOSITE, ABSORBED = "free", "tied", "opposite", "absorbed"
@@ -27,11 +27,11 @@ FREE, TIED, OPPOSITE, ABSORBED = "free", "tied", "opposite", "absorbed"
 
 @dataclass(frozen=True)
 class ScaleBlock:
-    """Scales that occur in the same places: most often the units of one layer, or of a residual stream.
+    """Scales that occur in the same places: usually the units of one layer, or of a residual stream.
 
     Attributes:
-        name: the first layer that leads to it, with a number where another block has that name.
-        scales: how many.
+        name: the first layer that leads to it, with a number if another block has that name.
+        scales: the number of scales.
         incoming: parameters that grow with it.
         outgoing: parameters that shrink as it grows.
         absorbed_by: BatchNorms whose running statistics follow it.
@@ -47,12 +47,12 @@ class ScaleBlock:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Layers that lead to it."""
+        """The layers that lead to it."""
         return get_layer_names((*self.incoming, *self.opposite))
 
     @property
     def kind(self) -> str:
-        """Absorbed if only BatchNorms see it, opposite, tied if several layers lead to it, or just free."""
+        """Absorbed if only BatchNorms depend on it, opposite, tied if several layers lead to it, or free."""
         if self.absorbed_by and not self.outgoing:
             return ABSORBED
         return OPPOSITE if self.opposite else TIED if len(self.layers) > 1 else FREE
@@ -60,14 +60,14 @@ class ScaleBlock:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """What lies between blocks: a module with parameters, or a parameter of the model itself.
+    """A layer between blocks: a module with parameters, or a parameter of the model itself.
 
     Attributes:
-        name: of the module or parameter.
-        parameters: their names within it.
-        tails: numbers of the blocks it comes from; -1 is what is fixed. Biases do not count where there are weights.
-        heads: numbers of the blocks it leads to.
-        statistics: of a BatchNorm, the blocks that its running statistics follow.
+        name: the name of the module or parameter.
+        parameters: the names of its parameters within it.
+        tails: the numbers of the blocks it comes from; -1 is what is fixed. Biases count only if there are no weights.
+        heads: the numbers of the blocks it leads to.
+        statistics: the blocks that the running statistics of a BatchNorm follow.
     """
 
     name: str
@@ -78,6 +78,7 @@ class LayerSummary:
 
     @property
     def is_fixed(self) -> bool:
+        """Whether the layer cannot move."""
         return {*self.tails, *self.heads, *self.statistics} <= {FIXED}
 
 
@@ -88,14 +89,14 @@ class SymmetrySummary:
     Attributes:
         blocks: in the order in which the forward pass meets them.
         layers: in the order of the model.
-        scales: how many are independent.
-        layer_scales: how many if every parameter has one factor for all its entries.
-        moving: how many entries of parameters can move.
-        entries: how many there are.
-        fixed: parameters that cannot move at all, and their entries.
-        obstacles: operations that keep scales from being free.
-        kind: of the group.
-        assumed: lines of code that decide by the values of a mask how the forward pass goes on.
+        scales: the number of independent scales.
+        layer_scales: their number if every parameter has one factor for all its entries.
+        moving: the number of parameter entries that can move.
+        entries: the number of parameter entries.
+        fixed: parameters that cannot move, and the number of their entries.
+        obstacles: operations that fix scales.
+        kind: the kind of the group.
+        assumed: lines of code where the values of a mask decide the control flow.
     """
 
     blocks: tuple[ScaleBlock, ...]
@@ -111,7 +112,7 @@ class SymmetrySummary:
 
 
 def get_layer_name(name: str) -> str:
-    """The module of a parameter; the model's own parameters are layers of their own.
+    """Return the module of a parameter; the model's own parameters are layers themselves.
 
     Example:
         >>> get_layer_name("layer1.0.conv1.weight"), get_layer_name("class_token")
@@ -121,6 +122,7 @@ def get_layer_name(name: str) -> str:
 
 
 def get_layer_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the modules of parameters, each once."""
     return tuple(dict.fromkeys(map(get_layer_name, names)))
 
 
@@ -130,10 +132,10 @@ Places = list[list[int]]
 
 
 def summarize_symmetries(group: Symmetries) -> SymmetrySummary:
-    """What the table and the picture of a group say."""
+    """Return what the table and the picture of a group show."""
     pairs = {name: each.find_pairs() for name, each in group.members.items()}
     sizes = group.forms @ np.sin(1.0 + np.e * np.arange(group.scales))
-    # What leads from a unit to itself says nothing of it.
+    # An entry from a unit to itself does not depend on its scale.
     apart = {name: each[~_find_self_pairs(sizes[each])] for name, each in pairs.items()}
     block_of, places = _group_scales(group.forms, list(apart.values()))
     names = list(group.members)
@@ -168,7 +170,7 @@ def _find_self_pairs(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _group_scales(forms: csr_array, pairs: list[Pairs]) -> tuple[NDArray[np.int64], list[Places]]:
-    """The number of each scale's block, and the places of each block: its scales are those that occur in the same."""
+    """Return the number of each scale's block, and the places in which the scales of each block occur."""
     where = [each[:, side] for side in (0, 1) for each in pairs]
     rows = np.concatenate([*where, np.empty(0, dtype=np.int64)])
     columns = np.repeat(np.arange(len(where)), [len(each) for each in where])
@@ -228,7 +230,7 @@ def _make_layers(
     empty = np.diff(forms.indptr) == 0
 
     def find_blocks(rows: NDArray[np.int64]) -> set[int]:
-        rows = np.unique(rows[rows > 0])  # 0 is what fits any scale
+        rows = np.unique(rows[rows > 0])  # 0 fits any scale
         scales = forms[rows].indices if len(rows) else np.empty(0, dtype=np.int64)
         grounded = bool(empty[rows].any())
         return {int(each) for each in np.unique(block_of[scales])} | ({FIXED} if grounded else set())
@@ -240,7 +242,7 @@ def _make_layers(
     for layer, names in members.items():
         own = [name for name in names if name not in statistics]
         tails = [find_blocks(apart[name][:, 1]) for name in own]
-        # Biases come from what is fixed; that says something only where nothing else comes from anywhere.
+        # Biases come from what is fixed, which matters only if there are no weights.
         weights = [each for each in tails if each != {FIXED}] or tails
         found.append(
             LayerSummary(

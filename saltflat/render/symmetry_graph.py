@@ -1,4 +1,4 @@
-"""The rescalings of a network as a picture."""
+"""Draw the rescalings of a network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import import_optional
-from saltflat.render.symmetry import format_count, format_headline, format_names, format_operation
+from saltflat.render.symmetry import format_headline, format_names, format_operation
 from saltflat.render.symmetry_blocks import (
     ABSORBED,
     FIXED,
@@ -22,9 +22,12 @@ from saltflat.render.symmetry_blocks import (
     SymmetrySummary,
     summarize_symmetries,
 )
-from saltflat.results.text import make_printable
+from saltflat.results.text import format_count, make_printable
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from saltflat.symmetry.group import Symmetries
     from saltflat.symmetry.tracing.trace import Obstacle
 
@@ -37,7 +40,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class PictureRow:
-    """A line of the picture: a layer, several that cannot move, or an operation that holds scales in place."""
+    """A row of the picture: a layer, several that cannot move, or an operation that fixes scales."""
 
     label: str
     detail: str = ""
@@ -48,7 +51,7 @@ class PictureRow:
 
 @dataclass(frozen=True)
 class PictureBar:
-    """A block and its place."""
+    """A block and its position."""
 
     block: ScaleBlock
     first: int
@@ -57,13 +60,14 @@ class PictureBar:
 
     @property
     def text(self) -> str:
+        """The label of the bar."""
         more = len(self.block.layers) - 1
         name = _shorten_name(self.block.name) + (f" + {more} more" if more > 0 and self.block.kind != OPPOSITE else "")
         return f"{name}\n{format_count(self.block.scales, 'scale')}"
 
 
 def make_picture_rows(found: SymmetrySummary) -> list[PictureRow]:
-    """Layers in the order of the model, operations that hold scales in place near where they are."""
+    """Return a row per layer, in the order of the model, with the operations that fix scales between them."""
     places: dict[int, list[Obstacle]] = {}
     names = [layer.name for layer in found.layers]
     order = _RowOrder(names)
@@ -81,7 +85,7 @@ def make_picture_rows(found: SymmetrySummary) -> list[PictureRow]:
         for each in places.get(number, []):
             flush_fixed_layers()
             where = f" in {_shorten_name(each.where)}" if each.where else ""
-            told = f"holds {format_count(each.pinned, 'scale')}" if each.known else "has no rule"
+            told = f"fixes {format_count(each.pinned, 'scale')}" if each.known else "has no rule"
             rows.append(PictureRow(f"{format_operation(each)}{where}", told, obstacle=True, unknown=not each.known))
         if number < len(names):
             layer = found.layers[number]
@@ -99,7 +103,7 @@ def make_picture_rows(found: SymmetrySummary) -> list[PictureRow]:
 
 
 class _RowOrder:
-    """Where operations belong among layers. All names are looked at once, as there may be many of both."""
+    """The positions of operations among layers, computed once for all names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.where = {name: number for number, name in enumerate(names)}
@@ -120,7 +124,7 @@ class _RowOrder:
             self.next[begin] = parts, lowest[::-1]
 
     def find_row(self, obstacle: Obstacle) -> int:
-        """Before which layer to name it. Of modules without parameters, only that among numbered ones is known."""
+        """Return the layer before which to show an operation."""
         path = tuple(obstacle.where.split(".")) if obstacle.where else ()
         if obstacle.where in self.where and "norm" in obstacle.operation:
             return self.where[obstacle.where]
@@ -135,13 +139,13 @@ class _RowOrder:
 
 
 def place_bars(blocks: Sequence[ScaleBlock], rows: Sequence[PictureRow]) -> dict[int, PictureBar]:
-    """Where each block's bar goes: streams to the left, others to the right of them wherever there is room."""
+    """Return the position of each block's bar: streams to the left, others to the right where there is room."""
     seen: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
         if row.layer is not None:
             for block in {*row.layer.tails, *row.layer.heads, *row.layer.statistics} - {FIXED}:
                 seen.setdefault(block, []).append(number)
-    # A bar that only one layer knows is made long enough for its name.
+    # The bar of a single layer is made long enough for its name.
     bars = {each: PictureBar(blocks[each], where[0], max(where[-1], where[0] + 1)) for each, where in seen.items()}
     placed: dict[int, PictureBar] = {}
     for number, bar in sorted(bars.items(), key=lambda item: _get_priority(item[1])):
@@ -158,19 +162,19 @@ def _is_stream(bar: PictureBar) -> bool:
 
 
 def _get_priority(bar: PictureBar) -> tuple[bool, int, bool]:
-    # What leads nowhere goes outwards, so that no other line has to pass it.
+    # What leads nowhere goes outward, so that no other line has to cross it.
     return not _is_stream(bar), bar.first, not bar.block.outgoing
 
 
 def _shorten_name(name: str) -> str:
-    """The end of a long name, which tells layers apart."""
+    """Return the end of a long name, which distinguishes layers."""
     name = make_printable(name)
     return name if len(name) <= LONGEST_NAME else "..." + name[3 - LONGEST_NAME :]
 
 
-# Face and edge. Told apart without colours, too: by the style of the edge.
-COLOURS = {FREE: ("#d6e8f5", "#0072b2"), TIED: ("#fbe3c8", "#d55e00"), OPPOSITE: ("#ecdcf0", "#8a4fa0")}
-COLOURS[ABSORBED] = ("#ffffff", "#8a8a8a")
+# Face and edge. Distinguishable without colors, too: by the style of the edge.
+COLORS = {FREE: ("#d6e8f5", "#0072b2"), TIED: ("#fbe3c8", "#d55e00"), OPPOSITE: ("#ecdcf0", "#8a4fa0")}
+COLORS[ABSORBED] = ("#ffffff", "#8a8a8a")
 LINES = {FREE: "-", TIED: "-", OPPOSITE: "-.", ABSORBED: "--"}
 MEANING = {
     FREE: "free",
@@ -188,8 +192,8 @@ SMALL, SMALLER = 7.5, 6.5
 Span = tuple[float, float]  # left and right
 
 
-def plot_symmetries(group: Symmetries) -> Any:
-    """A Figure, made without pyplot: there is no window, no current figure, and nothing to close."""
+def plot_symmetries(group: Symmetries) -> Figure:
+    """Return a Figure, made without pyplot, so that there is no window and nothing to close."""
     found = summarize_symmetries(group)
     rows = make_picture_rows(found)
     bars = place_bars(found.blocks, rows)
@@ -206,7 +210,7 @@ def plot_symmetries(group: Symmetries) -> Any:
     top, bottom = 0.35 + 0.2 * (1 + title.count("\n")), 0.25 + 0.17 * -(-len(handles) // across)
     deep = max(len(rows), 2, *(bar.last + 1 for bar in bars.values()))
     height = top + ROW * deep + bottom
-    figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(total, height))
+    figure: Figure = import_optional("matplotlib.figure", "plot()").Figure(figsize=(total, height))
     axis = figure.add_axes((0, 0, 1, 1))
     axis.set(xlim=(0, total), ylim=(height, 0))
     axis.set_axis_off()
@@ -220,21 +224,23 @@ def plot_symmetries(group: Symmetries) -> Any:
             draw.draw_layer(number, row.layer, bars)
     for bar in bars.values():
         draw.draw_bar(bar)
-    style = {"fontsize": SMALL, "frameon": False, "borderaxespad": 0.8, "columnspacing": 1.5}
+    style: dict[str, Any] = {"fontsize": SMALL, "frameon": False, "borderaxespad": 0.8, "columnspacing": 1.5}
     figure.legend(handles=handles, loc="lower left", ncols=across, **style)
     return figure
 
 
 class _SymmetryDrawing:
-    """An axis in inches, and where rows and columns are on it."""
+    """An axis in inches, with the positions of rows and columns."""
 
-    def __init__(self, axis: Any, top: float, spans: Sequence[Span]) -> None:
+    def __init__(self, axis: Axes, top: float, spans: Sequence[Span]) -> None:
         self.axis, self.top, self.spans = axis, top, spans
 
     def get_y(self, row: float) -> float:
+        """Return the height of a row."""
         return self.top + ROW * row
 
     def draw_box(self, column: int, first: float, last: float, **style: Any) -> None:
+        """Draw a box over some rows of a column."""
         left, right = self.spans[column]
         patch = import_optional("matplotlib.patches", "plot()").FancyBboxPatch
         corner = (left, self.get_y(first - 0.32))
@@ -242,26 +248,41 @@ class _SymmetryDrawing:
         self.axis.add_patch(patch(corner, right - left, ROW * (last - first + 0.64), boxstyle=shape, **style))
 
     def draw_fixed_column(self, rows: int) -> None:
+        """Draw the column of what is fixed."""
         self.draw_box(0, 0, rows - 1, facecolor=GROUND, edgecolor="none", zorder=2)
         place = sum(self.spans[0]) / 2, self.get_y(0.5)
         self.axis.text(*place, "fixed", fontsize=SMALLER, ha="center", va="center", color=INK, zorder=4)
 
     def draw_bar(self, bar: PictureBar) -> None:
-        face, edge = COLOURS[bar.block.kind]
-        style = {"facecolor": face, "edgecolor": edge, "linestyle": LINES[bar.block.kind], "linewidth": 1.2}
+        """Draw the bar of a block with its label."""
+        face, edge = COLORS[bar.block.kind]
+        style: dict[str, Any] = {
+            "facecolor": face,
+            "edgecolor": edge,
+            "linestyle": LINES[bar.block.kind],
+            "linewidth": 1.2,
+        }
         self.draw_box(bar.column, bar.first, bar.last, zorder=2, **style)
         left, right = self.spans[bar.column]
         place = (left + right) / 2, self.get_y(bar.first + 0.5)
-        text = {"fontsize": SMALL, "ha": "center", "va": "center", "color": INK, "linespacing": 1.1, "zorder": 4}
+        text: dict[str, Any] = {
+            "fontsize": SMALL,
+            "ha": "center",
+            "va": "center",
+            "color": INK,
+            "linespacing": 1.1,
+            "zorder": 4,
+        }
         self.axis.text(*place, bar.text, parse_math=False, **text)
 
     def draw_label(self, number: int, row: PictureRow, left: float, second: float) -> None:
-        colour = WRONG if row.obstacle else INK if row.layer else FAINT
+        """Draw the label and the detail of a row."""
+        color = WRONG if row.obstacle else INK if row.layer else FAINT
         weight = "bold" if row.unknown else "normal"
-        style = {"va": "center", "parse_math": False, "fontweight": weight}
+        style: dict[str, Any] = {"va": "center", "parse_math": False, "fontweight": weight}
         if number % 2:
             self.axis.axhspan(self.get_y(number - 0.5), self.get_y(number + 0.5), color=BAND, linewidth=0, zorder=0)
-        self.axis.text(left, self.get_y(number), row.label, fontsize=SMALL, color=colour, **style)
+        self.axis.text(left, self.get_y(number), row.label, fontsize=SMALL, color=color, **style)
         detail = WRONG if row.obstacle else FAINT
         self.axis.text(second, self.get_y(number), row.detail, fontsize=SMALLER, color=detail, **style)
         if row.obstacle:
@@ -269,15 +290,20 @@ class _SymmetryDrawing:
             self.axis.plot([middle], [self.get_y(number)], "X", color=WRONG, markersize=7, markeredgewidth=0, zorder=5)
 
     def draw_layer(self, number: int, layer: LayerSummary, bars: dict[int, PictureBar]) -> None:
-        """A line from dots to arrows; dashed through a BatchNorm, which lets no scale pass."""
+        """Draw a line from dots to arrows, dashed through a BatchNorm, which no scale passes."""
         passed = [each for each in layer.statistics if each != FIXED]
         tails = [self._get_span(each, bars) for each in passed or layer.tails]
-        # What a BatchNorm without parameters gives has a size of its own.
+        # The output of a BatchNorm without parameters has a fixed size.
         heads = [self._get_span(each, bars) for each in layer.heads or (FIXED,)]
-        y, colour = self.get_y(number), FAINT if passed else INK
+        y, color = self.get_y(number), FAINT if passed else INK
         starts, ends = zip(*tails, *heads, strict=True)
         if max(starts) > min(ends):
-            style = {"color": colour, "linewidth": 1.0, "linestyle": (0, (3, 2)) if passed else "-", "zorder": 1}
+            style: dict[str, Any] = {
+                "color": color,
+                "linewidth": 1.0,
+                "linestyle": (0, (3, 2)) if passed else "-",
+                "zorder": 1,
+            }
             self.axis.plot([min(ends), max(starts)], [y, y], **style)
         dots = [(edge, y) for tail in tails for edge in _find_facing_edges(tail, heads)]
         rights = [edge + 0.035 for head in heads for edge in _find_facing_edges(head, tails) if edge == head[1]]
@@ -285,36 +311,36 @@ class _SymmetryDrawing:
         for _, right in set(tails) & set(heads):
             # From a block to itself: a small loop beside it.
             outside = right + 0.12
-            style = {"color": colour, "linewidth": 1.0, "zorder": 4}
-            self.axis.plot([right, outside, outside, right], [y - 0.07, y - 0.07, y + 0.07, y + 0.07], **style)
+            loop: dict[str, Any] = {"color": color, "linewidth": 1.0, "zorder": 4}
+            self.axis.plot([right, outside, outside, right], [y - 0.07, y - 0.07, y + 0.07, y + 0.07], **loop)
             dots.append((right, y - 0.07))
-            self._draw_markers([(right + 0.035, y + 0.07)], "<", colour, 5.5)
-        self._draw_markers(dots, "o", colour, 4)
-        self._draw_markers([(tip, y) for tip in rights], "<", colour, 5.5)
-        self._draw_markers([(tip, y) for tip in lefts], ">", colour, 5.5)
+            self._draw_markers([(right + 0.035, y + 0.07)], "<", color, 5.5)
+        self._draw_markers(dots, "o", color, 4)
+        self._draw_markers([(tip, y) for tip in rights], "<", color, 5.5)
+        self._draw_markers([(tip, y) for tip in lefts], ">", color, 5.5)
 
-    def _draw_markers(self, places: Sequence[tuple[float, float]], shape: str, colour: str, size: float) -> None:
+    def _draw_markers(self, places: Sequence[tuple[float, float]], shape: str, color: str, size: float) -> None:
         for x, y in places:
-            self.axis.plot([x], [y], shape, color=colour, markersize=size, markeredgewidth=0, zorder=5)
+            self.axis.plot([x], [y], shape, color=color, markersize=size, markeredgewidth=0, zorder=5)
 
     def _get_span(self, block: int, bars: dict[int, PictureBar]) -> Span:
         return self.spans[0 if block == FIXED else bars[block].column]
 
 
 def _find_facing_edges(mine: Span, others: Sequence[Span]) -> list[float]:
-    """The sides of a bar on which other bars lie."""
+    """Return the sides of a bar on which other bars lie."""
     left = [mine[0]] if any(other[1] <= mine[0] for other in others) else []
     return left + ([mine[1]] if any(other[0] >= mine[1] for other in others) else [])
 
 
 def _make_legend_handles(found: SymmetrySummary, rows: Sequence[PictureRow], bars: dict[int, PictureBar]) -> list[Any]:
-    """What stands in the legend: only what occurs."""
+    """Return the entries of the legend, only for what occurs."""
     patches, lines = import_optional("matplotlib.patches", "plot()"), import_optional("matplotlib.lines", "plot()")
     handles = [patches.Patch(facecolor=GROUND, label="fixed: inputs, outputs, constants")]
     kinds = {bar.block.kind for bar in bars.values()}
     for kind, meaning in MEANING.items():
         if kind in kinds:
-            face, edge = COLOURS[kind]
+            face, edge = COLORS[kind]
             handles.append(patches.Patch(facecolor=face, edgecolor=edge, linestyle=LINES[kind], label=meaning))
     if bars:
         handles.append(lines.Line2D([], [], color=INK, marker="o", markersize=4, label="a layer, from dots to arrows"))
@@ -322,7 +348,7 @@ def _make_legend_handles(found: SymmetrySummary, rows: Sequence[PictureRow], bar
         handles.append(lines.Line2D([], [], color=FAINT, linestyle="--", label="a BatchNorm, which no scale passes"))
     if any(row.obstacle for row in rows):
         cross = {"linestyle": "none", "marker": "X", "color": WRONG, "markersize": 7, "markeredgewidth": 0}
-        handles.append(lines.Line2D([], [], label="holds scales in place", **cross))
+        handles.append(lines.Line2D([], [], label="fixes scales", **cross))
     return handles
 
 

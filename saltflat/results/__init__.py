@@ -1,4 +1,4 @@
-"""What comes out of a measurement: readings, reports of them, and reports side by side."""
+"""The results of a measurement: readings, reports, and comparisons of reports."""
 
 from saltflat.results.comparison import Comparison, Contrast, compare
 from saltflat.results.report import Reading, Report

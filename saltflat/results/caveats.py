@@ -1,4 +1,4 @@
-"""What stands against comparing reports, in plain words."""
+"""Reasons to doubt a comparison of reports, in plain words."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from saltflat.results.jackknife import TOO_SMALL
+from saltflat.results.json_codec import JsonValue
 from saltflat.results.report import Reading, Report
-from saltflat.results.text import join_words
+from saltflat.results.text import join_words, strip_markup
 from saltflat.results.verdict import DIFFERENT
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ TRAIN_MODE = "The model was in train mode; it was measured in eval mode and give
 
 GUESSING = "no better than guessing"
 
-# How much memory was used, or which way was taken, changes no number. Another seed is another independent draw, which
-# the errors account for. The device is compared by itself.
-HARMLESS = {"memory", "results_bytes", "example_bytes", "way", "seed", "progress", "device"}
+# The memory limit and the strategy change no number. Another seed is another independent draw, which the errors account
+# for. The device is compared separately.
+HARMLESS = {"memory", "results_bytes", "example_bytes", "strategy", "way", "seed", "progress", "device"}
 
-# That modes were changed and given back changes no number.
+# Switching modes and back changes no number.
 HARMLESS_NOTES = {TRAIN_MODE}
 
 WHY = {
@@ -35,13 +36,13 @@ WHY = {
 
 # Losses that differ by more than this factor are not equal.
 LOSS_RATIO = 1.25
-# At a minimum of the data single examples' gradients cancel, up to about one part in their number. Training leaves a
-# little more; a larger share than this is no minimum.
+# At a minimum the gradients of single examples cancel, up to about 1 / examples. Training leaves a little more; beyond
+# this fraction it is no minimum.
 AGREEMENT = 0.005
 
 
 def find_doubts(reports: Mapping[str, Report], contrasts: Mapping[str, Contrast]) -> list[str]:
-    """Every reason to be careful, the weightiest first."""
+    """Return every reason for caution, the most important first."""
     names = list(contrasts)
     found = [
         *_find_disagreement(reports, "models", lambda r: r.model, "sums over layers grow with the network"),
@@ -63,7 +64,7 @@ def find_doubts(reports: Mapping[str, Report], contrasts: Mapping[str, Contrast]
 
 
 def find_reservations(reports: Mapping[str, Report]) -> list[str]:
-    """What makes a verdict worth little, in a few words each."""
+    """Return what weakens a verdict, in a few words each."""
     found = {
         "the models differ": _find_disagreement(reports, "models", lambda r: r.model, ""),
         "the loss functions differ": _find_disagreement(reports, "losses", _make_entry_getter("settings", "loss"), ""),
@@ -76,7 +77,7 @@ def find_reservations(reports: Mapping[str, Report]) -> list[str]:
 
 
 def _find_disagreement(reports: Mapping[str, Report], what: str, of: Callable[[Report], Any], why: str) -> list[str]:
-    """One sentence if the reports differ in this, saying which has which."""
+    """Return one sentence if the reports differ in this, with the value of each."""
     sides: dict[str, list[str]] = {}
     for label, report in reports.items():
         sides.setdefault(_format_brief(of(report)), []).append(label)
@@ -100,7 +101,7 @@ def _find_data_doubts(reports: Mapping[str, Report]) -> list[str]:
 
 
 def _find_group_doubts(reports: Mapping[str, Report]) -> list[str]:
-    """The same examples, but not in groups that can be compared one by one."""
+    """Return a sentence if the examples are the same, but not their groups."""
     samples = [report.sample for report in reports.values()]
     if len({each.get("fingerprint") for each in samples}) > 1 or all(each == samples[0] for each in samples):
         return []
@@ -110,7 +111,7 @@ def _find_group_doubts(reports: Mapping[str, Report]) -> list[str]:
 
 
 def _find_loss_doubts(reports: Mapping[str, Report]) -> list[str]:
-    """Curvature falls with the loss, whatever the minimum is like."""
+    """Return a sentence if the losses differ: curvature falls with the loss, whatever the minimum."""
     losses = {label: report.loss for label, report in reports.items() if report.loss > 0}
     if len(losses) < 2 or max(losses.values()) <= LOSS_RATIO * min(losses.values()):
         return []
@@ -133,7 +134,7 @@ def _find_minimum_doubts(reports: Mapping[str, Report]) -> list[str]:
 
 
 def _find_note_doubts(reports: Mapping[str, Report]) -> list[str]:
-    """What the reports themselves say against their numbers."""
+    """Return the notes of the reports that concern their numbers."""
     return [
         f"{label}: {note}" for label, report in reports.items() for note in report.notes if note not in HARMLESS_NOTES
     ]
@@ -157,7 +158,7 @@ def _find_setting_doubts(reports: Mapping[str, Report]) -> list[str]:
 def _find_certificate_doubts(reports: Mapping[str, Report]) -> list[str]:
     def format_state(report: Report) -> str:
         if report.certificate is None:
-            return "not asked for"
+            return "not requested"
         return "holds" if report.certificate.get("holds") else "does not hold"
 
     return _find_disagreement(reports, "certificates", format_state, "curvature is the Hessian's only where it holds")
@@ -166,14 +167,16 @@ def _find_certificate_doubts(reports: Mapping[str, Report]) -> list[str]:
 def _find_formula_doubts(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
     found = []
     for name in names:
-        formulas = {str(r.legend[name].get("formula")) for r in reports.values() if name in r and name in r.legend}
+        formulas = {
+            strip_markup(str(r.legend[name].get("formula"))) for r in reports.values() if name in r and name in r.legend
+        }
         if len(formulas) > 1:
             found.append(f"Different formulas of {name}: {'; '.join(sorted(formulas))}.")
     return found
 
 
 def _find_reading_doubts(reports: Mapping[str, Report], names: Sequence[str]) -> list[str]:
-    # What is said of which reports: one sentence for all that it is true of.
+    # One sentence for all reports that it is true of.
     said: dict[tuple[str, str], list[str]] = {}
     for label, report in reports.items():
         taken = [report[name] for name in names if name in report]
@@ -205,21 +208,21 @@ def _find_reading_doubts(reports: Mapping[str, Report], names: Sequence[str]) ->
         missing: dict[str, list[str]] = {}
         for name in names:
             if name not in report:
-                missing.setdefault(report.left_out.get(name, "not asked for."), []).append(name)
+                missing.setdefault(report.left_out.get(name, "not requested."), []).append(name)
         for reason, absent in missing.items():
             said.setdefault((f"No {join_words(absent)}", reason), []).append(label)
     return [f"{what} in {join_words(labels)}: {which}" for (what, which), labels in said.items()]
 
 
 def _is_attained(reading: Reading) -> bool | None:
-    """Whether a minimum is attained in every layer; None for what is no minimum."""
+    """Return whether a minimum is attained in every layer; None for a measure that is no minimum."""
     details = [reading.details, *(each for each in reading.details.values() if isinstance(each, dict))]
     known = [bool(each["attained"]) for each in details if "attained" in each]
     return all(known) if known else None
 
 
 def _find_rounding_doubts(reports: Mapping[str, Report], contrasts: Iterable[Contrast]) -> list[str]:
-    """Differences that count as such but are of the size of rounding in single precision."""
+    """Return a sentence on differences that may be rounding in single precision."""
     coarse = [label for label, report in reports.items() if report.settings.get("dtype") == "float32"]
     tiny = [
         each.name
@@ -231,7 +234,7 @@ def _find_rounding_doubts(reports: Mapping[str, Report], contrasts: Iterable[Con
     return [f"Measured in float32 in {join_words(coarse)}: the differences of {join_words(tiny)} may be rounding."]
 
 
-def _format_brief(value: Any) -> str:
+def _format_brief(value: JsonValue) -> str:
     if isinstance(value, list) and len(value) > 4:
         return f"[{', '.join(map(str, value[:3]))}, ... {value[-1]}] ({len(value)})"
     text = str(value)

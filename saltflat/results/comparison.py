@@ -1,4 +1,4 @@
-"""Reports side by side: what differs by more than its errors, and which network is flatter."""
+"""Compare reports: what differs by more than its errors, and which network is flatter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from saltflat._late import load_later
 from saltflat.errors import ReportError, make_unknown_name_error
@@ -15,6 +15,7 @@ from saltflat.results.display import Displayable
 from saltflat.results.files import TOTAL, build_frame, build_frame_rows
 from saltflat.results.json_codec import encode_nonfinite
 from saltflat.results.report import (
+    MeasureMapping,
     Reading,
     Report,
     make_missing_measure_error,
@@ -45,17 +46,17 @@ class Contrast:
     """One measure in all the reports that have it.
 
     Attributes:
-        name: of the measure.
+        name: the name of the measure.
         readings: by the label of the report.
-        differences: how much each exceeds the first.
-        ratios: how many times the first each is; nan where the first is zero.
-        errors: standard error of each difference, over examples and random draws; None where it is not known.
-        verdicts: ``different``, ``same`` (up to rounding), ``within errors``, ``not judged`` (an error is not known) or
+        differences: the value of each report minus that of the first.
+        ratios: the value of each report over that of the first; nan where that is zero.
+        errors: the standard error of each difference, over examples and random draws; None where unknown.
+        verdicts: ``different``, ``same`` (up to rounding), ``within errors``, ``not judged`` (an error is unknown) or
             ``undefined``, each against the first.
-        invariant_to: what leaves the measure unchanged.
-        logarithmic: whether differences, not ratios, tell.
-        flattest: the label of the flattest by this measure; None where none stands out or the measure does not tell.
-        sure: whether the errors say so too; False where some are not known.
+        invariant_to: the rescalings that leave the measure unchanged.
+        logarithmic: whether differences matter, not ratios.
+        flattest: the label of the flattest by this measure; None if none stands out or the measure cannot tell.
+        sure: whether that holds beyond the errors; False if some are unknown.
     """
 
     name: str
@@ -71,14 +72,14 @@ class Contrast:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Displayable, Mapping[str, Contrast]):
-    """Contrasts by the name of the measure, and what stands against comparing.
+class Comparison(Displayable, MeasureMapping[Contrast]):
+    """Contrasts by the name of the measure, and reasons to doubt the comparison.
 
     Attributes:
         reports: by label; differences are from the first.
-        contrasts: what the mapping shows.
+        contrasts: the entries of the mapping.
         paired: whether all reports saw the same examples, so that errors are those of paired differences.
-        doubts: sentences, the weightiest first; empty where nothing is known against it.
+        doubts: reasons for caution in sentences, the most important first.
     """
 
     renderer = ("comparison", "ComparisonTable", "render_comparison_html")
@@ -90,33 +91,19 @@ class Comparison(Displayable, Mapping[str, Contrast]):
 
     @property
     def answer(self) -> str:
-        """Which network is flatter, by the measures that rescaling cannot fool, in one sentence."""
+        """Which network is flatter, by the measures invariant to rescaling, in one sentence."""
         said, but = format_answer(self.contrasts.values()), find_reservations(self.reports)
         return f"{said} But {join_words(but)}." if but else said
 
-    def __getitem__(self, name: str) -> Contrast:
-        key = normalize_measure_name(name, self.contrasts)
-        if key not in self.contrasts:
-            raise make_unknown_name_error("measure", name, self.contrasts)
-        return self.contrasts[key]
-
-    def get(self, name: str, default: Any = None, /) -> Any:
-        return self.contrasts.get(normalize_measure_name(name, self.contrasts), default)
-
-    def __contains__(self, name: object) -> bool:
-        return normalize_measure_name(name, self.contrasts) in self.contrasts
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.contrasts)
-
-    def __len__(self) -> int:
-        return len(self.contrasts)
+    @property
+    def _entries(self) -> Mapping[str, Contrast]:
+        return self.contrasts
 
     def __repr__(self) -> str:
         return f"<Comparison of {make_printable(', '.join(self.reports))}: {len(self)} measures; print() shows it>"
 
     def to_dict(self) -> dict[str, Any]:
-        """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.results.json_codec``."""
+        """Return the comparison as strict JSON; nan and infinities are encoded, see ``saltflat.results.json_codec``."""
         contrasts = {
             name: {
                 "values": {label: reading.value for label, reading in each.readings.items()},
@@ -144,24 +131,24 @@ class Comparison(Displayable, Mapping[str, Contrast]):
         return plain
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write the comparison as one page for a browser, which loads nothing, and give the path back."""
+        """Write the comparison as one self-contained HTML page and return the path."""
         html = load_later("render.html")  # not needed to compare
         written: Path = html.write_page(html.render_comparison_page(self), path)
         return written
 
     def to_frame(self) -> Any:
-        """A ``pandas.DataFrame`` with a row per measure, layer and report; a whole network is the layer ``""``.
+        """Return a ``pandas.DataFrame`` with a row per measure, layer and report; a whole network is the layer ``""``.
 
         Differences, ratios and verdicts are against the same row of the first report that has the measure.
         """
         columns = ["measure", "layer", "report", "value", "stderr", "difference", "ratio", "verdict"]
         return build_frame(self._build_rows(), columns)
 
-    def plot(self, names: str | Sequence[str] | None = None, by: str = "measure") -> Any:
-        """A ``matplotlib`` Figure; nothing is shown or kept.
+    def plot(self, names: str | Sequence[str] | None = None, by: Literal["measure", "layer"] = "measure") -> Figure:
+        """Return a ``matplotlib`` Figure.
 
         Args:
-            names: the measures to draw; all if None.
+            names: the measures to plot; all if None.
             by: ``"measure"``: the ratio to the first report with its 99 % interval, a row per measure; or ``"layer"``:
                 one panel per measure with a bar per layer and report.
         """
@@ -205,22 +192,20 @@ class Comparison(Displayable, Mapping[str, Contrast]):
 
 
 def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] | None = None) -> Comparison:
-    """Two or more reports side by side; differences are from the first.
+    """Compare two or more reports; differences are from the first.
 
     Args:
-        reports: reports, paths of saved ones, or a single mapping of either by the labels to show.
-        names: the measures to compare; all that any of the reports has if left out.
+        reports: reports, paths of saved ones, or a single mapping from labels to either.
+        names: the measures to compare; all measures of any report if None.
 
     Values differ when they are more than 2.58 standard errors of their difference apart. The error is over the choice
-    of the examples and over random draws. If all reports saw the same examples, differences are *paired*: what the
-    examples do to both networks cancels. Otherwise the errors of both add up. Where an error is not known, or a solver
+    of the examples and over random draws. If all reports saw the same examples, differences are *paired*: what is
+    common to both networks cancels. Otherwise the variances of both add up. Where an error is unknown, or a solver
     stopped early, the difference is not judged.
     """
     found = _load_labelled_reports(reports)
     if len(found) < 2:
-        raise ReportError(
-            f"Expected two or more, but got {len(found)} report{'s' * (len(found) != 1)}. Try giving another."
-        )
+        raise ReportError(f"Expected two or more reports, but got {len(found)}. Try passing another.")
     known = list(dict.fromkeys(name for report in found.values() for name in report))
     given = known if names is None else parse_measure_names(names)
     wanted = list(dict.fromkeys(normalize_measure_name(name, known) for name in given))
@@ -235,7 +220,7 @@ def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] 
 
 
 def _find_shared_groups(reports: Sequence[Report]) -> list[int] | None:
-    """The sizes of the groups of examples, if all reports saw the same examples."""
+    """Return the sizes of the groups of examples if all reports saw the same examples, else None."""
     first, *others = (report.sample for report in reports)
     same = bool(first.get("fingerprint")) and bool(first.get("groups")) and all(each == first for each in others)
     return list(first["groups"]) if same else None
@@ -269,7 +254,7 @@ def _build_contrast(name: str, reports: Mapping[str, Report], sizes: Sequence[in
 
 
 def _make_layer_reading(reading: Reading, layer: str) -> Reading:
-    """The reading of one layer, as uncertain as the whole; undefined where the layer has none."""
+    """Return the reading of one layer, undefined where there is none."""
     if layer == TOTAL:
         return reading
     value, stderr = reading.layers.get(layer, float("nan")), reading.layer_stderr.get(layer)
@@ -284,7 +269,7 @@ def _make_layer_reading(reading: Reading, layer: str) -> Reading:
 
 
 def _load_labelled_reports(given: Sequence[Source | Mapping[str, Source]]) -> dict[str, Report]:
-    """Reports by label: the mapping's own, else the name of the file, else the place in the list."""
+    """Return reports by label: the mapping's, the name of the file, or the position in the list."""
     if len(given) == 1 and isinstance(given[0], Mapping) and not isinstance(given[0], Report):
         return {str(label): _load_report(source) for label, source in given[0].items()}
     found: dict[str, Report] = {}
@@ -296,12 +281,12 @@ def _load_labelled_reports(given: Sequence[Source | Mapping[str, Source]]) -> di
     return found
 
 
-def _load_report(source: object) -> Report:
+def _load_report(source: Source | Mapping[str, Source]) -> Report:
     if isinstance(source, Report):
         return source
     if isinstance(source, str | os.PathLike):
         return Report.load(source)
     raise ReportError(
         f"Expected reports, paths of saved ones, or one mapping of these, but got a {type(source).__name__} to "
-        "compare. Try giving what saltflat.measure or Report.save gave."
+        "compare. Try the result of saltflat.measure or Report.save."
     )

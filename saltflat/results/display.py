@@ -1,4 +1,4 @@
-"""Results that show themselves: as text, in a rich console and in a notebook."""
+"""A mixin for results that print as text, in a rich console and in a notebook."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from saltflat.results.text import render_text
 
 
 class Displayable:
-    """A result that is drawn by a module of :mod:`saltflat.render`, which is loaded when somebody looks.
+    """A result that a module of :mod:`saltflat.render` renders; the module is imported on first use.
 
     Attributes:
-        renderer: the module, and its functions that give a rich renderable and a piece of HTML; the latter may be
-            empty.
+        renderer: the module, its class or function that returns a rich renderable, and the function that returns HTML,
+            which may be empty.
     """
 
     renderer: ClassVar[tuple[str, str, str]]

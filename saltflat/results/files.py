@@ -1,4 +1,4 @@
-"""Results on disk, as strict JSON that is written atomically, and as data frames."""
+"""Write results to disk as strict JSON, atomically, read them back with checks, and build data frames of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import reprlib
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from saltflat.errors import ReportError, SaltflatError, import_optional
+from saltflat.results.json_codec import JsonValue, decode_nonfinite, encode_nonfinite, to_plain_types
 
 if TYPE_CHECKING:
     from saltflat.results.report import Reading
@@ -22,14 +23,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A kind of file: what it calls itself, and what people call it."""
+    """A kind of file.
+
+    Attributes:
+        schema: the name and version that the file itself states.
+        what: what people call it, with an article.
+        writer: the method that writes it.
+        older: earlier schemas that can still be read.
+    """
 
     schema: str
     what: str
     writer: str
+    older: tuple[str, ...] = ()
 
     @property
     def reader(self) -> str:
+        """The method that reads it."""
         return self.writer.replace("save", "load")
 
     @property
@@ -42,20 +52,20 @@ REPORT = FileFormat("saltflat.results/1", "a report", "Report.save")
 AUDIT = FileFormat("saltflat.audit/1", "an audit", "Audit.save")
 LANDSCAPE = FileFormat("saltflat.landscape/1", "a landscape", "Landscape.save")
 SPECTRUM = FileFormat("saltflat.spectrum/1", "a spectrum", "Spectrum.save")
-# Reading a file takes a few stack frames per level; how many there are differs between versions of Python.
+# Reading a file takes a few stack frames per level, and their limit differs between versions of Python.
 MAX_DEPTH = 100
 
 
 def write_json(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the content as JSON; whoever reads sees the old file or the new one, never half of it."""
+    """Write the content as JSON and return the path; readers see the old file or the new one, never a part."""
     text = json.dumps(content, allow_nan=False, indent=1)
     with replace_atomically(path) as part, part.open("x", encoding="utf-8", newline="\n") as file:
         file.write(text + "\n")
     return Path(path)
 
 
-def parse_path(given: Any, error: type[SaltflatError] = ReportError) -> Path:
-    """A path as the user gave it; what can be no path on this system is refused with the kind of error given."""
+def parse_path(given: str | os.PathLike[str], error: type[SaltflatError] = ReportError) -> Path:
+    """Return the path as given; raise ``error`` for what cannot be a path on this system."""
     try:
         path = Path(given)
         if b"\0" in os.fsencode(path):
@@ -69,9 +79,9 @@ def parse_path(given: Any, error: type[SaltflatError] = ReportError) -> Path:
 
 @contextmanager
 def replace_atomically(path: str | os.PathLike[str], *, follow_links: bool = True) -> Iterator[Path]:
-    """A name beside the place to write to; what was written there is renamed to the place if all went well.
+    """Yield a temporary path next to the target; on success, rename it to the target.
 
-    Without ``follow_links`` a link at the place is itself replaced, and what it leads to is left alone.
+    Without ``follow_links``, a link at the target is replaced itself, and the file it points to is left alone.
     """
     target = check_writable_path(path, follow_links=follow_links)
     part = target.with_name(f".{uuid.uuid4().hex}.part")
@@ -88,13 +98,13 @@ def replace_atomically(path: str | os.PathLike[str], *, follow_links: bool = Tru
 
 
 def check_writable_path(path: str | os.PathLike[str], what: str = "the path", *, follow_links: bool = True) -> Path:
-    """Where the file will be, links followed, if one can be there; ``what`` names the path in the error."""
+    """Return the path that will be written, links resolved; raise an error that names it if it cannot be."""
     given = parse_path(path)
     target, shown = Path(os.path.realpath(given)) if follow_links else given, f"{what} {os.fspath(path)!r}"
     try:
         if not target.parent.is_dir():
             raise ReportError(
-                f"Expected a folder that does, but got {shown}, whose folder does not exist. Try making it first, "
+                f"Expected a path in an existing folder, but got {shown}, whose folder does not exist. Try "
                 f"Path({str(target.parent)!r}).mkdir(parents=True)."
             )
         with suppress(FileNotFoundError):
@@ -103,8 +113,8 @@ def check_writable_path(path: str | os.PathLike[str], what: str = "the path", *,
                 raise ReportError(f"Expected a file, but got {shown}, which is a folder. Try adding a file name.")
             if not stat.S_ISREG(mode) and (follow_links or not stat.S_ISLNK(mode)):
                 raise ReportError(
-                    f"Expected a file to replace, or a new one, but got {shown}, which exists and is no regular "
-                    "file. Try choosing another name."
+                    f"Expected a regular file or a new name, but got {shown}, which exists and is no regular file. "
+                    "Try another name."
                 )
         with tempfile.TemporaryFile(dir=target.parent):
             pass
@@ -115,41 +125,41 @@ def check_writable_path(path: str | os.PathLike[str], what: str = "the path", *,
 
 def _make_unwritable_error(what: str, path: str | os.PathLike[str], problem: OSError) -> ReportError:
     return ReportError(
-        f"Expected a place that can, but got {what} {os.fspath(path)!r}, which cannot be written "
-        f"({problem.strerror}). Try choosing another, or freeing this one."
+        f"Expected a writable path, but got {what} {os.fspath(path)!r}, which cannot be written "
+        f"({problem.strerror}). Try another path."
     )
 
 
 def read_json(path: str | os.PathLike[str], form: FileFormat = REPORT) -> dict[str, Any]:
-    """What was written, once it is known to be whole and of the form understood here."""
+    """Return the content of a file after checking that it is complete and of this format."""
     content = _parse_json(parse_path(path), f"{form.what} written by {form.writer}")
     check_schema(content, f"the file {os.fspath(path)!r}", form)
     return dict(content)
 
 
 def find_file_format(path: str | os.PathLike[str], *forms: FileFormat) -> FileFormat:
-    """Which of these forms the file has; the first where it has none of them, which then says what is wrong with it."""
+    """Return which of these formats the file has, or the first if none, so that reading it raises a clear error."""
     content = _parse_json(parse_path(path), " or ".join(f"{form.what} written by {form.writer}" for form in forms))
     schema = content.get("schema") if isinstance(content, Mapping) else None
     family = schema.partition("/")[0] if isinstance(schema, str) else None
     return next((form for form in forms if form.family == family), forms[0])
 
 
-def check_schema(content: Any, source: str, form: FileFormat = REPORT) -> None:
-    """Refuse what was not written in this form, or was written in a version of it that is not known here."""
+def check_schema(content: JsonValue | Mapping[str, Any], source: str, form: FileFormat = REPORT) -> None:
+    """Check that the content is of this format and of a version that this saltflat reads."""
     schema = content.get("schema") if isinstance(content, Mapping) else None
-    if schema == form.schema:
+    if schema in (form.schema, *form.older):
         return
     if isinstance(schema, str) and schema.startswith(f"{form.family}/"):
         raise ReportError(
-            f"Expected {form.schema!r}, but got {source} with the schema {schema!r}. Try reading it with the "
+            f"Expected {form.schema!r}, but got {source} with the schema {schema!r}. Try the version of "
             "saltflat that wrote it."
         )
     other = next((each for each in (REPORT, AUDIT, LANDSCAPE, SPECTRUM) if schema == each.schema), None)
     if other is not None:
         raise ReportError(
             f"Expected {form.what}, written by {form.writer}, but got {source}, which is not {form.what} but "
-            f"{other.what}. Try reading it with {other.reader}, or print it with saltflat show."
+            f"{other.what}. Try {other.reader}, or saltflat show on the command line."
         )
     raise ReportError(
         f"Expected the schema {form.schema!r}, but got {source}, which is not {form.what}. Check which file it is."
@@ -168,13 +178,13 @@ def _parse_json(path: str | os.PathLike[str], want: str) -> Any:
         ) from problem
     except (ValueError, RecursionError) as problem:
         raise ReportError(
-            f"Expected {want}, but got the file {shown!r}, which is broken or cut short ({problem}). Try measuring "
-            "again, or taking the file from a backup."
+            f"Expected {want}, but got the file {shown!r}, which is broken or cut short ({problem}). Try "
+            "computing it again, or restoring the file from a backup."
         ) from problem
 
 
-def _check_depth(content: Any) -> None:
-    """Raise ValueError if containers are nested deeper than any file of ours, without recursion of its own."""
+def _check_depth(content: JsonValue) -> None:
+    """Raise ValueError if containers are nested deeper than in any file of ours, without recursion."""
     level = [content] if isinstance(content, dict | list) else []
     for _ in range(MAX_DEPTH):
         inner = (
@@ -190,12 +200,126 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
+def _convert_notes(notes: str | Iterable[str]) -> tuple[str, ...]:
+    return (notes,) if isinstance(notes, str) else tuple(str(note) for note in notes)
+
+
+# By field. Tensors and numpy numbers become Python's, so that a result holds no device memory and can be written.
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "model": str,
+    "examples": int,
+    "loss": float,
+    "settings": lambda settings: to_plain_types(settings, "the settings"),
+    "versions": lambda versions: {str(name): str(version) for name, version in versions.items()},
+    "seconds": float,
+    "notes": _convert_notes,
+    "created": str,
+}
+
+
+class JsonRecord:
+    """A dataclass that converts to strict JSON; two are equal if their JSON is, so that nan equals nan.
+
+    Attributes:
+        optional_fields: fields left out of the JSON where they are None or empty, as files of earlier versions do.
+    """
+
+    optional_fields: ClassVar[tuple[str, ...]] = ()
+
+    def _convert_fields(self, **converted: Any) -> None:
+        """Set fields to converted values, and those that most results have to Python's own types."""
+        for each in fields(self):  # type: ignore[arg-type]
+            if each.name in converted or each.name in CONVERTERS:
+                value = getattr(self, each.name)
+                value = converted[each.name] if each.name in converted else CONVERTERS[each.name](value)
+                object.__setattr__(self, each.name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as strict JSON; nan and infinities are encoded, see ``saltflat.results.json_codec``."""
+        return self._encode_fields()
+
+    def _encode_fields(self, without: Iterable[str] = ()) -> dict[str, Any]:
+        names = [each.name for each in fields(self) if each.name not in without]  # type: ignore[arg-type]
+        return {
+            name: encode_nonfinite(to_plain_types(getattr(self, name), name))
+            for name in names
+            if name not in self.optional_fields or getattr(self, name) not in (None, {}, ())
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, type(self)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class JsonFile(JsonRecord):
+    """A dataclass that is saved to a JSON file and loaded from it, with strict checks.
+
+    Attributes:
+        file_format: how the file identifies itself.
+    """
+
+    file_format: ClassVar[FileFormat]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as strict JSON; nan and infinities are encoded, see ``saltflat.results.json_codec``."""
+        parts = self._encode_parts()
+        return {"schema": self.file_format.schema, **parts, **self._encode_fields(without=parts)}
+
+    def _encode_parts(self) -> dict[str, Any]:
+        """Return the entries that need an encoding of their own; they come first in the file."""
+        return {}
+
+    @classmethod
+    def _decode_parts(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Remove the entries of ``_encode_parts`` from the JSON and return the fields that they hold."""
+        return {}
+
+    def _check_content(self) -> None:
+        """Raise one of Python's own errors if something is wrong with a result that was read."""
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
+        """Return the result that ``to_dict`` was called on; raise a ReportError for anything else."""
+        return cls._from_json(given, "a mapping")
+
+    @classmethod
+    def _from_json(cls, given: Mapping[str, Any], source: str) -> Self:
+        check_schema(given, source, cls.file_format)
+        try:
+            rest = {key: value for key, value in given.items() if key != "schema"}
+            parts = cls._decode_parts(rest)
+            found = cls(**parts, **{key: decode_nonfinite(value) for key, value in rest.items()})
+            found._check_content()
+            # Constructors convert (bool("no") is True): only what encodes to the same JSON was written by us.
+            if found.to_dict() != given:
+                raise TypeError("a field has a value of another kind")
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, LookupError) as problem:
+            # An error about a part already is a sentence; its cause is what matters here.
+            why = problem.__cause__ if isinstance(problem, ReportError) and problem.__cause__ else problem
+            raise ReportError(
+                f"Expected what {cls.__name__}.to_dict returns, but got {source}, {cls.file_format.what} that cannot "
+                f"be understood ({type(why).__name__}: {why}). Try computing it again, or restoring the file from a "
+                "backup."
+            ) from problem
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result as JSON and return the path; an existing file is replaced atomically."""
+        return write_json(self.to_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the result that was saved at this path."""
+        return cls._from_json(read_json(path, cls.file_format), f"the file {os.fspath(path)!r}")
+
+
 # The layer's name in the row of the whole network.
 TOTAL = ""
 
 
 def build_frame_rows(readings: Iterable[Reading]) -> Iterator[dict[str, Any]]:
-    """One row per measure and layer, that of the whole network first."""
+    """Yield one row per measure and layer, the whole network first."""
     for reading in readings:
         shared = {"exact": reading.exact, "converged": reading.converged}
         parts = {TOTAL: reading.value, **reading.layers}
@@ -207,5 +331,5 @@ def build_frame_rows(readings: Iterable[Reading]) -> Iterator[dict[str, Any]]:
 
 
 def build_frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> Any:
-    """A ``pandas.DataFrame`` of the rows; the columns are there even where no row is."""
+    """Return a ``pandas.DataFrame`` of the rows, with all columns even if there are no rows."""
     return import_optional("pandas", "to_frame()").DataFrame(list(rows), columns=columns)

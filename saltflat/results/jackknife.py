@@ -1,8 +1,8 @@
-"""Standard errors over examples, by leaving out groups of them (jackknife).
+"""Compute standard errors over examples, by leaving out groups of them (jackknife).
 
 The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
 statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
-The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
+The split depends only on the number of examples: two networks measured on the same data have the same groups, and the
 error of their *difference* comes from the differences group by group, in which most of the scatter cancels.
 """
 
@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import norm, t
 from torch import Tensor
 
-TOO_SMALL = "its standard error over examples is an underestimate"  # ends a note about heavy tails
+TOO_SMALL = "its standard error over examples is an underestimate"  # the end of a note about heavy tails
 
 
 SHRUNK = 2.0**-600
@@ -26,12 +27,12 @@ SHRUNK = 2.0**-600
 
 @dataclass(frozen=True)
 class Jackknife:
-    """A number with one group of examples left out at a time.
+    """A number and its values with one group of examples left out at a time.
 
     Attributes:
-        value: with all examples.
-        without: with the examples of each group left out.
-        sizes: how many examples each group has.
+        value: the number with all examples.
+        without: the numbers with each group left out.
+        sizes: the number of examples in each group.
     """
 
     value: float
@@ -40,9 +41,9 @@ class Jackknife:
 
     @property
     def stderr(self) -> float:
-        r"""The standard error over examples, such that value +- 1.96 stderr is a 95 % interval.
+        r"""The standard error over examples: value +- 1.96 stderr is a 95 % interval.
 
-        Groups differ in size by a little (Busing, Meijer and van der Leeden, 1999): with :math:`h_g = N / n_g`
+        Group sizes differ slightly (Busing, Meijer and van der Leeden, 1999): with :math:`h_g = N / n_g`
 
         .. math::
             \frac1G \sum_g \frac{(\tilde\theta_g - \bar\theta)^2}{h_g - 1}, \quad
@@ -66,7 +67,7 @@ class Jackknife:
             return self._compute_stderr(SHRUNK) / SHRUNK
 
     def _compute_stderr(self, scale: float) -> float:
-        """The standard error of all numbers times a power of two, which changes none of their digits."""
+        """Return the standard error of the numbers times a power of two, which changes none of their digits."""
         count, total = len(self.without), sum(self.sizes)
         value, without = scale * self.value, [scale * each for each in self.without]
         ratios = [total / size for size in self.sizes]
@@ -77,8 +78,8 @@ class Jackknife:
         return float(math.sqrt(math.fsum(squares) / count) * compute_student_factor(count - 1))
 
 
-def compute_student_factor(freedom: Any) -> Any:
-    """How much wider a 95 % interval is with an error known from a few degrees of freedom only.
+def compute_student_factor(freedom: float | NDArray[np.float64]) -> Any:
+    """Return how much wider a 95 % interval is if the error has only a few degrees of freedom.
 
     >>> round(float(compute_student_factor(1)), 2), round(float(compute_student_factor(1e6)), 2)
     (6.48, 1.0)
@@ -91,7 +92,7 @@ _STRETCH = compute_student_factor(_FREEDOM)
 
 
 def compute_variance_of_mean(per_draw: Tensor) -> Tensor:
-    r"""Unbiased variance of a sum of draws that were each scaled by ``1 / draws``, along the first axis.
+    r"""Return the unbiased variance of a sum of draws, each scaled by ``1 / draws``, along the first axis.
 
     With :math:`Y_d = X_d / m` the estimate is :math:`\sum_d Y_d` and its variance
     :math:`\frac{m}{m-1} \sum_d (Y_d - \bar Y)^2`.
@@ -104,9 +105,9 @@ def compute_variance_of_mean(per_draw: Tensor) -> Tensor:
 
 
 def compute_standard_error(variance: Tensor, squared: Tensor, draws: int) -> Tensor:
-    r"""The error bar e for which value +- 1.96 e holds the truth 95 % of the time.
+    r"""Return the standard error e for which value +- 1.96 e is a 95 % interval.
 
-    The variance of a sum over examples is the sum of their variances, each known from a few draws only. When few
+    The variance of a sum over examples is the sum of their variances, each estimated from a few draws. If a few
     examples carry most of it, that sum is itself uncertain: it has Satterthwaite's
     :math:`\nu = (m + 1) (\sum v)^2 / \sum v^2` degrees of freedom, and the error is stretched by the ratio of Student's
     t to the normal quantile.
@@ -114,7 +115,7 @@ def compute_standard_error(variance: Tensor, squared: Tensor, draws: int) -> Ten
     Args:
         variance: sum over examples of their variances.
         squared: sum over examples of their squared variances.
-        draws: how many draws each of them comes from.
+        draws: the number of draws of each example.
 
     >>> one, many = torch.tensor([1.0, 100.0]), torch.tensor([1.0, 100.0])
     >>> compute_standard_error(one, many, draws=4) / one.sqrt()  # one example alone; a hundred alike

@@ -1,4 +1,4 @@
-"""Whether two readings of one measure differ by more than chance, and which network is flatter."""
+"""Judge whether two readings of a measure differ by more than chance, and which network is flatter."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ WITHIN = "within errors"
 UNJUDGED = "not judged"
 UNDEFINED = "undefined"
 
-# Numbers that differ by a smaller part of themselves are the same up to rounding, by the precision measured in.
+# Relative differences below this are rounding, by precision.
 ROUNDING = {"float64": 1e-9, "float32": 1e-4}
-# Of the standard error of a difference: 99 % of those that chance makes are smaller. A table judges many measures at
-# once, and errors of heavy-tailed means come out a little too small.
+# In standard errors of a difference: 99 % of chance differences are smaller. A table judges many measures at once, and
+# errors of heavy-tailed means are slightly underestimated.
 WIDTH = 2.58
 
 
 def judge_difference(
     first: Reading, other: Reading, sizes: Sequence[int] | None = None, rounding: float = ROUNDING["float64"]
 ) -> str:
-    """The verdict on the difference.
+    """Return the verdict on the difference of two readings.
 
     Args:
         first: one reading.
-        other: the other one.
-        sizes: of the groups of examples, where both readings are of the same examples.
-        rounding: differences below this part of the values are rounding.
+        other: the other reading.
+        sizes: the sizes of the groups of examples, if both readings are of the same examples.
+        rounding: relative differences below this are rounding.
 
     Example:
         >>> one = Reading("trace", 1.0, sampling_stderr=0.1)
@@ -61,10 +61,10 @@ def judge_difference(
 
 
 def compute_difference_error(first: Reading, other: Reading, sizes: Sequence[int] | None = None) -> float | None:
-    """The standard error of the difference, over examples and random draws; None where it is not known.
+    """Return the standard error of the difference, over examples and random draws; None where unknown.
 
-    With ``sizes`` the readings are of the same examples: what the choice of the examples does to both cancels, and the
-    error is that of the differences with one group of them left out at a time.
+    With ``sizes`` the readings are of the same examples: their common variation cancels, and the error is that of the
+    differences with one group of examples left out at a time.
     """
     draws = [each.stderr for each in (first, other) if each.stderr is not None]
     if sizes and len(first.without_group) == len(other.without_group) == len(sizes):
@@ -80,32 +80,32 @@ def compute_difference_error(first: Reading, other: Reading, sizes: Sequence[int
 
 
 def compute_difference(first: Reading, other: Reading) -> float:
-    """How much the other exceeds the first."""
+    """Return the other value minus the first."""
     return 0.0 if first.value == other.value else other.value - first.value
 
 
 def compute_ratio(first: Reading, other: Reading) -> float:
-    """How many times the first the other is; nan where the first is zero or both are infinite."""
+    """Return the other value over the first; nan where the first is zero or both are infinite."""
     return other.value / first.value if first.value else math.nan
 
 
 def find_flattest(
-    readings: Mapping[str, Reading], smaller: object, judged: Callable[[str, str], str]
+    readings: Mapping[str, Reading], smaller: str | None, judge: Callable[[str, str], str]
 ) -> tuple[str | None, bool]:
-    """The label of the flattest, and whether its lead exceeds the errors.
+    """Return the label of the flattest, and whether its lead exceeds the errors.
 
-    None where the measure does not tell flat from sharp, where a value is undefined, or where another is as flat up to
-    errors.
+    The label is None if the measure does not tell flat from sharp, if a value is undefined, or if another is as flat up
+    to errors.
 
     Args:
         readings: by label.
         smaller: what a smaller value means, ``"flatter"`` or ``"sharper"``.
-        judged: the verdict on the difference between two labels.
+        judge: returns the verdict on the difference between two labels.
     """
     if smaller not in ("flatter", "sharper") or len(readings) < 2:
         return None, True
     best = (min if smaller == "flatter" else max)(readings, key=lambda label: readings[label].value)
-    against = {judged(best, label) for label in readings if label != best}
+    against = {judge(best, label) for label in readings if label != best}
     if against & {UNDEFINED, SAME, WITHIN}:
         return None, True
     if any(readings[best].value == reading.value for label, reading in readings.items() if label != best):
@@ -114,7 +114,7 @@ def find_flattest(
 
 
 HONEST = "that rescaling cannot fool"
-# Other forms of a measure would count it twice.
+# Variants would count a measure twice.
 VARIANTS = (
     "normalized_sharpness_arxiv",
     "normalized_sharpness_printed",
@@ -124,7 +124,7 @@ VARIANTS = (
 
 
 def format_answer(contrasts: Iterable[Contrast]) -> str:
-    """What the measures that no rescaling of units can change say together; one vote for each, without variants."""
+    """Return the joint verdict of the measures invariant to rescaling units: one vote each, without variants."""
     shared = [each for each in contrasts if len(each.readings) > 1]
     honest = [each for each in shared if "unit_scale" in each.invariant_to and each.name not in VARIANTS]
     judged = [each for each in honest if not set(each.verdicts.values()) & {UNJUDGED, UNDEFINED} and each.sure]

@@ -185,8 +185,8 @@ def test_the_data_in_a_page_are_those_of_the_rows(rows: list[Row], pages: dict[s
     names = [each["name"] for each in data["measures"]]
     assert names[:2] == ["good", "measure_0(p=0)"]
     assert HOSTILE in names
-    assert data["controls"] == ["parameters", "norm", "distance", "train_loss", "lr", "batch", "noise"]
-    assert [each["name"] for each in data["settings"]] == ["lr", "batch", "widths", "seed"]
+    assert data["controls"] == ["parameters", "norm", "distance", "train_loss", "lr", "batch_size", "noise"]
+    assert [each["name"] for each in data["settings"]] == ["lr", "batch_size", "widths", "seed"]
     for place, one in enumerate(rows):
         assert one.key.startswith(data["keys"][place])
         value = data["measures"][names.index(HOSTILE)]["values"][place]
@@ -207,7 +207,7 @@ def test_a_study_of_200_runs_and_40_measures_stays_below_two_megabytes() -> None
     rows = [
         row(
             f"{k:016x}",
-            {"lr": 10.0 ** -(k % 10), "batch": 2 ** (k % 4), "widths": [k % 5] * 3, "seed": k},
+            {"lr": 10.0 ** -(k % 10), "batch_size": 2 ** (k % 4), "widths": [k % 5] * 3, "seed": k},
             draw.random(),
             {f"a_measure_of_number_{i}(axis='row', p={i})": draw.random() * 10**i for i in range(40)},
         )
@@ -317,7 +317,7 @@ def test_the_summary_begins_with_how_measures_do_against_controls(scores: Scores
 
 
 def test_the_summary_says_when_nothing_goes_with_the_gap() -> None:
-    assert "No measure goes with the gap: none has an interval that leaves out zero." in format_score_summary(
+    assert "No measure correlates with the gap: every interval contains zero." in format_score_summary(
         of(rho=(0.3, -0.1, 0.6))
     )
 
@@ -335,7 +335,7 @@ def test_the_summary_says_when_a_relation_is_gone_within_one_setting() -> None:
 def test_the_summary_counts_how_runs_ended_and_what_differs(rows: list[Row]) -> None:
     assert format_runs(rows, AXES) == [
         "48 networks: 44 finished, 1 missed the stopping rule, 1 diverged and 2 failed with an error.",
-        "They differ in lr (0.01; 0.03; 0.1), batch (16; 64), widths (32, 32; 128, 128) and seed (0; 1; 2; 3).",
+        "They differ in lr (0.01; 0.03; 0.1), batch_size (16; 64), widths (32, 32; 128, 128) and seed (0; 1; 2; 3).",
     ]
 
 
@@ -364,7 +364,7 @@ def test_runs_that_failed_alike_are_told_once_with_the_error_in_full() -> None:
     assert first.runs == ("0 (lr 0)", "1 (lr 1)", "2 (lr 2)")
     assert first.traceback.endswith("ValueError: no")
     assert len(second.traceback) < MOST_LETTERS + 100
-    assert "letters" in second.traceback
+    assert "characters" in second.traceback
 
 
 def test_every_run_that_did_not_end_well_is_named(rows: list[Row], pages: dict[str, str]) -> None:
@@ -466,7 +466,7 @@ def test_pictures_that_would_make_the_page_heavy_are_named_instead(
     rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heavy = "data:image/png;base64," + "A" * 500_000
-    monkeypatch.setattr("saltflat.render.html.page.encode_picture", lambda figure: heavy)
+    monkeypatch.setattr("saltflat.render.html.study.encode_picture", lambda figure: heavy)
 
     class Drawn:
         def plot(self) -> None: ...
@@ -523,8 +523,20 @@ def test_measure_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_templates_are_part_of_the_package() -> None:
-    found = {each.name for each in (files("saltflat.results") / "templates").iterdir()}
+    found = {each.name for each in (files("saltflat.render") / "templates").iterdir()}
     assert {"base.html", "study.html", "style.css", "page.js", "scatter.js"} <= found
+
+
+def test_formulas_are_mathml_and_hostile_ones_stay_text() -> None:
+    formula = r"Size: :math:`\frac1N \sum_n |g_n|^{2a}` with :math:`\gamma \le \sqrt w`, ``rho``, :math:`<script>`."
+    legend = {"rho": {"meaning": formula, "formula": "of `subset` examples"}}
+    page = render_report_page(report(legend=legend))
+    assert ":math:" not in page
+    assert "<mfrac><mn>1</mn><mi>N</mi></mfrac><msub><mo>∑</mo><mi>n</mi></msub>" in page
+    assert "<mrow><mn>2</mn><mi>a</mi></mrow></msup>" in page
+    assert "<math><mi>\u03b3</mi><mo>≤</mo><msqrt><mi>w</mi></msqrt></math>, <code>rho</code>" in page
+    assert "<math><mo>&lt;</mo><mi>s</mi>" in page
+    assert "of <code>subset</code> examples" in page
 
 
 def test_a_report_from_a_file_makes_the_same_page(tmp_path: Path) -> None:

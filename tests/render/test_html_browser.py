@@ -91,7 +91,7 @@ def alone(tab: Tab, among: dict[int, tuple[float, float]]) -> int:
 def check_told(told: dict[str, str], row: Row, measure: str) -> None:
     assert told["run"] == f"Run {row.key[:12]}"
     assert told["lr"] == str(row.config["lr"])
-    assert told["batch"] == str(row.config["batch"])
+    assert told["batch_size"] == str(row.config["batch_size"])
     assert told["seed"] == str(row.config["seed"])
     assert float(told["gap in error"]) == pytest.approx(row.gap["error"], rel=1e-3)
     assert float(told["train loss"]) == pytest.approx(0.02)
@@ -272,7 +272,7 @@ def test_another_measure_gap_colour_or_axis_is_drawn_anew(tab: Tab, pages: dict[
     assert tab('document.querySelector("#scale input:checked").value') != scale
     seen.append(drawn_runs(tab))
     assert seen[0] != seen[1] != seen[2]
-    choose(tab, "colour", "3")
+    choose(tab, "color", "3")
     assert tab('document.querySelector("#legend strong").textContent') == "seed"
     assert tab('document.querySelectorAll("#legend span").length') == 5
     assert tab.wrongs() == []

@@ -160,10 +160,10 @@ def test_what_batch_norm_absorbs_is_said_with_what_to_do() -> None:
 
 def test_a_network_without_symmetry_gets_an_answer_that_says_why() -> None:
     told = words(render_text(group_of("gelu_only"), 120))
-    assert told.startswith("No rescaling leaves this network's function alone")
+    assert told.startswith("No rescaling leaves this network's function unchanged")
     assert "gelu in 1 and 3: 14 scales" in told
     told = words(render_text(group_of("no_symmetry"), 120))
-    assert "all its parameters lie between inputs and outputs" in told
+    assert "all its parameters connect inputs to outputs" in told
     told = render_text(Symmetries({}, csr_array((2, 0)), ()), 120)
     assert told.strip() == "This model has no parameters: there is nothing to rescale."
 
@@ -173,7 +173,8 @@ def test_an_operation_without_a_rule_is_marked_and_comes_first() -> None:
     unknown = Obstacle("aten.strange", "block", "model.py:7: strange(x)", False, 0)
     told = render_text(replace(chain(2, 3, 1), obstacles=(known, unknown)), 200).splitlines()
     assert told[-2:] == [
-        "  UNKNOWN aten.strange in block: has no rule, so all it touches was taken as fixed (model.py:7: strange(x))",
+        "  UNKNOWN aten.strange in block: has no rule, so everything it touches counts as fixed"
+        " (model.py:7: strange(x))",
         "  gelu in act: 3 scales",
     ]
 

@@ -50,7 +50,10 @@ def test_files_that_were_not_changed_are_read(written: dict[str, dict[str, Any]]
     for content in written.values():
         path.write_text(json.dumps(content))
         kind = KINDS[content["schema"].partition("/")[0]]
-        assert kind.load(path).to_dict() == content
+        found = kind.load(path)
+        assert found.to_dict() == content
+        assert found == kind.load(found.save(path))
+        assert path.read_text() == json.dumps(content, indent=1) + "\n"
         assert raw_errors(path, kind, other, plots=False) == {}
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from saltflat.errors import MissingPackageError, ReportError, SaltflatError, UnknownNameError, import_optional
 from saltflat.results import Reading, Report, compare
 from saltflat.results.caveats import TRAIN_MODE
-from saltflat.results.text import render_text
+from saltflat.results.text import render_text, strip_markup
 
 ROOT = Path(__file__).parent.parent.parent
 NAN, INF = float("nan"), float("inf")
@@ -110,8 +110,44 @@ def test_a_reading_holds_plain_numbers_whatever_it_was_given() -> None:
     assert reading.details == {"s": [1.0, 1.0]}
 
 
+def test_a_reading_is_a_number_where_one_is_needed() -> None:
+    reading = Reading("rho", 0.123456789, stderr=0.001)
+    assert float(reading) == 0.123456789
+    assert f"{reading:.3g}" == "0.123"
+    assert f"{reading:10.2e}" == "  1.23e-01"
+    assert math.isnan(float(Reading("rho", NAN)))
+    with pytest.raises(ValueError, match="format"):
+        f"{reading:s}"
+
+
+@pytest.mark.parametrize(
+    ("reading", "line"),
+    [
+        (Reading("rho", 3.0), "rho = 3"),
+        (Reading("rho", 12.3456, stderr=0.0213), "rho = 12.346 +- 0.021"),
+        (Reading("rho", 3.0, exact=False), "rho = 3 (estimate)"),
+        (Reading("rho", 3.0, converged=False), "rho = 3 (not converged)"),
+        (Reading("rho", 3.0, stderr=0.5, exact=False, converged=False), "rho = 3.00 +- 0.50 (estimate, not converged)"),
+        (Reading("rho", NAN, exact=False, notes=("All weights are zero.",)), "rho = undefined"),
+        (Reading("two\nlines", 1.0), "two\\nlines = 1"),
+    ],
+)
+def test_a_reading_prints_as_one_line(reading: Reading, line: str) -> None:
+    assert str(reading) == f"{reading}" == line
+
+
+def test_formulas_of_a_legend_are_plain_text_in_a_terminal_and_in_a_hint() -> None:
+    meaning = r"How large: :math:`\frac1N \sum_n \|g_n\|^4`, as ``rho`` of the `subset`."
+    plain = "How large: 1/N sum_n ||g_n||^4, as rho of the subset."
+    found = report(X, legend={"x": {"meaning": meaning, "formula": meaning}})
+    assert strip_markup(meaning) == plain
+    assert f'title="{plain}"' in found._repr_html_()
+    other = report(X, legend={"x": {"formula": "tr H"}})
+    assert f"Different formulas of x: {plain}; tr H." in str(compare(found, other)).replace("\n", " ")
+
+
 def test_details_that_no_file_can_hold_are_refused_at_once() -> None:
-    with pytest.raises(ReportError, match="Got a dtype in the details of 'x', 'kind'"):
+    with pytest.raises(ReportError, match="but got a dtype in the details of 'x', 'kind'"):
         Reading("x", 1.0, details={"kind": torch.float32})
 
 
@@ -125,7 +161,7 @@ def test_a_report_is_a_mapping_of_its_readings() -> None:
 
 
 def test_an_unknown_measure_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="use 'trace'"):
+    with pytest.raises(UnknownNameError, match="Try 'trace'"):
         FULL["tracer"]
 
 
@@ -218,9 +254,9 @@ BROKEN = {
 def test_what_is_not_a_report_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(BROKEN[case]), encoding="utf-8")
-    with pytest.raises(ReportError, match=r"Got .*broken\.json.* Want .* Do: ") as caught:
+    with pytest.raises(ReportError, match=r"Expected .*, but got .*broken\.json.*\. (Try|Check) ") as caught:
         Report.load(path)
-    assert str(caught.value).count("Got ") == 1
+    assert str(caught.value).count("Expected ") == 1
 
 
 def test_a_report_that_is_too_deep_is_refused(tmp_path: Path) -> None:
@@ -331,7 +367,7 @@ def test_print_speaks_of_signs_only_where_they_are_used() -> None:
     assert "!" not in text
 
 
-@pytest.mark.parametrize(("certificate", "said"), [(None, "not asked for"), ({"holds": False, "gap": NAN}, "are NOT")])
+@pytest.mark.parametrize(("certificate", "said"), [(None, "not requested"), ({"holds": False, "gap": NAN}, "are NOT")])
 def test_print_says_when_there_is_no_certificate(certificate: Mapping[str, Any] | None, said: str) -> None:
     assert said in str(report(certificate=certificate))
 
@@ -427,7 +463,7 @@ def test_an_empty_report_has_an_empty_frame_with_the_same_columns() -> None:
 
 def test_a_package_is_named_as_pip_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(MissingPackageError, match=r"Do: pip install PyYAML\."):
+    with pytest.raises(MissingPackageError, match=r"Try pip install PyYAML\."):
         import_optional("yaml", "a study in YAML")
 
 
@@ -450,7 +486,7 @@ def test_no_message_advises_to_install_what_cannot_be() -> None:
 def test_a_missing_package_is_named(module: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     name = module.partition(".")[0]
-    with pytest.raises(MissingPackageError, match=rf"Do: pip install {name}"):
+    with pytest.raises(MissingPackageError, match=rf"Try pip install {name}"):
         getattr(FULL, method)()
 
 
@@ -512,7 +548,7 @@ def test_a_plot_of_chosen_measures_has_only_these() -> None:
     titles = [axis.get_title(loc="left").split("\n")[0] for axis in network(3, 5).plot(["measure_number_3"]).axes]
     assert titles == ["measure_number_3"]
     assert len(network(3, 5).plot("measure_number_3").axes) == 1
-    with pytest.raises(UnknownNameError, match="use 'measure_number_3'"):
+    with pytest.raises(UnknownNameError, match="Try 'measure_number_3'"):
         network(3, 4).plot("measure_nunber_3")
 
 
@@ -526,12 +562,12 @@ def test_whatever_a_report_holds_can_be_drawn(case: Report) -> None:
 
 def test_fewer_than_two_reports_are_refused() -> None:
     for given in ((), (FULL,), ({"only": FULL},)):
-        with pytest.raises(ReportError, match="Want two or more"):
+        with pytest.raises(ReportError, match="Expected two or more reports"):
             compare(*given)
 
 
 def test_what_is_no_report_is_refused() -> None:
-    with pytest.raises(ReportError, match="Got a int to compare"):
+    with pytest.raises(ReportError, match="but got a int to compare"):
         compare(FULL, 3)  # type: ignore[arg-type]
 
 
@@ -732,11 +768,11 @@ def test_only_the_named_measures_are_compared() -> None:
     pair = [report(X, Reading("y", 1.0)) for _ in range(2)]
     assert list(compare(*pair, names="y")) == ["y"]
     assert list(compare(*pair, names=["y", "x", "y"])) == ["y", "x"]
-    with pytest.raises(UnknownNameError, match="does not exist"):
+    with pytest.raises(UnknownNameError, match="but got the measure 'z'"):
         compare(*pair, names="z")
     with pytest.raises(UnknownNameError, match="left out: it needs initial="):
         compare(*pair, names="distance")
-    with pytest.raises(UnknownNameError, match="does not exist"):
+    with pytest.raises(UnknownNameError, match="but got the measure 'z'"):
         compare(*pair)["z"]
 
 
@@ -824,7 +860,7 @@ def test_a_comparison_plots_ratios_with_their_intervals() -> None:
     # The same interval as in the verdict: a difference of 2 +- 0.5, over the first value.
     assert interval[:, 0].tolist() == pytest.approx([0.5 - 2.58 * 0.5 / 4, 0.5 + 2.58 * 0.5 / 4])
     with pytest.raises(UnknownNameError, match="'layer'"):
-        compare(first, second).plot(by="layers")
+        compare(first, second).plot(by="layers")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("errors", [(0.01, 0.01), (0.01, 30.0)])
@@ -851,7 +887,7 @@ def test_every_error_is_one_of_ours() -> None:
 def test_what_one_report_lacks_is_one_sentence() -> None:
     few, many = report(Reading("a", 1.0)), report(*(Reading(name, 1.0) for name in "abcd"))
     lacks = [doubt for doubt in compare(few, many).doubts if doubt.startswith("No ")]
-    assert lacks == ["No b, c and d in 1: not asked for."]
+    assert lacks == ["No b, c and d in 1: not requested."]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The contribution of each layer, as bars beside their numbers."""
+"""Compute bars for the contributions of layers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MOST_LAYERS = 24
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: on an axis 100 wide it begins at ``start`` and is ``width`` long.
+    """One bar, on an axis of length 100.
 
     Attributes:
-        series: which of several networks it is of, from 0.
-        label: of that network.
-        start: where it begins.
-        width: how long it is; 0 where there is no number.
+        series: the number of the network, from 0.
+        label: the label of the network.
+        start: where the bar begins.
+        width: its length; 0 if there is no number.
         low: where its 95 % interval begins, None without one.
-        high: where that ends.
-        told: the number.
+        high: where its interval ends.
+        told: the number as text.
     """
 
     series: int
@@ -39,7 +39,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars by layer, or of whole networks; ``hidden`` layers with less are not among them."""
+    """Bars by layer, or of whole networks; ``hidden`` counts smaller layers that are not shown."""
 
     name: str
     rows: list[tuple[str, list[Bar]]]
@@ -48,13 +48,13 @@ class BarChart:
 
 
 def build_chart(name: str, series: Mapping[str, Reading], labels: Sequence[str], layers: bool = True) -> BarChart:
-    """The bars of one measure.
+    """Return the bars of one measure.
 
     Args:
-        name: of the measure.
-        series: a reading by label.
-        labels: of all networks, so that each keeps its colour.
-        layers: a row per layer; else one row for the networks as wholes.
+        name: the name of the measure.
+        series: readings by label.
+        labels: the labels of all networks, so that each keeps its color.
+        layers: make a row per layer, else one row for the whole networks.
     """
     readings = list(series.values())
     known = collect_layers(readings) if layers else []
@@ -62,7 +62,7 @@ def build_chart(name: str, series: Mapping[str, Reading], labels: Sequence[str],
     parts = {row: {label: _get_value_and_error(reading, row) for label, reading in series.items()} for row in shown}
     values = [v for row in parts.values() for v, _ in row.values() if v is not None and math.isfinite(v)]
     log = bool(values) and is_log_scaled([value for value in values if value] or [0.0])
-    # Room for intervals, too; one that reaches below zero has no such end on a logarithmic axis.
+    # With room for intervals; one that reaches below zero has no such end on a logarithmic axis.
     ends = [end for row in parts.values() for each in row.values() for end in _compute_interval_ends(*each)]
     scale = _compute_axis_range([value for value in [*values, *ends] if value > 0 or not log], log)
     rows = [
@@ -77,7 +77,7 @@ def _get_value_and_error(reading: Reading, row: str) -> tuple[float | None, floa
 
 
 def _compute_axis_range(values: Sequence[float], log: bool) -> tuple[float, float]:
-    """The ends of the axis; a logarithmic one begins below the smallest, so that this has a bar, too."""
+    """Return the ends of the axis; a logarithmic one begins below the smallest value, so that it has a bar, too."""
     if log:
         return math.log10(min(values)) - 0.3, math.log10(max(values))
     return min([0.0, *values]), max([0.0, *values])
@@ -106,7 +106,7 @@ def _place_interval(value: float, stderr: float, scale: tuple[float, float], log
 
 
 def _compute_interval_ends(value: float | None, stderr: float | None) -> list[float]:
-    """Of the 95 % interval; none where it is not known."""
+    """Return the ends of the 95 % interval; none where unknown."""
     if value is None or not stderr or not math.isfinite(value) or not math.isfinite(stderr):
         return []
     return [value - 1.96 * stderr, value + 1.96 * stderr]
@@ -115,7 +115,7 @@ def _compute_interval_ends(value: float | None, stderr: float | None) -> list[fl
 def _compute_position(value: float, scale: tuple[float, float], log: bool) -> float:
     if log and value <= 0:
         return 0.0
-    # Halved, so that the span of the largest numbers is one.
+    # Halved, so that the span of the largest floats does not overflow.
     low, high = scale[0] / 2, scale[1] / 2
     at = (math.log10(value) if log else value) / 2
     return max(0.0, min(100.0, 100 * (at - low) / (high - low)))

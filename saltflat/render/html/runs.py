@@ -1,4 +1,4 @@
-"""The runs of a study, for the script that draws them, and those that did not end well."""
+"""Prepare the runs of a study for the script that plots them, and list those that did not succeed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from saltflat.render.html.page import format_setting, round_digits
+from saltflat.results.json_codec import JsonValue
 from saltflat.results.text import format_number
 
 if TYPE_CHECKING:
     from saltflat.studies.row import Row
 
 
-# Beyond these a legend is no longer read, and settings become a scale.
+# With more levels than this, a setting is shown as a color scale.
 FEW = 7
 
 
 def find_varied_settings(rows: Iterable[Row], axes: Sequence[str]) -> list[str]:
-    """The settings that differ between runs: the axes first, then others, the seed last."""
+    """Return the settings that differ between runs: the axes first, then others, the seed last."""
     seen: dict[str, set[str]] = {}
     for row in rows:
         for name, value in row.config.items():
@@ -30,18 +31,18 @@ def find_varied_settings(rows: Iterable[Row], axes: Sequence[str]) -> list[str]:
 
 
 def find_constant_settings(rows: Sequence[Row], axes: Sequence[str]) -> dict[str, Any]:
-    """The settings that all runs share."""
+    """Return the settings that all runs share."""
     differing = set(find_varied_settings(rows, axes))
     return {name: value for row in rows for name, value in row.config.items() if name not in differing}
 
 
 def find_levels(rows: Iterable[Row], name: str) -> list[Any]:
-    """The values that a setting takes, each once, smallest first where they have an order."""
+    """Return the values of a setting, each once, sorted if they have an order."""
     found = {_encode_value(each): each for row in rows for each in [row.config.get(name)]}
     values = list(found.values())
     try:
         return sorted(values)
-    except TypeError:  # some are texts, some numbers, some not set
+    except TypeError:  # some are strings, some numbers, some not set
         return sorted(values, key=lambda value: (value is not None, str(value)))
 
 
@@ -52,14 +53,14 @@ def build_scatter_data(
     controls: Iterable[str] = (),
     first: str = "",
 ) -> dict[str, Any]:
-    """What is drawn: by name, a number per run; settings as places in their lists of values.
+    """Return the data of the scatter plot: by name, a number per run; settings as indices of their levels.
 
     Args:
         rows: the runs, in the order of all lists.
         axes: the settings that the grid varies.
-        values: by measure or control, a number per run; None where there is none.
-        controls: which of them are controls.
-        first: which of them is drawn first.
+        values: by measure or control, a number or None per run.
+        controls: the names of the controls.
+        first: the name shown first.
     """
     settings = []
     for name in find_varied_settings(rows, axes):
@@ -94,7 +95,7 @@ def build_scatter_data(
 def collect_values(
     rows: Sequence[Row], controls: Mapping[str, Sequence[float | None]]
 ) -> dict[str, list[float | None]]:
-    """By measure, then by control, a number per run; a control that is called as a measure is gets its own name."""
+    """Return a number per run by measure, then by control; a control named like a measure is marked."""
     names = dict.fromkeys(name for row in rows for name in row.readings)
     found: dict[str, list[float | None]] = {
         name: [row.readings[name].value if name in row.readings else None for row in rows] for name in names
@@ -109,13 +110,13 @@ def _collect_errors(rows: Sequence[Row], name: str) -> list[float | int | None] 
 
 
 def _convert_numbers(values: Sequence[Any]) -> list[float] | None:
-    """The values as numbers, where all of them are."""
+    """Return the values as floats if all of them are numbers."""
     numeric = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
     return [float(each) for each in values] if numeric else None
 
 
-def _encode_value(value: Any) -> str:
-    """What tells values apart that Python calls equal: 1, 1.0 and True."""
+def _encode_value(value: JsonValue) -> str:
+    """Return a key that distinguishes values that Python calls equal: 1, 1.0 and True."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -134,7 +135,7 @@ class FailureGroup:
 
 @dataclass(frozen=True)
 class UnsuccessfulRun:
-    """A run that missed its target or diverged: its settings, how far it came, and what is noted."""
+    """A run that missed its target or diverged: its settings, progress and notes."""
 
     run: str
     settings: str
@@ -145,12 +146,12 @@ class UnsuccessfulRun:
 
 
 def collect_failures(rows: Sequence[Row], axes: Sequence[str]) -> list[FailureGroup]:
-    """Errors, those of most runs first."""
+    """Return the errors, the most frequent first."""
     names, found = find_varied_settings(rows, axes), dict[tuple[str, str], list[str]]()
     for row in rows:
         if row.status == "failed" or row.failure is not None:
             told = row.failure or {}
-            reason = told.get("error") or "No reason was kept."
+            reason = told.get("error") or "No reason was recorded."
             found.setdefault((reason, told.get("traceback", "")), []).append(format_run_name(row, names))
     most = sorted(found.items(), key=lambda each: -len(each[1]))
     return [
@@ -160,7 +161,7 @@ def collect_failures(rows: Sequence[Row], axes: Sequence[str]) -> list[FailureGr
 
 
 def collect_unsuccessful_runs(rows: Sequence[Row], axes: Sequence[str], status: str) -> list[UnsuccessfulRun]:
-    """The runs that ended this way."""
+    """Return the runs with this status."""
     names, found = find_varied_settings(rows, axes), []
     for row in rows:
         if row.status == status:
@@ -173,17 +174,20 @@ def collect_unsuccessful_runs(rows: Sequence[Row], axes: Sequence[str], status: 
 
 
 def format_run_settings(row: Row, names: Sequence[str]) -> str:
-    """The settings in which this run differs from others, in a line."""
+    """Return the varied settings of a run, in a line."""
     return ", ".join(f"{name} {format_setting(row.config.get(name))}" for name in names)
 
 
 def format_run_name(row: Row, names: Sequence[str]) -> str:
+    """Return the key of a run with its varied settings."""
     told = format_run_settings(row, names)
     return f"{row.key[:12]} ({told})" if told else row.key[:12]
 
 
 def _truncate_middle(text: str) -> str:
-    """The beginning and the end of what is too long to read."""
+    """Return the beginning and the end of a long text."""
     if len(text) <= MOST_LETTERS:
         return text
-    return f"{text[: MOST_LETTERS // 3]}\n... {len(text) - MOST_LETTERS} letters ...\n{text[-2 * MOST_LETTERS // 3 :]}"
+    return (
+        f"{text[: MOST_LETTERS // 3]}\n... {len(text) - MOST_LETTERS} characters ...\n{text[-2 * MOST_LETTERS // 3 :]}"
+    )

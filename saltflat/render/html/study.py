@@ -1,4 +1,4 @@
-"""Everything that the page of a study shows."""
+"""Collect the content of the page of a study."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LEAST_DECADES = 0.5
 
 @dataclass(frozen=True)
 class ChangeView:
-    """What one kind of rescaling did to one measure; ``path`` has a dot per draw, on a strip 100 wide."""
+    """The effect of one kind of rescaling on one measure; ``path`` has a dot per draw, on a strip 100 wide."""
 
     told: str
     verdict: str
@@ -64,7 +64,7 @@ class ChangeView:
 
 @dataclass(frozen=True)
 class AuditView:
-    """An audit, ready to be shown; ``reach`` says which factor is at the right end of the strips."""
+    """An audit as the page shows it; ``reach`` is the factor at the right end of the strips."""
 
     model: str
     facts: list[str]
@@ -76,9 +76,9 @@ class AuditView:
 
 
 def build_audit_view(audit: Audit) -> AuditView:
-    """Measures that break their claim first, those that move farthest last."""
+    """Return the audit as the page shows it: broken claims first, the largest moves last."""
     kinds = list(dict.fromkeys(kind for line in audit.values() for kind in line.changes))
-    # Logarithms count powers of huge numbers, and would press all others into the middle.
+    # Differences of logarithms may span hundreds of decades, and would squeeze all others.
     counted = [line for line in audit.values() if not line.logarithmic]
     found = [abs(each) for line in counted for kind in line.changes for each in line.compute_draw_decades(kind)]
     reach = max([LEAST_DECADES, *filter(math.isfinite, found)])
@@ -107,13 +107,13 @@ def build_audit_view(audit: Audit) -> AuditView:
 def _build_change_view(line: AuditLine, kind: str, reach: float) -> ChangeView:
     change = line.changes[kind]
     places = [each for each in line.compute_draw_decades(kind) if not math.isnan(each)]
-    # From or to zero is infinitely far: at the end of the strip.
+    # Moves from or to zero are infinite: at the end of the strip.
     ends = [max(-1.0, min(1.0, each / reach)) for each in places]
     path = "".join(f"M{WIDTH / 2 + each * (WIDTH / 2 - 4):.1f} 8h0" for each in ends)
     return ChangeView(format_change(change, line.logarithmic), change.verdict, TONES.get(change.verdict, "plain"), path)
 
 
-# Letters of pictures in the page, so that it stays small enough to send.
+# Characters of pictures in the page, so that it stays small enough to send.
 MOST_PICTURES = 900_000
 
 
@@ -125,7 +125,7 @@ def build_study_content(
     landscapes: Mapping[str, Landscape],
     warnings: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the script draws, and what the template fills in."""
+    """Return the data of the script, and the variables of the template."""
     controls = _collect_controls(rows, scores)
     values = collect_values(rows, controls)
     gaps = {gap: [row.gap.get(gap) for row in rows] for gap in (scores or GAPS)}
@@ -170,8 +170,8 @@ def build_study_content(
 
 
 def _collect_controls(rows: Sequence[Row], scores: Mapping[str, Scores]) -> dict[str, list[float | None]]:
-    """The controls that were scored, by name, a number per run."""
-    from saltflat.studies.row import compute_controls  # which itself needs readings
+    """Return the scored controls by name, a number per run."""
+    from saltflat.studies.row import compute_controls  # imports readings itself
 
     found = [compute_controls(row) if row.outcome is not None else {} for row in rows]
     scored = [name for each in scores.values() for name, one in each.scores.items() if one.kind != "measure"]
@@ -180,7 +180,7 @@ def _collect_controls(rows: Sequence[Row], scores: Mapping[str, Scores]) -> dict
 
 
 def _encode_pictures(landscapes: Mapping[str, Landscape]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Pictures by name as data, and the names of those that there is no room for."""
+    """Return pictures as data URLs by name, and the names of those that do not fit."""
     shown: list[tuple[str, str]] = []
     unseen, room = [], MOST_PICTURES
     for name, each in landscapes.items():
@@ -194,7 +194,7 @@ def _encode_pictures(landscapes: Mapping[str, Landscape]) -> tuple[list[tuple[st
 
 
 def _format_by_count(given: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """By name, what all have; where they differ, how many have which."""
+    """Return by name the common value, or each value with its number of runs."""
     counted: dict[str, Counter[str]] = {}
     for each in given:
         for name, value in each.items():

@@ -1,4 +1,4 @@
-"""A study in words and its scores as rows: what was trained, and what correlates with the gap."""
+"""Summarize a study in words, and its scores as rows: what was trained, and what correlates with the gap."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from saltflat.studies.scores.results import Score, Scores
 
 
-# The score that sentences are about: of all pairs of networks, the share ordered as the gap orders them, minus the
-# share ordered the other way round.
+# The score that sentences are about: the fraction of pairs of networks ordered as their gaps, minus the fraction in
+# reverse order.
 HEADLINE = "kendall_b"
 GRANULATED = "granulated"
 WITH, AGAINST, NEITHER, UNKNOWN = "with", "against", "neither", "unknown"
@@ -32,7 +32,7 @@ MOST_LEVELS = 6
 
 
 def judge_score(score: Score, name: str = HEADLINE) -> str:
-    """Whether a score tells the gap: its interval is above zero, below zero, or contains it."""
+    """Return whether the interval of a score is above zero, below zero, or contains it."""
     low, high = score.intervals.get(name, (math.nan, math.nan))
     if math.isnan(low) or math.isnan(high) or math.isnan(compute_strength(score)):
         return UNKNOWN
@@ -40,13 +40,13 @@ def judge_score(score: Score, name: str = HEADLINE) -> str:
 
 
 def compute_strength(score: Score) -> float:
-    """How closely it goes with the gap, in either direction."""
+    """Return how strongly a measure correlates with the gap, in either direction."""
     found = getattr(score, HEADLINE)
     return math.nan if found is None else abs(found)
 
 
 def format_runs(rows: Sequence[Row], axes: Sequence[str]) -> list[str]:
-    """How many networks there are, how they ended, and what differs between them."""
+    """Return sentences on the number of networks, how they ended, and their settings."""
     ends = {status: sum(row.status == status for row in rows) for status in ENDINGS}
     ended = join_words([f"{count} {ENDINGS[status]}" for status, count in ends.items() if count])
     said = [f"{format_count(len(rows), 'network')}: {ended}." if rows else "There are no networks yet."]
@@ -59,12 +59,12 @@ def format_runs(rows: Sequence[Row], axes: Sequence[str]) -> list[str]:
 
 
 def format_score_summary(scores: Scores) -> list[str]:
-    """Which measures go with the gap and which do not; and whether any does better than the controls."""
+    """Return sentences on which measures correlate with the gap, and whether any beats the controls."""
     measures = [each for each in scores.scores.values() if each.kind == "measure"]
     controls = [each for each in scores.scores.values() if each.kind != "measure"]
     if not measures:
-        return ["No measure was taken, so there is nothing to score."]
-    # What it comes to is said first.
+        return ["No measure was computed, so there is nothing to score."]
+    # The conclusion comes first.
     return [
         *_compare_with_controls(measures, controls, scores.chance),
         *_format_relations(measures),
@@ -73,7 +73,7 @@ def format_score_summary(scores: Scores) -> list[str]:
 
 
 def format_left_out(scores: Scores) -> str:
-    """How many runs the scores are of, and why others are not among them."""
+    """Return a sentence on the runs that were scored, and why others were not."""
     reasons = join_words([f"{count} {reason}" for reason, count in scores.left_out.items() if count])
     return make_printable(
         f"Scores are over {format_count(scores.runs, 'run')}{f', without {reasons}' if reasons else ''}."
@@ -86,7 +86,7 @@ def _format_relations(measures: Sequence[Score]) -> list[str]:
         by.setdefault(judge_score(each), []).append(each)
     said = []
     if not by.get(WITH) and not by.get(AGAINST):
-        said.append("No measure goes with the gap: none has an interval that leaves out zero.")
+        said.append("No measure correlates with the gap: every interval contains zero.")
     if by.get(WITH):
         said.append(f"Larger where the gap is larger: {_format_scored_names(by[WITH])}.")
     if by.get(AGAINST):
@@ -99,7 +99,7 @@ def _format_relations(measures: Sequence[Score]) -> list[str]:
 
 
 def _format_granulated(measures: Iterable[Score]) -> list[str]:
-    """Measures whose relation is not there, or is the opposite, when one setting changes and all others stay."""
+    """Return sentences on measures whose correlation vanishes or reverses when only one setting changes."""
     sure = [each for each in measures if judge_score(each) in (WITH, AGAINST)]
     lost = [each for each in sure if judge_score(each, GRANULATED) == NEITHER]
     turned = [each for each in sure if judge_score(each, GRANULATED) in {WITH, AGAINST} - {judge_score(each)}]
@@ -112,7 +112,7 @@ def _format_granulated(measures: Iterable[Score]) -> list[str]:
 
 
 def _compare_with_controls(measures: Sequence[Score], controls: Sequence[Score], chance: float) -> list[str]:
-    """Measures are there to grow with the gap, and count where that is sure; a control may go either way."""
+    """Compare the measures that surely grow with the gap with the controls, which may correlate either way."""
     judged = [each for each in measures if judge_score(each) == WITH]
     known = sorted((each for each in controls if not math.isnan(compute_strength(each))), key=_rank_score)
     if not known:
@@ -138,7 +138,7 @@ def _compare_with_controls(measures: Sequence[Score], controls: Sequence[Score],
 
 
 def _compute_least_strength(score: Score) -> float:
-    """The end of the interval that is nearer to zero."""
+    """Return the end of the interval that is closer to zero."""
     return min(map(abs, score.intervals[HEADLINE]))
 
 
@@ -162,7 +162,7 @@ def _format_score(score: Score, name: str = HEADLINE) -> str:
 
 
 def format_two_digits(value: float) -> str:
-    """A score as it is printed; what is rounded to zero has no sign.
+    """Format a score with two digits; what rounds to zero has no sign.
 
     Example:
         >>> format_two_digits(-0.001), format_two_digits(-0.625)
@@ -179,7 +179,7 @@ def _format_levels(rows: Sequence[Row], name: str) -> str:
 
 
 def collect_warnings(given: Iterable[str], scores: Mapping[str, Scores]) -> list[str]:
-    """Every warning once; of those that only one of several gaps has, it is said which."""
+    """Return every warning once, with its gap if only one of several has it."""
     found = dict.fromkeys(make_printable(each) for each in given)
     common = [set(each.warnings) for each in scores.values()]
     shared = set.intersection(*common) if common else set()
@@ -190,7 +190,7 @@ def collect_warnings(given: Iterable[str], scores: Mapping[str, Scores]) -> list
     return list(found)
 
 
-# By attribute: the heading, and what it means.
+# By attribute: the heading and its meaning.
 COLUMNS = {
     "kendall_b": ("Kendall τ-b", "Pairs of networks ordered as the gap orders them, minus those ordered otherwise."),
     "granulated": ("granulated", "The same for networks that differ in one setting, averaged over the settings."),
@@ -208,13 +208,13 @@ TINTS = 5
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """A number as it is shown, what it is sorted by, its interval, and how strongly it is tinted.
+    """A cell of a table of scores.
 
     Attributes:
-        text: of the number; empty where there is none.
-        order: what sorting goes by; None where there is no number.
-        interval: as text, empty where there is none.
-        tint: from -5 to 5.
+        text: the number as text; empty if there is none.
+        order: the key for sorting; None if there is no number.
+        interval: the interval as text; empty if there is none.
+        tint: the strength of the tint, from -5 to 5.
     """
 
     text: str
@@ -236,7 +236,7 @@ class ScoreLine:
 
 
 def build_score_lines(scores: Scores) -> tuple[list[tuple[str, str, str]], list[ScoreLine]]:
-    """Headings (attribute, heading, meaning) and lines, the strongest first; columns that nobody has are left out."""
+    """Return headings (attribute, heading, meaning) and lines, the strongest first, without empty columns."""
     found = list(scores.scores.values())
     columns = [name for name in COLUMNS if any(_is_known(getattr(each, name)) for each in found)]
     lines = [
@@ -254,7 +254,7 @@ def build_score_lines(scores: Scores) -> tuple[list[tuple[str, str, str]], list[
 
 
 def group_notes(scores: Scores) -> dict[str, list[str]]:
-    """Each note once, with the names it is about."""
+    """Return each note once, with the names it is about."""
     found: dict[str, list[str]] = {}
     for each in scores.scores.values():
         for note in each.notes:
@@ -263,7 +263,7 @@ def group_notes(scores: Scores) -> dict[str, list[str]]:
 
 
 def build_axis_lines(scores: Scores, axes: Sequence[str]) -> tuple[list[str], list[ScoreLine]]:
-    """The granulated score of each axis; a column per axis that somebody has a score of."""
+    """Return the granulated scores by axis, without empty columns."""
     found = _sort_by_strength(list(scores.scores.values()))
     known = dict.fromkeys([*axes, *(axis for each in found for axis in each.granulated_by_axis)])
     columns = [axis for axis in known if any(_is_known(each.granulated_by_axis.get(axis)) for each in found)]
@@ -271,7 +271,7 @@ def build_axis_lines(scores: Scores, axes: Sequence[str]) -> tuple[list[str], li
 
 
 def build_set_lines(scores: Scores) -> tuple[list[str], list[ScoreLine]]:
-    """What the measure says beyond each set of settings."""
+    """Return the conditional mutual information given each set of settings."""
     found = _sort_by_strength(list(scores.scores.values()))
     sets = dict.fromkeys(name for each in found for name in each.cmi_by_set)
     return [_format_setting_set(each) for each in sets], [
@@ -284,8 +284,8 @@ def _build_score_line(score: Score, values: Sequence[float | None]) -> ScoreLine
     return ScoreLine(score.name, score.kind != "measure", score.runs, judge_score(score), cells, None)
 
 
-def _format_setting_set(name: object) -> str:
-    """Settings that are held fixed; of none, that there are none."""
+def _format_setting_set(name: str | tuple[str, ...]) -> str:
+    """Format the settings that are held fixed."""
     told = name if isinstance(name, str) else " + ".join(map(str, name)) if isinstance(name, tuple) else str(name)
     return told or "nothing"
 
@@ -302,7 +302,7 @@ def _build_score_cell(value: float | None, interval: tuple[float, float] | None)
     if value is None or math.isnan(value):
         return ScoreCell("", None)
     tint = max(-TINTS, min(TINTS, round(TINTS * value))) if abs(value) <= 1 else 0
-    # Of scores up to 100, such as PGDL's, the interval has as many digits as the number.
+    # For scores up to 100, such as PGDL's, the interval has as many digits as the number.
     large = max(abs(value), *map(abs, interval or (0.0, 0.0))) > 1
     digits = "{:.1f}".format if large else format_two_digits
     told = "" if interval is None or any(map(math.isnan, interval)) else " to ".join(map(digits, interval))

@@ -3,7 +3,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const svg = byId("scatter"), tip = byId("tip"), plot = svg.parentElement;
-  const choice = { measure: byId("measure"), gap: byId("gap"), colour: byId("colour") };
+  const choice = { measure: byId("measure"), gap: byId("gap"), color: byId("color") };
   const SHAPES = ["M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z", "M-4.4-4.4h8.8v8.8h-8.8z", "M0-6.2L5.6 4.2H-5.6z", "M0-6L6 0 0 6-6 0z", "M0 6.2L5.6-4.2H-5.6z", "M-2-6h4v4h4v4h-4v4h-4v-4h-4v-4h4z", "M-3-5.2h6l3 5.2-3 5.2h-6l-3-5.2z"];
   const BINS = 7, NEAR = 28, MARGIN = { left: 62, right: 14, top: 14, bottom: 48 };
 
@@ -42,18 +42,18 @@
     }
     option(choice.measure, index, each.name, groups.get(label));
   });
-  option(choice.colour, "", "one colour");
-  data.settings.forEach((each, index) => option(choice.colour, index, each.name));
-  choice.colour.value = data.settings.length ? "0" : "";
+  option(choice.color, "", "one color");
+  data.settings.forEach((each, index) => option(choice.color, index, each.name));
+  choice.color.value = data.settings.length ? "0" : "";
   choice.measure.value = String(data.first ?? 0);
 
-  // By run: a colour (a name of the style sheet) and a shape.
+  // By run: a color (a name of the style sheet) and a shape.
   const looks = () => {
-    const setting = choice.colour.value === "" ? null : data.settings[Number(choice.colour.value)];
-    if (!setting) return { of: () => ({ colour: "--c0", shape: 0 }), legend: [] };
+    const setting = choice.color.value === "" ? null : data.settings[Number(choice.color.value)];
+    if (!setting) return { of: () => ({ color: "--c0", shape: 0 }), legend: [] };
     if (setting.levels.length <= BINS) {
-      const of = (run) => ({ colour: `--c${setting.of[run]}`, shape: setting.of[run] });
-      return { of, legend: setting.levels.map((text, level) => ({ text, colour: `--c${level}`, shape: level })), name: setting.name };
+      const of = (run) => ({ color: `--c${setting.of[run]}`, shape: setting.of[run] });
+      return { of, legend: setting.levels.map((text, level) => ({ text, color: `--c${level}`, shape: level })), name: setting.name };
     }
     // Numbers far apart are binned by their logarithms, others evenly, texts by their order.
     let places = setting.numbers ?? setting.levels.map((_, level) => level);
@@ -61,7 +61,7 @@
     if (setting.numbers && low > 0 && high / low > 100) places = places.map(Math.log);
     const least = Math.min(...places), span = Math.max(...places) - least || 1;
     const bin = (level) => Math.min(BINS - 1, Math.floor(((places[level] - least) / span) * BINS));
-    return { of: (run) => ({ colour: `--q${bin(setting.of[run])}`, shape: 0 }), ramp: [setting.levels[0], setting.levels.at(-1)], legend: [], name: setting.name };
+    return { of: (run) => ({ color: `--q${bin(setting.of[run])}`, shape: 0 }), ramp: [setting.levels[0], setting.levels.at(-1)], legend: [], name: setting.name };
   };
 
   const nice = (low, high, count) => {
@@ -140,7 +140,7 @@
       element("path", { d: SHAPES[shape], style }, icon);
       holder.append(text);
     };
-    for (const each of look.legend) entry(each.text, each.shape, `fill:var(${each.colour})`);
+    for (const each of look.legend) entry(each.text, each.shape, `fill:var(${each.color})`);
     if (look.ramp) {
       const holder = html("span", look.ramp[0], legend);
       const icon = element("svg", { viewBox: `0 0 ${BINS} 1`, preserveAspectRatio: "none", class: "ramp", "aria-hidden": "true" }, holder);
@@ -192,19 +192,19 @@
     element("text", { class: "title", x: MARGIN.left + inner.width / 2, y: height - 8, "text-anchor": "middle" }, svg, title + (log ? " (log)" : ""));
     element("text", { class: "title", x: -(MARGIN.top + inner.height / 2), y: 13, transform: "rotate(-90)", "text-anchor": "middle" }, svg, `gap in ${gap}`);
     for (const run of runs) {
-      const { colour, shape } = look.of(run), x = atX(place(measure.values[run])), y = atY(gaps[run]), error = measure.errors?.[run];
+      const { color, shape } = look.of(run), x = atX(place(measure.values[run])), y = atY(gaps[run]), error = measure.errors?.[run];
       if (error) {
         const ends = [-1, 1].map((side) => measure.values[run] + side * 1.96 * error).map((end) => (log && end <= 0 ? MARGIN.left : atX(place(end))));
         const [from, to] = ends.map((end) => Math.max(MARGIN.left, Math.min(right, end)));
-        element("path", { class: "whiskers", d: `M${from} ${y}H${to}`, style: `stroke:var(${colour})` }, svg);
+        element("path", { class: "whiskers", d: `M${from} ${y}H${to}`, style: `stroke:var(${color})` }, svg);
       }
-      marks.push({ run, x, y, colour, shape });
+      marks.push({ run, x, y, color, shape });
     }
     // In the order in which arrow keys walk: from left to right.
     marks.sort((one, other) => one.x - other.x || one.y - other.y);
     marks.forEach((mark, index) => {
       const hollow = data.status[mark.run] === "missed";
-      const style = hollow ? `stroke:var(${mark.colour})` : `fill:var(${mark.colour})`;
+      const style = hollow ? `stroke:var(${mark.color})` : `fill:var(${mark.color})`;
       const label = `Run ${data.keys[mark.run]}: ${facts(mark.run).map(([name, value]) => `${name} ${value}`).join(", ")}`;
       mark.node = element("path", { class: hollow ? "run hollow" : "run", d: SHAPES[mark.shape], style, transform: `translate(${mark.x} ${mark.y})`, tabindex: index ? -1 : 0, role: "img", "aria-label": label, "data-run": mark.run }, svg);
       mark.node.addEventListener("focus", () => show(index, false));
@@ -263,7 +263,7 @@
     });
   }
   choice.measure.addEventListener("change", () => chooseMeasure(Number(choice.measure.value)));
-  choice.colour.addEventListener("change", draw);
+  choice.color.addEventListener("change", draw);
   byId("scale").addEventListener("change", draw);
   document.addEventListener("gap", draw);
   let width = 0;
