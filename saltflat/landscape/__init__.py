@@ -1,4 +1,4 @@
-"""The loss around a network's weights: curves and maps."""
+"""Curves and maps of the loss around a network's weights."""
 
 from saltflat.landscape.landscape import compute_landscape
 from saltflat.landscape.result import Landscape, plot_together

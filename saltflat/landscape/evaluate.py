@@ -1,4 +1,4 @@
-"""Evaluate the mean loss at every point of a slice, at many points at once and in one pass over the data."""
+"""Evaluate the mean loss at every point of a slice, many points at a time, in one pass over the data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from saltflat.engine.context import NotDefinedError, Setting
+from saltflat.engine.context import Context
 from saltflat.engine.data import Batch
-from saltflat.engine.full_loss import find_hits
-from saltflat.engine.losses import Loss
+from saltflat.engine.losses import Loss, find_hits
 from saltflat.engine.network import Network
 from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import cast_targets
 from saltflat.engine.reference_gradients import TOLERANCE
-from saltflat.errors import EmptyDataError, ModelError, SaltflatError, format_error_line
+from saltflat.errors import EmptyDataError, ModelError, NotDefinedError, SaltflatError, format_error_line
 from saltflat.landscape.directions import Direction
 
 ALL, EACH = "points together", "point by point"
@@ -29,12 +28,12 @@ class SlicePoints:
     """The points of a slice as weights.
 
     Attributes:
-        network: whose weights they are around.
-        places: ``(points, dimensions)``, float64.
+        network: the network whose weights are in the middle.
+        places: the coordinates, ``(points, dimensions)``, in float64.
         directions: one for each dimension.
-        beside: numbers of a few points next to each other, to try the quick way on.
-        tried: whether inputs of each shape can be run at several points together, as far as seen.
-        used: the ways that were taken.
+        beside: the numbers of a few neighboring points, to test vmap on.
+        tried: whether inputs of each shape seen so far can be run under vmap.
+        used: the strategies used so far.
     """
 
     network: Network
@@ -49,7 +48,7 @@ class SlicePoints:
 
     @property
     def bytes_per_point(self) -> int:
-        """What the weights of one point take, with what it takes to make them."""
+        """The memory of the weights of one point, and of computing them."""
         moving = {name for each in self.directions for name in each.vector}
         return sum(
             value.numel() * (16 + value.element_size())
@@ -58,7 +57,7 @@ class SlicePoints:
         )
 
     def compute_weights(self, which: slice | Sequence[int]) -> dict[str, Tensor]:
-        """The parameters that move, ``(points, *shape)`` each: made in float64, given in their own precision."""
+        """Return the parameters that move, ``(points, *shape)`` each, computed in float64, in their own precision."""
         places, found = self.places[which], {}
         for name, value in self.network.measured.items():
             moved = [(axis, each.vector[name]) for axis, each in enumerate(self.directions) if name in each.vector]
@@ -74,12 +73,12 @@ class SlicePoints:
     def compute_outputs(
         self, batch: Batch, which: slice, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]
     ) -> Tensor:
-        """``(points, examples, *outputs)``.
+        """Return the outputs, ``(points, examples, *outputs)``.
 
         Args:
             batch: the examples.
             which: the points.
-            buffers: of the network, ``(points, *shape)`` each, which the passes may write to.
+            buffers: buffers of the network, ``(points, *shape)`` each, which the passes may write to.
             shared: buffers that are the same at all points.
         """
         weights = self.compute_weights(which)
@@ -90,8 +89,8 @@ class SlicePoints:
             except SaltflatError:
                 raise
             except Exception:
-                # Out of memory, or control flow that depends on later examples: the slow way does not mind. A mistake
-                # of the model's own comes again there, in plain view.
+                # Out of memory, or control flow that depends on later examples: the loop handles both. A bug in the
+                # model raises again there, with a readable traceback.
                 for name, value in [*buffers.items(), *shared.items()]:
                     value.copy_(kept[name])
             else:
@@ -101,14 +100,14 @@ class SlicePoints:
         return _run_point_by_point(self.network, batch, {**weights, **buffers}, shared)
 
     def _can_vmap(self, batch: Batch, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> bool:
-        """Whether inputs of this shape can be; found out when they are first seen."""
+        """Return whether inputs of this shape can be vmapped, which is tested when first seen."""
         kind = (LayerCalls.from_batch(batch, []).inputs, frozenset(buffers), frozenset(shared))
         if kind not in self.tried:
             self.tried[kind] = self._is_vmap_correct(batch, buffers, shared)
         return self.tried[kind]
 
     def _is_vmap_correct(self, batch: Batch, buffers: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> bool:
-        """Whether both ways give the same on a few points."""
+        """Return whether vmap and the loop agree on a few points."""
         few = self.compute_weights(self.beside)
         few |= {name: torch.stack([each[0]] * len(self.beside)) for name, each in buffers.items()}
         some = batch if buffers else batch.cut(0, 2)
@@ -142,7 +141,7 @@ def _run_point_by_point(
     count = len(next(iter(stacked.values())))
     outputs = []
     for point in range(count):
-        # What is shared moves on once, not once for each point.
+        # Shared buffers are updated once, not once for each point.
         common = shared if point == count - 1 else {name: each.clone() for name, each in shared.items()}
         outputs.append(network(batch, leaves={**common, **{name: each[point] for name, each in stacked.items()}}))
     return torch.stack(outputs)
@@ -157,17 +156,17 @@ def _is_close_output(one: Tensor, two: Tensor) -> bool:
     return torch.allclose(one, two, rtol=0.0, atol=TOLERANCE[one.dtype] * size, equal_nan=True)
 
 
-# Passes whose widest activation is about this large run from the caches of a CPU; larger ones wait for memory.
+# Passes whose widest activation is about this large run from the caches of a CPU; larger ones are memory-bound.
 CPU_PASS = 4 << 20
-# A pass at one point that is larger than this keeps a CPU busy on its own: more points at once only cost memory.
+# A pass at one point that is larger than this saturates a CPU: more points at a time only cost memory.
 CPU_ALONE = 1 << 20
 
 
-def split_batches(setting: Setting) -> Iterator[Batch]:
-    """All data, cut so that a pass at one point fits."""
-    for batch in setting.problem.read_batches():
-        found = setting.get_probe(batch)
-        size = setting.limit // max(1, found.fixed)
+def split_batches(context: Context) -> Iterator[Batch]:
+    """Yield all data in batches so small that a pass at one point fits in memory."""
+    for batch in context.problem.read_batches():
+        found = context.get_probe(batch)
+        size = context.limit // max(1, found.fixed)
         if _is_on_cpu(batch):
             size = min(size, CPU_PASS // found.widest)
         size = max(1, size)
@@ -175,10 +174,10 @@ def split_batches(setting: Setting) -> Iterator[Batch]:
             yield batch.cut(start, start + size)
 
 
-def split_points(setting: Setting, points: SlicePoints, batch: Batch) -> Iterator[slice]:
-    """All points, in slices at which the whole batch can be run together."""
-    found = setting.get_probe(batch)
-    size = setting.limit // max(1, points.bytes_per_point + batch.examples * found.fixed)
+def split_points(context: Context, points: SlicePoints, batch: Batch) -> Iterator[slice]:
+    """Yield slices of points at which the whole batch can be run together."""
+    found = context.get_probe(batch)
+    size = context.limit // max(1, points.bytes_per_point + batch.examples * found.fixed)
     if _is_on_cpu(batch):
         one = batch.examples * found.widest
         size = 1 if one > CPU_ALONE else min(size, CPU_PASS // one)
@@ -187,15 +186,15 @@ def split_points(setting: Setting, points: SlicePoints, batch: Batch) -> Iterato
         yield slice(start, min(start + size, len(points)))
 
 
-def make_progress_counter(setting: Setting, what: str, points: int) -> Callable[[int], None]:
-    """A function to call with how much more has been done."""
-    total = None if setting.problem.num_examples is None else setting.problem.num_examples * points
+def make_progress_counter(context: Context, what: str, points: int) -> Callable[[int], None]:
+    """Return a function to call with the amount of work just done."""
+    total = None if context.problem.num_examples is None else context.problem.num_examples * points
     done = 0
 
     def tick(more: int) -> None:
         nonlocal done
         done += more
-        setting.tick(what, done, total)
+        context.tick(what, done, total)
 
     return tick
 
@@ -208,15 +207,15 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def find_batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The BatchNorm layers that keep statistics."""
+    """Return the BatchNorm layers that keep statistics."""
     return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
 
 
 class BatchNormStatistics:
     """Running means and variances of every BatchNorm layer at every point, as averages over the batches of the data.
 
-    What ``torch.optim.swa_utils.update_bn`` makes: every layer normalises a batch by the batch itself, and the means
-    and (unbiased) variances of all batches are averaged, each batch counting the same. All else stays in eval mode.
+    As in ``torch.optim.swa_utils.update_bn``, every layer normalizes a batch by its own statistics, and the means and
+    (unbiased) variances of all batches are averaged with equal weights. Everything else stays in eval mode.
     """
 
     def __init__(self, network: Network, points: int) -> None:
@@ -232,12 +231,12 @@ class BatchNormStatistics:
             self.batches[tracked] = torch.zeros_like(network.constants[tracked])
 
     def get_slice(self, which: slice) -> dict[str, Tensor]:
-        """The statistics of some points, to write to."""
+        """Return views of the statistics of some points."""
         return {name: each[which] for name, each in self.buffers.items()}
 
     @contextmanager
     def use_batch_statistics(self) -> Iterator[None]:
-        """Inside of it the layers take their statistics from the batch, and average them without a momentum."""
+        """Make the layers use batch statistics inside the context, and average them without momentum."""
         kept = [(module, module.training, module.momentum) for module in self.modules]
         try:
             for module in self.modules:
@@ -248,15 +247,15 @@ class BatchNormStatistics:
                 module.training, module.momentum = training, momentum
 
 
-def compute_batch_norm_statistics(setting: Setting, points: SlicePoints) -> BatchNormStatistics:
-    """One pass over the data, whose batches are taken whole: a part of a batch has other statistics."""
-    found = BatchNormStatistics(setting.problem.network, len(points))
-    tick = make_progress_counter(setting, "BatchNorm's statistics at points", len(points))
+def compute_batch_norm_statistics(context: Context, points: SlicePoints) -> BatchNormStatistics:
+    """Compute the statistics in one pass over the data, without splitting batches, which would change them."""
+    found = BatchNormStatistics(context.problem.network, len(points))
+    tick = make_progress_counter(context, "BatchNorm's statistics at points", len(points))
     with torch.no_grad():
-        for batch in setting.problem.read_batches():
-            slices = list(split_points(setting, points, batch))
+        for batch in context.problem.read_batches():
+            slices = list(split_points(context, points, batch))
             for number, which in enumerate(slices):
-                # All points have seen as many batches: the last ones may count this one.
+                # The number of batches is shared by all points: only the last slice counts this one.
                 last = number == len(slices) - 1
                 batches = found.batches if last else {name: each.clone() for name, each in found.batches.items()}
                 with found.use_batch_statistics():
@@ -266,9 +265,9 @@ def compute_batch_norm_statistics(setting: Setting, points: SlicePoints) -> Batc
                         if isinstance(error, SaltflatError):
                             raise
                         raise ModelError(
-                            "Expected batches that statistics can be taken of, of more than one example, but got "
+                            "Expected batches with statistics, of more than one example, but got "
                             f"{format_error_line(error)} from the model with BatchNorm in train mode, on "
-                            f"{batch.examples} examples. Try choosing another batch size, or batch_norm='running'."
+                            f"{batch.examples} examples. Try another batch size, or batch_norm='running'."
                         ) from error
                 tick(batch.examples * len(points.places[which]))
     return found
@@ -276,12 +275,12 @@ def compute_batch_norm_statistics(setting: Setting, points: SlicePoints) -> Batc
 
 @dataclass(frozen=True)
 class PointLosses:
-    """What was found at the points, float64 on the CPU.
+    """The losses at the points, in float64 on the CPU.
 
     Attributes:
         losses: the mean loss; nan or infinite where it overflows.
-        errors: the share of wrong answers; None where the loss knows no right and wrong.
-        examples: how many there were.
+        errors: the fraction of wrong predictions; None where predictions cannot be right or wrong.
+        examples: the number of examples.
     """
 
     losses: Tensor
@@ -289,20 +288,20 @@ class PointLosses:
     examples: int
 
 
-def compute_point_losses(setting: Setting, points: SlicePoints, statistics: BatchNormStatistics | None) -> PointLosses:
-    """The mean loss and the errors at all points, with BatchNorm's statistics at each point where they are given."""
+def compute_point_losses(context: Context, points: SlicePoints, statistics: BatchNormStatistics | None) -> PointLosses:
+    """Compute the mean loss and the errors at all points, with the BatchNorm statistics of each point if given."""
     totals, wrong = torch.zeros(2, len(points), dtype=torch.float64)
     share, answers, examples, judged = 0.0, 0, 0, True
-    tick = make_progress_counter(setting, "Examples at points", len(points))
+    tick = make_progress_counter(context, "Examples at points", len(points))
     with torch.no_grad():
-        for batch in split_batches(setting):
-            share += _compute_loss_weight(setting, batch)
+        for batch in split_batches(context):
+            share += _compute_loss_weight(context, batch)
             examples += batch.examples
-            for which in split_points(setting, points, batch):
+            for which in split_points(context, points, batch):
                 buffers = {} if statistics is None else statistics.get_slice(which)
                 outputs = points.compute_outputs(batch, which, buffers, {}).double()
-                totals[which] += _sum_losses(setting.problem.loss, outputs, batch).cpu()
-                missed = _count_errors(setting, outputs, batch) if judged else None
+                totals[which] += _sum_losses(context.problem.loss, outputs, batch).cpu()
+                missed = _count_errors(context, outputs, batch) if judged else None
                 if missed is None:
                     judged = False
                 else:
@@ -311,34 +310,34 @@ def compute_point_losses(setting: Setting, points: SlicePoints, statistics: Batc
                 tick(batch.examples * len(outputs))
     if share <= 0:
         raise EmptyDataError(
-            "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
+            "Expected at least one target that counts, but got targets that are all ignored or have no weight. Check "
             "ignore_index and the class weights."
         )
     losses = totals / share
-    # Outputs that overflowed answer nothing.
+    # Outputs that overflowed predict nothing.
     errors = (wrong / max(1, answers)).where(~losses.isnan(), losses) if judged else None
     return PointLosses(losses, errors, examples)
 
 
-def _compute_loss_weight(setting: Setting, batch: Batch) -> float:
-    """What the batch adds to the number that the loss is divided by; it does not depend on the point."""
-    loss, targets = setting.problem.loss, cast_targets(batch.targets)
-    outputs = setting.problem.network(batch)
-    setting.problem.check_outputs(outputs, batch)
+def _compute_loss_weight(context: Context, batch: Batch) -> float:
+    """Return what the batch adds to the denominator of the mean loss, which does not depend on the point."""
+    loss, targets = context.problem.loss, cast_targets(batch.targets)
+    outputs = context.problem.network(batch)
+    context.problem.check_outputs(outputs, batch)
     loss.check(outputs.double(), targets)
     return float(loss.share(outputs.double(), targets).sum())
 
 
 def _sum_losses(loss: Loss, outputs: Tensor, batch: Batch) -> Tensor:
-    """``(points,)``: the sum over the examples at each point."""
+    """Return the sum over the examples at each point, ``(points,)``."""
     each = loss.total(outputs.flatten(0, 1), _repeat_targets(batch, outputs))
     return each.reshape(outputs.shape[:2]).sum(1)
 
 
-def _count_errors(setting: Setting, outputs: Tensor, batch: Batch) -> tuple[Tensor, int] | None:
-    """How many answers are wrong at each point, and how many there are; None where there is no right and wrong."""
+def _count_errors(context: Context, outputs: Tensor, batch: Batch) -> tuple[Tensor, int] | None:
+    """Return the wrong predictions at each point and the number of predictions, or None if they are undefined."""
     try:
-        right, kept = find_hits(setting, outputs.flatten(0, 1), _repeat_targets(batch, outputs))
+        right, kept = find_hits(context.problem.loss, outputs.flatten(0, 1), _repeat_targets(batch, outputs))
     except NotDefinedError:
         return None
     wrong = (~right & kept).reshape(len(outputs), -1).sum(1)

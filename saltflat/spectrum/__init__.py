@@ -1,4 +1,4 @@
-"""The eigenvalues of the loss's curvature: the outermost ones, and the density of all."""
+"""The extreme eigenvalues of the curvature of the loss, and the density of all eigenvalues."""
 
 from saltflat.spectrum.compute import compute_spectrum
 from saltflat.spectrum.result import Block, Density, Eigenvalue, Spectrum

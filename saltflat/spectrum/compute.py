@@ -1,4 +1,4 @@
-"""Compute the spectrum of a network's curvature from a model and data."""
+"""Compute the spectrum of a network's curvature."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Literal
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.context import NotDefinedError, Setting
+from saltflat.engine.context import Context, describe_context
+from saltflat.engine.data import Data
 from saltflat.engine.eigenvalues import ExtremeEigenvalues, find_extreme_eigenvalues, make_stacked_block_product
 from saltflat.engine.full_loss import (
     check_finite_loss,
@@ -22,26 +23,26 @@ from saltflat.engine.full_loss import (
     compute_hessian_products,
 )
 from saltflat.engine.lanczos import LEAST, StackedProduct, Vectors, compute_quadratures
+from saltflat.engine.losses import LossLike
 from saltflat.engine.noise import draw_normals
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
-from saltflat.engine.session import open_session, take_turns
-from saltflat.errors import ModelError, NonFiniteError, OptionError, make_unknown_name_error
+from saltflat.engine.session import open_session
+from saltflat.errors import ModelError, NonFiniteError, NotDefinedError, OptionError, make_unknown_name_error
 from saltflat.measures.compute import get_package_version
 from saltflat.spectrum.result import Block, Eigenvalue, Spectrum
-from saltflat.statistics.compute import describe_setting
-from saltflat.validation import check_count, check_seed, parse_bytes
+from saltflat.validation import check_count, check_seed, parse_bytes, take_turns
 
 NETWORK = "network"  # the name of the only block when all parameters are taken together
 
 
 class CurvatureOperator:
-    """One matrix, or one for each parameter, that vectors can be multiplied with.
+    """The curvature matrix of the network, or of each parameter, as a product with vectors.
 
     Args:
-        setting: what is measured.
+        context: the problem and its options.
         matrix: ``"hessian"`` or ``"gauss_newton"``.
         per: ``"network"`` or ``"layer"``.
 
@@ -49,46 +50,46 @@ class CurvatureOperator:
         sizes: the number of rows of each block.
     """
 
-    def __init__(self, setting: Setting, matrix: str, per: str) -> None:
-        self.setting = setting
-        self.shapes = {name: each.shape for name, each in setting.problem.network.measured.items()}
+    def __init__(self, context: Context, matrix: str, per: str) -> None:
+        self.context = context
+        self.shapes = {name: each.shape for name, each in context.problem.network.measured.items()}
         self.whole = per == "network"
         entries = {name: shape.numel() for name, shape in self.shapes.items()}
         self.sizes = {NETWORK: sum(entries.values())} if self.whole else entries
         self._multiply = _PRODUCTS[matrix, per](self)
 
     def multiply(self, vectors: Vectors) -> Vectors:
-        """Each block times its rows, ``(vectors, entries)``, in float64."""
+        """Multiply each block by its vectors, ``(vectors, entries)``, in float64."""
         found = self._multiply(vectors)
         for name, each in found.items():
             if not bool(each.isfinite().all()):
                 raise NonFiniteError(
                     f"Expected finite numbers, but got NaN or infinity in a product with the curvature of {name!r}. "
-                    "Second derivatives overflowed. Try measuring with dtype=torch.float64."
+                    "Second derivatives overflowed. Try dtype=torch.float64."
                 )
         return found
 
     def draw_vectors(self, number: int) -> Vectors:
-        """A standard normal vector for each block; the same for the same seed and number."""
-        found = {name: each.flatten() for name, each in draw_normals(self.setting, number).items()}
+        """Draw a standard normal vector for each block, the same for the same seed and number."""
+        found = {name: each.flatten() for name, each in draw_normals(self.context, number).items()}
         return {NETWORK: torch.cat(list(found.values()))} if self.whole else found
 
     def split_by_name(self, row: Tensor) -> dict[str, Tensor]:
-        """A vector of the whole network by the names of the parameters."""
+        """Split a vector of the whole network by parameter name."""
         parts = row.split([shape.numel() for shape in self.shapes.values()])
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def reshape_like_parameters(self, vectors: Vectors) -> Vectors:
-        """Vectors of blocks in the shapes of the parameters."""
+        """Reshape vectors of blocks to the shapes of the parameters."""
         return {name: each.reshape(-1, *self.shapes[name]) for name, each in vectors.items()}
 
 
 def _make_network_product(
-    products: Callable[[Setting, list[dict[str, Tensor]]], list[dict[str, Tensor]]],
+    products: Callable[[Context, list[dict[str, Tensor]]], list[dict[str, Tensor]]],
 ) -> Callable[[CurvatureOperator], StackedProduct]:
     def bind_operator(operator: CurvatureOperator) -> StackedProduct:
         def multiply_network(vectors: Vectors) -> Vectors:
-            found = products(operator.setting, [operator.split_by_name(row) for row in vectors[NETWORK]])
+            found = products(operator.context, [operator.split_by_name(row) for row in vectors[NETWORK]])
             return {NETWORK: torch.stack([torch.cat([each.flatten() for each in one.values()]) for one in found])}
 
         return multiply_network
@@ -97,10 +98,10 @@ def _make_network_product(
 
 
 def _make_layer_product(
-    products: Callable[[Setting], StackedProduct],
+    products: Callable[[Context], StackedProduct],
 ) -> Callable[[CurvatureOperator], StackedProduct]:
     def bind_operator(operator: CurvatureOperator) -> StackedProduct:
-        multiply = products(operator.setting)
+        multiply = products(operator.context)
 
         def multiply_blocks(vectors: Vectors) -> Vectors:
             return {
@@ -117,33 +118,33 @@ _PRODUCTS: dict[tuple[str, str], Callable[[CurvatureOperator], StackedProduct]] 
     ("hessian", "network"): _make_network_product(compute_hessian_products),
     ("gauss_newton", "network"): _make_network_product(compute_gauss_newton_products),
     ("hessian", "layer"): _make_layer_product(
-        lambda setting: lambda vectors: compute_hessian_block_products(setting, vectors)
+        lambda context: lambda vectors: compute_hessian_block_products(context, vectors)
     ),
     ("gauss_newton", "layer"): _make_layer_product(make_stacked_block_product),
 }
 
 MATRICES = ("hessian", "gauss_newton")
 PER = ("network", "layer")
-SMALLEST = 5  # how many at the lower end of a Hessian if nothing is said
-BASIS = 128  # vectors at most in a search for eigenvalues, beside two for each eigenvalue
-SMALL = 1 << 20  # bytes that nobody misses
-FAINT = 1e-3  # of the largest curvature
-SEARCH = 500  # products at most in each search for eigenvalues
-# The tolerance of an eigenvalue's error, relative to the eigenvalue, or to a part of the largest where that is more;
-# that part; and the rounding of products.
+SMALLEST = 5  # default number of smallest eigenvalues of a Hessian
+BASIS = 128  # largest number of basis vectors of a search, besides two for each eigenvalue
+SMALL = 1 << 20  # bytes that are negligible
+FAINT = 1e-3  # negligible curvature, relative to the largest
+SEARCH = 500  # largest number of products of a search
+# The tolerance of an eigenvalue's error, relative to the eigenvalue or to a fraction of the largest, whichever is more;
+# that fraction; and the rounding of products.
 TOLERANCE = {torch.float32: (1e-6, 1.0, 1e-6), torch.float64: (1e-8, 1e-3, 1e-14)}
 
 
 @take_turns
 def compute_spectrum(
     model: nn.Module,
-    data: Any,
-    loss: Any = "cross_entropy",
+    data: Data,
+    loss: LossLike = "cross_entropy",
     *,
     k: int = 10,
     smallest: int | None = None,
-    matrix: str = "hessian",
-    per: str = "network",
+    matrix: Literal["hessian", "gauss_newton"] = "hessian",
+    per: Literal["network", "layer"] = "network",
     density: bool = True,
     draws: int = 8,
     steps: int = 50,
@@ -152,39 +153,37 @@ def compute_spectrum(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: bool | Callable[[str, int, int | None], None] | None = None,
-    mode: str = "eval",
+    mode: Literal["eval", "keep"] = "eval",
     limit: int | None = None,
 ) -> Spectrum:
-    r"""The outermost eigenvalues of the curvature of the mean loss, and the density of all of them.
+    r"""Compute the extreme eigenvalues of the curvature of the mean loss, and the density of all eigenvalues.
 
     The ``k`` largest and the ``smallest`` eigenvalues come from a Lanczos process with full reorthogonalization and
     thick restarts, each with a bound on its error. The rest of the spectrum is estimated by stochastic Lanczos
     quadrature from ``draws`` random probes that are orthogonal to those eigenvectors.
 
     Args:
-        model: any module. It is run in eval mode and given back bit for bit as it was.
+        model: any module. It is run in eval mode and restored bit for bit.
         data: as for :func:`saltflat.measure`.
         loss: as for :func:`saltflat.measure`.
-        k: how many of the largest eigenvalues (algebraic, not by size).
-        smallest: how many of the smallest ones, which are the most negative if there are negative ones; if None, 5 for
-            the Hessian of the network and 0 otherwise.
+        k: the number of largest eigenvalues (by value, not by magnitude).
+        smallest: the number of smallest eigenvalues, the most negative ones; if None, 5 for the Hessian of the network
+            and 0 otherwise.
         matrix: ``"hessian"``, the second derivatives of the mean loss; or ``"gauss_newton"``, :math:`J' B J` with the
-            loss's curvature B at the outputs.
+            curvature B of the loss at the outputs.
         per: ``"network"`` for the matrix over all measured parameters, ``"layer"`` for the diagonal block of each
-            parameter. All layers' blocks are worked on together.
-        density: whether to estimate the density and the trace, too. They take about ``draws * steps`` products with
-            the matrix.
-        draws: how many random probes, at least 2.
-        steps: Lanczos steps of each probe: the density has as many nodes per probe.
+            parameter, all of them in the same sweeps.
+        density: also estimate the density and the trace, with about ``draws * steps`` products with the matrix.
+        draws: the number of random probes, at least 2.
+        steps: the number of Lanczos steps of each probe, which is its number of nodes.
         layers: names of modules or parameters; all that require a gradient if None. Other parameters are constants.
         memory: working memory beyond the model and the results, such as ``"512MiB"``.
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
-        seed: of the random vectors.
+        seed: the seed of the random vectors.
         progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
-            only, or a function of
-            ``(step, done, total)``.
+            only, or a function of ``(step, done, total)``.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
-        limit: take at most so many examples, the first ones; all if None.
+        limit: use at most this many examples, the first ones; all if None.
 
     Example:
         >>> net = nn.Linear(3, 1, bias=False).double()
@@ -200,11 +199,11 @@ def compute_spectrum(
     with open_session(model, mode, data) as notes, show_steps(progress) as tick:
         problem = Problem.build(model, data, loss, layers, dtype, mode)
         # Half of the memory for passes over the data, half for the vectors.
-        setting = Setting(problem, parse_column_plan("exact"), seed, max(1, room // 2), tick=tick)
-        # The first examples are tried before anything long: what is wrong with model or data is said here.
-        setting.get_probe(next(iter(problem.read_batches())))
-        check_finite_loss(setting.mean_loss)
-        operator = CurvatureOperator(setting, matrix, per)
+        context = Context(problem, parse_column_plan("exact"), seed, max(1, room // 2), tick=tick)
+        # Run the first examples before anything long, so that errors in the model or data are raised early.
+        context.get_probe(next(iter(problem.read_batches())))
+        check_finite_loss(context.mean_loss)
+        operator = CurvatureOperator(context, matrix, per)
         largest, smallest = _choose_counts(operator, k, smallest, matrix)
         try:
             found = _find_extremes(operator, largest, smallest)
@@ -216,14 +215,14 @@ def compute_spectrum(
             ) from error
         blocks = {name: _make_spectrum_block(name, each, nodes.get(name)) for name, each in found.items()}
         notes += _format_doubts(blocks)
-        settings = {**describe_setting(setting), "memory": room}
+        settings = {**describe_context(context), "memory": room}
         if matrix == "hessian":  # there are no columns in it, and no sweep
-            del settings["columns"], settings["way"]
+            del settings["columns"], settings["strategy"]
         return Spectrum(
             blocks=blocks,
             model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
-            examples=setting.examples,
-            loss=setting.mean_loss,
+            examples=context.examples,
+            loss=context.mean_loss,
             settings={
                 **settings,
                 "matrix": matrix,
@@ -259,33 +258,33 @@ def _check_spectrum_options(
 
 
 def _choose_counts(operator: CurvatureOperator, k: int, smallest: int | None, matrix: str) -> tuple[int, int]:
-    """How many eigenvalues at each end; a layer of fewer parameters has them all."""
+    """Return the number of eigenvalues at each end; of a smaller layer, all are computed."""
     size = max(operator.sizes.values())
     what = "parameters" if operator.whole else "parameters in the largest layer"
     if k > size:
-        raise OptionError(f"Expected at most as many eigenvalues, but got k={k} with {size} {what}. Try k={size}.")
+        raise OptionError(f"Expected at most {size} eigenvalues, but got k={k} with {size} {what}. Try k={size}.")
     if smallest is None:
         return k, min(SMALLEST if matrix == "hessian" and operator.whole else 0, size - k)
     if k + smallest > size:
         raise OptionError(
-            f"Expected at most as many eigenvalues in all, but got k={k} and smallest={smallest} with {size} {what}. "
+            f"Expected at most {size} eigenvalues in total, but got k={k} and smallest={smallest} with {size} {what}. "
             f"Try smallest={size - k}."
         )
     return k, smallest
 
 
 def _count_fitting_vectors(operator: CurvatureOperator) -> int:
-    """How many vectors of all blocks fit in memory."""
-    return operator.setting.limit // (8 * sum(operator.sizes.values()))
+    """Return the number of vectors of all blocks that fit in memory."""
+    return operator.context.limit // (8 * sum(operator.sizes.values()))
 
 
 def _find_extremes(operator: CurvatureOperator, largest: int, smallest: int) -> dict[str, ExtremeEigenvalues]:
-    setting, wanted = operator.setting, largest + smallest
+    context, wanted = operator.context, largest + smallest
     room = _count_fitting_vectors(operator) - 2 * wanted
     need = 2 * 8 * sum(operator.sizes.values()) * (3 * wanted + LEAST)
     if room < wanted + LEAST and need > SMALL:
         raise OptionError(
-            f"Expected at least {need} bytes, but got memory={2 * setting.limit} bytes for {wanted} eigenvalues of "
+            f"Expected at least {need} bytes, but got memory={2 * context.limit} bytes for {wanted} eigenvalues of "
             f"{sum(operator.sizes.values()):,} parameters. Try memory='{-(-need >> 20)}MiB', or a smaller k or "
             "smallest."
         )
@@ -299,7 +298,7 @@ def _find_extremes(operator: CurvatureOperator, largest: int, smallest: int) -> 
             seen, products = vectors, found
         return found
 
-    tolerance, relative, rounding = max(TOLERANCE[each.dtype] for each in setting.problem.network.measured.values())
+    tolerance, relative, rounding = max(TOLERANCE[each.dtype] for each in context.problem.network.measured.values())
     what = "Eigenvalues of the network" if operator.whole else "Eigenvalues of the layers"
     found = find_extreme_eigenvalues(
         multiply_and_keep_first,
@@ -311,45 +310,45 @@ def _find_extremes(operator: CurvatureOperator, largest: int, smallest: int) -> 
         rounding=rounding,
         steps=SEARCH,
         basis=max(wanted + LEAST, min(room, 2 * wanted + BASIS)),
-        tick=lambda done: setting.tick(what, done, None),
+        tick=lambda done: context.tick(what, done, None),
     )
     assert seen is not None
     images = operator.multiply({name: each.vectors[:1] for name, each in found.items()})
-    _check_blocks_symmetric(setting, seen, products, {name: each.vectors for name, each in found.items()}, images)
+    _check_blocks_symmetric(context, seen, products, {name: each.vectors for name, each in found.items()}, images)
     return found
 
 
-def _check_blocks_symmetric(setting: Setting, u: Vectors, Hu: Vectors, v: Vectors, Hv: Vectors) -> None:
-    """Compare u'Hv with v'Hu in every block, relative to the lengths of the products."""
+def _check_blocks_symmetric(context: Context, u: Vectors, Hu: Vectors, v: Vectors, Hv: Vectors) -> None:
+    """Check that u'Hv equals v'Hu in every block, relative to the norms of the products."""
     sizes = {name: float((Hu[name][0].square().sum() + Hv[name][0].square().sum()).sqrt()) for name in Hu}
-    # A block without curvature holds nothing but the rounding of the others.
+    # A block without curvature holds only rounding.
     least = FAINT * max(sizes.values())
     for name, size in sizes.items():
         off = float((u[name][0] @ Hv[name][0] - v[name][0] @ Hu[name][0]).abs())
-        check_symmetric(setting, off / max(size, least) if off else 0.0)
+        check_symmetric(context, off / max(size, least) if off else 0.0)
 
 
 def _estimate_density(
     operator: CurvatureOperator, found: dict[str, ExtremeEigenvalues], draws: int, steps: int, notes: list[str]
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Nodes and weights of each probe, in the complement of the eigenvectors that are known well."""
-    setting = operator.setting
+    """Compute nodes and weights of each probe, in the complement of the converged eigenvectors."""
+    context = operator.context
     known = {name: each.vectors[each.converged] for name, each in found.items()}
     room = _count_fitting_vectors(operator) - 3 * max(len(each.values) for each in found.values())
     fits = max(LEAST, room - 2)
     if fits < steps:
-        notes.append(f"Only {fits} steps of each probe fit in memory, not {steps}: the density is less resolved.")
+        notes.append(f"Only {fits} steps of each probe fit in memory, not {steps}: the density is coarser.")
         steps = fits
     open_ = {name: each for name, each in known.items() if len(each) < each.shape[1]}
     return compute_quadratures(
         operator.multiply,
-        lambda number: operator.draw_vectors(-1 - number),  # not those that the eigenvalues were found with
+        lambda number: operator.draw_vectors(-1 - number),  # other vectors than those of the eigenvalues
         draws if open_ else 0,
         steps,
         {name: torch.linalg.qr(each.mT).Q.mT for name, each in open_.items()},
         {name: each.scale for name, each in found.items()},
         max(1, min(draws, room // (steps + 2))),
-        lambda done, total: setting.tick("Density of the eigenvalues", done, total),
+        lambda done, total: context.tick("Density of the eigenvalues", done, total),
     )
 
 
@@ -374,7 +373,7 @@ def _make_spectrum_block(name: str, found: ExtremeEigenvalues, measures: list[tu
 
 
 def _format_doubts(blocks: dict[str, Block]) -> list[str]:
-    """What a reader should know of eigenvalues that were not found well."""
+    """Return notes on eigenvalues that did not converge, may have been missed, or are all zero."""
     said = []
     loose = {name: sum(not pair.converged for pair in block.pairs) for name, block in blocks.items()}
     for name in [name for name, count in loose.items() if count][:4]:

@@ -1,32 +1,33 @@
-"""The largest curvature eigenvalue of every layer, for a model and data; quick again after a little training."""
+"""Compute the largest curvature eigenvalue of every layer, with warm starts for repeated calls during training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import nn
 
-from saltflat.engine.context import Setting
+from saltflat.engine.context import Context, find_geometries
+from saltflat.engine.data import Data
 from saltflat.engine.eigenvalues import draw_start_vectors, get_rounding_tolerance, make_block_product, reserve_basis
-from saltflat.engine.geometry import find_geometries
 from saltflat.engine.lanczos import TopEigenvalue, find_top_eigenvalues
+from saltflat.engine.losses import LossLike
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.progress import show_steps
-from saltflat.engine.session import open_session, take_turns
+from saltflat.engine.session import open_session
 from saltflat.errors import OptionError, ParameterError, make_unknown_name_error
-from saltflat.validation import check_count, check_positive, check_seed, parse_bytes
+from saltflat.validation import check_count, check_positive, check_seed, parse_bytes, take_turns
 
 
 @take_turns
 def compute_eigenvalues(
     model: nn.Module,
-    data: Any,
-    loss: Any = "cross_entropy",
-    start: Mapping[str, TopEigenvalue] | None = None,
+    data: Data,
+    loss: LossLike = "cross_entropy",
     *,
+    start: Mapping[str, TopEigenvalue] | None = None,
     tolerance: float | None = None,
     steps: int = 500,
     columns: str = "exact",
@@ -35,22 +36,22 @@ def compute_eigenvalues(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: bool | Callable[[str, int, int | None], None] | None = None,
-    mode: str = "eval",
+    mode: Literal["eval", "keep"] = "eval",
 ) -> dict[str, TopEigenvalue]:
-    """The largest eigenvalue of every weight's curvature block, with its vector and a bound on its error.
+    """Compute the largest eigenvalue of every weight's curvature block, with its vector and an error bound.
 
     Args:
-        model: any module; it is given back as it was.
+        model: any module; it is restored bit for bit.
         data: as for :func:`saltflat.measure`.
         loss: as for :func:`saltflat.measure`.
-        start: an earlier result; close eigenvectors make it quick.
-        tolerance: of the relative bound on the eigenvalues' error; what the precision allows if None.
-        steps: sweeps at most.
-        columns: as for :func:`saltflat.measure`, like all that follow.
+        start: an earlier result to start from; close eigenvectors save sweeps.
+        tolerance: the relative error bound to reach; what the precision allows if None.
+        steps: the largest number of sweeps.
+        columns: as for :func:`saltflat.measure`, like the options below.
         layers: names of modules or parameters.
         memory: working memory.
-        dtype: to work in.
-        seed: of the vectors to start from and of random columns.
+        dtype: the precision to work in.
+        seed: the seed of the start vectors and of random columns.
         progress: True, False, or a function of ``(step, done, total)``.
         mode: ``"eval"`` or ``"keep"``.
 
@@ -69,12 +70,11 @@ def compute_eigenvalues(
     plan, limit, seed = parse_column_plan(columns), parse_bytes(memory), check_seed(seed)
     with open_session(model, mode, data), show_steps(progress) as tick:
         problem = Problem.build(model, data, loss, layers, dtype, mode)
-        setting = Setting(problem, plan, seed, limit, tick=tick)
-        starts = draw_start_vectors(setting, find_geometries(problem.network))
+        context = Context(problem, plan, seed, limit, tick=tick)
+        starts = draw_start_vectors(context, find_geometries(problem.network))
         if not starts:
             raise ParameterError(
-                "Expected at least one weight, but got no parameter of two or more axes. Try naming layers that "
-                "have one."
+                "Expected at least one weight, but got no parameter of two or more axes. Try other layers=."
             )
         if start is not None and not (
             isinstance(start, Mapping) and all(isinstance(t, TopEigenvalue) for t in start.values())
@@ -92,11 +92,11 @@ def compute_eigenvalues(
                     f"{tuple(top.vector.shape)} for {name!r}. Try starting from a result of the same architecture."
                 )
             starts[name] = top.vector.to(starts[name])
-        with reserve_basis(setting, starts) as basis:
+        with reserve_basis(context, starts) as basis:
             return find_top_eigenvalues(
-                make_block_product(setting),
+                make_block_product(context),
                 starts,
-                get_rounding_tolerance(setting) if tolerance is None else tolerance,
+                get_rounding_tolerance(context) if tolerance is None else tolerance,
                 steps,
                 lambda done, total: tick("Largest eigenvalues of the layers", done, total),
                 basis,

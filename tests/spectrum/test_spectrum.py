@@ -6,17 +6,16 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import oracle
 import pytest
 import torch
 from cases import CASES, Case, problem, reals
+from curvature_cases import CubeOnce, cubed, dense, matrix_with
 from numpy.typing import NDArray
-from test_lanczos import matrix_with
-from test_promises import snapshot
-from test_whole import CubeOnce, cubed, dense
+from promise_cases import snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,6 +26,7 @@ from saltflat.errors import ModelError, NonFiniteError, OptionError, ParameterEr
 from saltflat.spectrum import Block, Spectrum
 
 Array = NDArray[np.float64]
+Matrix: TypeAlias = Literal["hessian", "gauss_newton"]
 
 NETWORKS = [
     *("biased_mlp", "gelu_mlp", "frozen_parameters", "residual_with_batch_norm", "tied_embedding_and_output"),
@@ -82,7 +82,7 @@ def dense_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("matrix", ["hessian", "gauss_newton"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_outermost_eigenvalues_are_the_dense_ones(name: str, matrix: str) -> None:
+def test_the_outermost_eigenvalues_are_the_dense_ones(name: str, matrix: Matrix) -> None:
     case, wanted = CASES[name](), values_of(matrix_of(name, matrix))
     found = saltflat.compute_spectrum(
         case.model, case.batches, case.loss, k=6, smallest=3, matrix=matrix, density=False, dtype=torch.float64
@@ -101,7 +101,7 @@ def test_the_outermost_eigenvalues_are_the_dense_ones(name: str, matrix: str) ->
 @pytest.mark.parametrize(
     "name", ["biased_mlp", "gelu_mlp", "residual_with_batch_norm", "factors_and_shifts_of_channels"]
 )
-def test_the_spectra_of_layers_are_those_of_the_dense_blocks(name: str, matrix: str) -> None:
+def test_the_spectra_of_layers_are_those_of_the_dense_blocks(name: str, matrix: Matrix) -> None:
     case, whole = CASES[name](), matrix_of(name, matrix)
     found = saltflat.compute_spectrum(
         case.model, case.batches, case.loss, k=3, matrix=matrix, per="layer", draws=16, steps=15
@@ -217,7 +217,7 @@ def kolmogorov(one: Array, two: Array, grid: Array) -> float:
 
 
 @pytest.mark.parametrize("matrix", ["hessian", "gauss_newton"])
-def test_the_density_is_the_dense_one_in_distribution(matrix: str) -> None:
+def test_the_density_is_the_dense_one_in_distribution(matrix: Matrix) -> None:
     model, data = trained()
     case = Case(model, [data], "cross_entropy", F.cross_entropy)
     wanted = values_of(dense_of(model, data) if matrix == "hessian" else gauss_newton(case))
@@ -286,7 +286,7 @@ def test_steps_that_do_not_fit_in_memory_are_left_out_with_a_note() -> None:
     model, data = trained()
     found = saltflat.compute_spectrum(model, data, k=2, smallest=0, draws=2, steps=40, memory=2 * 8 * 171 * 20)
     assert {len(each) for each in found.only_block.nodes} == {12}
-    assert "Only 12 steps of each probe fit in memory, not 40: the density is less resolved." in found.notes
+    assert "Only 12 steps of each probe fit in memory, not 40: the density is coarser." in found.notes
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_others() -> None:
@@ -373,7 +373,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an arrangement that does not exist": ({"per": "unit"}, UnknownNameError, "layer"),
     "a density that is no choice": ({"density": 1}, OptionError, "density=1"),
     "a layer that does not exist": ({"layers": ["fc"]}, UnknownNameError, "fc"),
-    "a layer without parameters": ({"layers": ["1"]}, ParameterError, "no parameters"),
+    "a layer without parameters": ({"layers": ["1"]}, ParameterError, "Expected a layer with parameters, but got '1'"),
     "no seed": ({"seed": -1}, OptionError, "seed=-1"),
     "no memory": ({"memory": "much"}, OptionError, "memory"),
     "no progress": ({"progress": 3}, OptionError, "progress"),
@@ -405,7 +405,8 @@ def test_memory_that_does_not_hold_the_vectors_is_refused_before_the_work() -> N
 
 def test_models_without_second_derivatives_are_refused_with_a_way_out() -> None:
     case = CASES["embedding_bag"]()
-    for matrix in ("hessian", "gauss_newton"):
+    matrices: tuple[Matrix, ...] = ("hessian", "gauss_newton")
+    for matrix in matrices:
         with pytest.raises(ModelError, match="matrix='gauss_newton' with per='layer'"):
             saltflat.compute_spectrum(case.model, case.batches, case.loss, k=2, matrix=matrix)
     found = saltflat.compute_spectrum(case.model, case.batches, case.loss, k=2, matrix="gauss_newton", per="layer")
@@ -413,7 +414,7 @@ def test_models_without_second_derivatives_are_refused_with_a_way_out() -> None:
 
 
 @pytest.mark.parametrize("matrix", ["hessian", "gauss_newton"])
-def test_hidden_second_derivatives_are_refused(matrix: str) -> None:
+def test_hidden_second_derivatives_are_refused(matrix: Matrix) -> None:
     case = cubed(CubeOnce)
     with pytest.raises(ModelError, match="once_differentiable"):
         saltflat.compute_spectrum(case.model, case.batches, case.loss, k=2, matrix=matrix)
@@ -464,7 +465,7 @@ def test_a_spectrum_is_a_mapping_of_blocks(found: Spectrum, by_layer: Spectrum) 
     assert list(by_layer) == ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
     with pytest.raises(OptionError, match=r"spectrum\['0.weight'\]"):
         _ = by_layer.eigenvalues
-    with pytest.raises(UnknownNameError, match=r"use .2\.weight."):
+    with pytest.raises(UnknownNameError, match=r"Try .2\.weight."):
         _ = by_layer["2.weights"]
 
 
@@ -535,7 +536,7 @@ def test_grids_and_widths_that_mean_nothing_are_refused(found: Spectrum) -> None
 
 
 def test_the_picture_shows_density_band_and_eigenvalues(found: Spectrum, by_layer: Spectrum, tmp_path: Path) -> None:
-    figure = found.plot()
+    figure: Any = found.plot()
     (axis,) = figure.axes
     assert axis.get_yscale() == "log"
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
