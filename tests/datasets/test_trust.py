@@ -150,7 +150,11 @@ def test_python_asks_for_permission_too(foreign: Path, tmp_path: Path) -> None:
 
 def test_a_study_of_ones_own_code_is_audited_when_allowed(tmp_path: Path) -> None:
     results = own(
-        data="study_cases:pairs", train=None, network="study_cases:generous", axes={"lr": [0.1]}, settings={"batch": 20}
+        data="study_cases:pairs",
+        train=None,
+        network="study_cases:generous",
+        axes={"lr": [0.1]},
+        settings={"batch_size": 20},
     ).run(tmp_path / "runs", progress=False)
     said: list[str] = []
     found = audit_runs(results, 1, progress=False, allow_code=True, tell=said.append)
