@@ -218,7 +218,7 @@ def result_used_twice() -> nn.Module:
 
 
 @architecture(2, 4, left="norm other")
-def result_normalised_twice() -> nn.Module:
+def result_normalized_twice() -> nn.Module:
     def rule(net: Any, x: Tensor) -> Any:
         y = net.layer(x)
         return net.norm(y).relu() + net.other(y).tanh()
@@ -263,7 +263,7 @@ def layer_called_twice() -> nn.Module:
 
 
 @architecture(2, 4, left="norm")
-def layer_called_twice_and_normalised_once() -> nn.Module:
+def layer_called_twice_and_normalized_once() -> nn.Module:
     def rule(net: Any, x: Tensor) -> Any:
         return net.layer(F.relu(net.norm(net.layer(x))))
 
@@ -354,7 +354,7 @@ def built(name: str) -> tuple[nn.Module, Tensor, list[str]]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("shown", [False, True], ids=["traced", "watched"])
+@pytest.mark.parametrize("shown", [False, True], ids=["traced", "observed"])
 def test_a_folded_network_is_the_same_function(name: str, shown: bool) -> None:
     model, x, left = built(name)
     folded = fold(model, x) if shown else fold(model)
@@ -365,7 +365,7 @@ def test_a_folded_network_is_the_same_function(name: str, shown: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if norms(NETWORKS[name]().model)])
-@pytest.mark.parametrize("shown", [False, True], ids=["traced", "watched"])
+@pytest.mark.parametrize("shown", [False, True], ids=["traced", "observed"])
 def test_networks_as_people_write_them_are_folded(name: str, shown: bool) -> None:
     case = NETWORKS[name]()
     x: Any = case.batches[0][0]  # type: ignore[index]
@@ -433,7 +433,7 @@ def test_a_batch_norm_by_itself_is_a_factor_and_a_shift() -> None:
         assert_same(model, folded, reals(*shape))
 
 
-@pytest.mark.parametrize("shown", [False, True], ids=["traced", "watched"])
+@pytest.mark.parametrize("shown", [False, True], ids=["traced", "observed"])
 def test_the_users_model_is_left_bit_for_bit_as_it_was(shown: bool) -> None:
     model, x, _ = built("pre_activation")
     model.train()
@@ -472,7 +472,7 @@ def test_the_folded_network_shares_no_memory_with_the_users() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shown", [False, True], ids=["traced", "watched"])
+@pytest.mark.parametrize("shown", [False, True], ids=["traced", "observed"])
 def test_modes_are_kept_and_a_model_in_train_mode_is_folded_as_in_eval_mode(shown: bool) -> None:
     model, x, _ = built("vgg")
     expected = fold(model)
@@ -508,7 +508,7 @@ def test_what_requires_a_gradient_still_does_and_nothing_new_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shown", [False, True], ids=["traced", "watched"])
+@pytest.mark.parametrize("shown", [False, True], ids=["traced", "observed"])
 def test_the_precision_of_the_model_stays(dtype: torch.dtype, shown: bool) -> None:
     model, x, _ = built("pre_activation")
     exact = fold(model)
@@ -658,7 +658,7 @@ def test_a_norm_whose_numbers_other_code_reads_stays() -> None:
         assert_same(model, folded, x)
 
 
-@pytest.mark.parametrize("shown", [False, True], ids=["traced", "watched"])
+@pytest.mark.parametrize("shown", [False, True], ids=["traced", "observed"])
 def test_code_that_asks_for_the_type_of_a_norm_is_refused(shown: bool) -> None:
     def rule(net: Any, x: Tensor) -> Any:
         y = net.norm(net.layer(x))
@@ -696,7 +696,7 @@ def test_a_norm_that_the_example_does_not_reach_is_replaced_all_the_same() -> No
 
 
 @pytest.mark.parametrize("where", ["layer", "norm"])
-@pytest.mark.parametrize("shown", [False, True], ids=["traced", "watched"])
+@pytest.mark.parametrize("shown", [False, True], ids=["traced", "observed"])
 def test_hooks_see_what_they_saw_and_go_with_the_copy(where: str, shown: bool) -> None:
     model, x = (
         ready(Model(lambda net, x: net.norm(net.layer(x)), layer=nn.Linear(3, 4), norm=nn.BatchNorm1d(4)), 3),
