@@ -9,6 +9,7 @@ the m-sharpness of the SAM paper, with one exchange of gradients less and a diff
 import argparse
 import os
 import sys
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ EPOCHS = 2 if QUICK else 10
 BATCH = 64
 RHO = 0.1
 
+Sync = Literal["global", "local"]
+SYNCS: tuple[Sync, ...] = ("global", "local")
+
 
 def make_network(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -32,7 +36,7 @@ def make_network(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
 
 
-def train(model: nn.Module, sync: str, inputs: Tensor, labels: Tensor, seed: int, rank: int, world: int) -> SAM:
+def train(model: nn.Module, sync: Sync, inputs: Tensor, labels: Tensor, seed: int, rank: int, world: int) -> SAM:
     """Train on every ``world``-th example of each batch, starting at ``rank``."""
     optimizer = SAM(model, SGD, rho=RHO, sync=sync, lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
@@ -89,7 +93,7 @@ def main() -> int:
 
     alone = make_network(seed)
     train(alone, "global", inputs, labels, seed, rank=0, world=1)
-    for sync in ("global", "local"):
+    for sync in SYNCS:
         model = DistributedDataParallel(make_network(seed))
         optimizer = train(model, sync, inputs, labels, seed, rank, world)
         apart = compute_spread(model)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from saltflat.training import part_gradients
 
 Batch = Any
-WAYS = ("loop", "vectorised")
+WAYS: tuple[part_gradients.PassStrategy, ...] = ("loop", "vectorized")
 
 
 def cut(batch: Batch, sizes: list[int]) -> list[Batch]:
@@ -112,7 +112,7 @@ def single(build: Callable[[], Case]) -> tuple[nn.Module, Batch]:
 
 
 def on_cpus(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(part_gradients, "VECTORISED_ON", ("cpu",))
+    patch.setattr(part_gradients, "VECTORIZED_ON", ("cpu",))
 
 
 # Of the cases of all measures those that a penalty can train, kinks and all.

@@ -1,4 +1,4 @@
-"""Training toward flat minima, in any loop: gradients taken at shifted weights, and measures as penalties."""
+"""Train toward flat minima in any loop: gradients at shifted weights, and measures as penalties."""
 
 from saltflat.training.asam import ASAM
 from saltflat.training.fisher_penalty import FisherPenalty

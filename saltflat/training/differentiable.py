@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
-from saltflat.engine.geometry import Geometry
 from saltflat.engine.losses import Loss
 from saltflat.engine.network import Network
 from saltflat.engine.output_curvature import (
@@ -31,24 +30,25 @@ from saltflat.engine.statistic import STATISTICS, ParameterSite, Statistic
 from saltflat.errors import CoupledExamplesError, EmptyDataError
 from saltflat.gradients.base import DenseGradient, sum_groups
 from saltflat.gradients.base import MatrixGeometry as Matrices
+from saltflat.layers import Geometry
 from saltflat.measures.registry import StatisticRequest
 from saltflat.statistics.averages import find_channel_axis
 from saltflat.symmetry.equality import compute_relative_difference
 
-# The root of a probability that has underflowed has no slope. Nobody can tell it from this.
+# The root of a probability that has underflowed has no gradient; this value is indistinguishable from it.
 TINY = 1e-290
 
 
 def compute_columns_with_graph(
     loss: Loss, outputs: Tensor, targets: Tensor, plan: ColumnPlan, dice: ExampleRNG
 ) -> list[tuple[Tensor, int]]:
-    """``(columns, examples, *outputs)`` and their sign, for each set of :func:`saltflat.engine.output_curvature.make_columns`."""
+    """Return ``(columns, examples, *outputs)`` and the sign, for each set of curvature columns."""
     curvature = _compute_smooth_curvature(loss, outputs, targets)
     return [(each.block(0, each.layout.total), each.sign) for each in make_columns(curvature, plan, dice)]
 
 
 def compute_gradient_with_graph(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss's gradient at the outputs, with its own slope."""
+    """Return the gradient of the loss at the outputs, differentiable itself."""
     if not isinstance(loss, CustomLoss):
         return loss.gradient(outputs, targets)
     free = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
@@ -65,16 +65,16 @@ def _compute_smooth_curvature(loss: Loss, outputs: Tensor, targets: Tensor) -> C
 
 
 def _compute_smooth_roots(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> FactoredCurvature:
-    r"""Roots of any second derivative, without the slope of an eigenvector, which equal eigenvalues do not have.
+    r"""Return roots of any second derivative, without differentiating eigenvectors, which fails for equal eigenvalues.
 
-    Let :math:`B_0 = \sum_k \pm s_k s_k^T` be the matrix here, and B the same with its graph. The columns
+    Let :math:`B_0 = \sum_k \pm s_k s_k^T` be the matrix as a constant, and B the same with its graph. The columns
 
     .. math::
         s_k \pm \tfrac12 (B - B_0) \, s_k / |s_k|^2
 
     are the roots :math:`s_k`, and their squares change as B does: to first order
     :math:`\sum_k \pm s_k s_k^T + \tfrac12 ((B - B_0) P + P (B - B_0))` with P the projection on the range of
-    :math:`B_0`, which is that of B unless an eigenvalue is just about to leave zero.
+    :math:`B_0`, which is that of B unless an eigenvalue is about to leave zero.
     """
     with torch.no_grad():
         here = loss.curvature(outputs.detach(), targets)
@@ -97,7 +97,7 @@ def _compute_hessians(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> Ten
     try:
         mapped: Tensor = torch.func.vmap(torch.func.hessian(loss.compute_example_loss))(outputs, targets)
         return mapped
-    except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
+    except Exception:  # not every function can be vectorized; one that is wrong fails again below
         one: Callable[..., Tensor] = torch.autograd.functional.hessian
         pairs = zip(outputs, targets, strict=True)
         return torch.stack(
@@ -109,15 +109,18 @@ Values = Mapping[str, Tensor]
 
 
 class DifferentiableGradients(DenseGradient):
-    """Gradients written out, and nothing overwritten on the way to a contraction: autograd needs it later."""
+    """Dense gradients whose contractions overwrite nothing, since autograd needs all intermediate results."""
 
     def split_examples(self) -> Iterator[DifferentiableGradients]:
+        """Yield all examples at once."""
         yield self
 
     def compute_squared_norms(self, groups: Sequence[slice]) -> Tensor:
+        """Return the squared norm of every example's columns, summed within groups."""
         return sum_groups(self.values.square().reshape(self.columns, self.examples, -1).sum(2), groups)
 
     def compute_row_products(self, geometry: Matrices, scale: Tensor | None) -> Tensor:
+        """Return the products between rows of the gradients as matrices, summed over columns and examples."""
         each = self.values.flatten(0, 1)
         rows: Tensor = vmap(geometry.view_as_matrices)(each if scale is None else each * scale)
         wide = rows.flatten(3).permute(1, 2, 0, 3).flatten(2)
@@ -126,13 +129,13 @@ class DifferentiableGradients(DenseGradient):
 
 @dataclass(frozen=True)
 class DifferentiableProblem:
-    """One batch, and the model's parameters as they hang in the graph.
+    """One batch, and the model's parameters with their graph.
 
     Attributes:
-        problem: the model, and the loss.
+        problem: the model and the loss.
         batch: the examples.
-        leaves: copies of all parameters that are trained or measured; differentiating them reaches the model's own.
-        shapes: how the measured parameters are matrices.
+        leaves: copies of all parameters that are trained or measured, connected to the model's own by the graph.
+        shapes: how the measured parameters are viewed as matrices.
     """
 
     problem: Problem
@@ -142,17 +145,19 @@ class DifferentiableProblem:
 
     @classmethod
     def build(cls, problem: Problem, batch: Batch, shapes: Mapping[str, Geometry]) -> DifferentiableProblem:
+        """Copy the parameters, keeping their graph."""
         network = problem.network
         leaves = {}
         for name, value in problem.model.named_parameters():
             if value.requires_grad or name in network.measured:
-                # A copy, because some layers write to their parameters (an embedding with max_norm).
+                # A copy, since some layers write to their parameters (an embedding with max_norm).
                 copy = value.to(network.constants[name].dtype, copy=True)
                 leaves[name] = copy if copy.requires_grad else copy.requires_grad_()
         return cls(problem, batch, leaves, shapes)
 
     @property
     def measured_leaves(self) -> dict[str, Tensor]:
+        """Return the copies of the measured parameters."""
         return {name: self.leaves[name] for name in self.problem.network.measured}
 
 
@@ -163,8 +168,8 @@ def compute_sweep_statistics(
     dice: ExampleRNG,
     looped: bool,
     deviations: Values,
-) -> Any:
-    """What :class:`saltflat.engine.sweep.SweepTotals` finds, for statistics of the shared sweep."""
+) -> dict[str, dict[str, Tensor]]:
+    """Return what :class:`saltflat.engine.sweep.Sweep` computes, for statistics of the shared sweep."""
     loss, targets = live.problem.loss, cast_targets(live.batch.targets)
     raw = live.problem.network(live.batch, leaves=live.leaves)
     live.problem.check_outputs(raw.detach(), live.batch)
@@ -173,8 +178,8 @@ def compute_sweep_statistics(
     share = float(loss.share(outputs.detach(), targets).sum())
     if share <= 0:
         raise EmptyDataError(
-            "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
-            "ignore_index and the class weights, or leave the penalty out for this batch."
+            "Expected at least one target that counts, but got targets that are all ignored or have no weight. Check "
+            "ignore_index and the class weights, or omit the penalty for this batch."
         )
     kinds, sets = {each.of for each in wanted}, []
     if "curvature" in kinds:
@@ -185,9 +190,9 @@ def compute_sweep_statistics(
     again, gradients = (compute_gradients_by_loop if looped else compute_gradients_by_vmap)(live, columns)
     if not compute_relative_difference(raw.detach(), again.detach()) <= TOLERANCE[raw.dtype]:
         raise CoupledExamplesError(
-            "Expected a model that treats examples independently, but got other outputs for examples in a batch "
-            "than for the same examples alone. Per-example gradients mean nothing otherwise. Try replacing layers "
-            "that mix the batch (BatchNorm without running statistics, attention across the batch)."
+            "Expected a model that treats examples independently, but got other outputs for examples in a batch than "
+            "for the same examples alone, so per-example gradients are not defined. Try replacing layers that mix the "
+            "batch (BatchNorm without running statistics, attention across the batch)."
         )
     shapes, starts, start = live.shapes, [], 0
     for _, each, _ in sets:
@@ -203,7 +208,7 @@ def compute_sweep_statistics(
         )
         assert isinstance(total, Tensor)
         if statistic.kind == "entries":
-            # A sum of squares that is zero has no slope. Roots of it are not to be asked for one.
+            # The root of a sum of squares that is zero has no gradient; disconnect it.
             total = total.where(total != 0, torch.zeros_like(total))
         return total * _compute_statistic_scale(statistic, live.batch.examples, share)
 
@@ -216,7 +221,7 @@ def compute_sweep_statistics(
 
 
 def _compute_statistic_scale(statistic: Statistic, examples: int, share: float) -> float:
-    """Curvature is of the mean loss; gradients are of single examples' losses, whose mean that is."""
+    """Return the factor that turns sums into curvature of the mean loss, or into gradients of single examples."""
     if statistic.of == "curvature":
         return 1 / share
     each: float = (examples / share) ** statistic.degree
@@ -224,7 +229,7 @@ def _compute_statistic_scale(statistic: Statistic, examples: int, share: float) 
 
 
 def compute_gradients_by_vmap(live: DifferentiableProblem, columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs of every example alone, and ``(columns, examples, *shape)`` gradients, in one vectorised pass."""
+    """Return outputs of every example alone, and ``(columns, examples, *shape)`` gradients, in one vectorized pass."""
     batch, network = live.batch, live.problem.network
 
     def compute_example(inputs: tuple[Any, Any], own: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -240,7 +245,7 @@ def compute_gradients_by_vmap(live: DifferentiableProblem, columns: Tensor) -> t
 
 
 def compute_gradients_by_loop(live: DifferentiableProblem, columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same, an example and a column at a time: for models that cannot be vectorised."""
+    """Return the same, one example and column at a time, for models that cannot be vectorized."""
     outputs, rows = [], []
     for n in range(live.batch.examples):
         alone = live.problem.network(live.batch.cut(n, n + 1), leaves=live.leaves)
@@ -263,12 +268,14 @@ def _compute_vjp(outputs: Tensor, measured: Values, column: Tensor) -> dict[str,
 
 
 def compute_feature_deviation(live: DifferentiableProblem) -> dict[str, Tensor]:
-    """As :func:`saltflat.statistics.averages.compute_input_deviations` has it."""
+    """Return what :func:`saltflat.statistics.averages.compute_input_deviations` computes, with a graph."""
     network, seen, handles = live.problem.network, dict[str, list[Tensor]](), []
     try:
         for module, name in _find_weight_owners(network).items():
 
-            def record_inputs(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            def record_inputs(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name
+            ) -> None:
                 x = args[0] if args else kwargs["input"]
                 axis = find_channel_axis(module, x)
                 if axis is not None:
@@ -283,7 +290,7 @@ def compute_feature_deviation(live: DifferentiableProblem) -> dict[str, Tensor]:
 
 
 def _find_weight_owners(network: Network) -> dict[nn.Module, str]:
-    """The modules with a rule that own the name of their weight: a tied one has the channels that its owner sees."""
+    """Return modules with a layer rule that own the name of their weight; a tied weight uses its owner's channels."""
     named = {module: layer.names["weight"] for module, layer in network.layers.items() if "weight" in layer.names}
     return {m: name for m, name in named.items() if network.model.get_submodule(name.rpartition(".")[0]) is m}
 
@@ -291,12 +298,12 @@ def _find_weight_owners(network: Network) -> dict[nn.Module, str]:
 def _compute_deviation(rows: Tensor) -> Tensor:
     variance, largest = rows.var(0, correction=0), rows.detach().abs().amax(0)
     flat = variance.detach().sqrt() <= 1e-12 * largest
-    # The root of zero has no slope: it is taken of the others alone.
+    # The root of zero has no gradient.
     root = variance.masked_fill(flat, 1.0).sqrt()
     return root.masked_fill(largest == 0, torch.inf)
 
 
-# Statistics with passes of their own that have a graph here; all others of that kind do not.
+# Statistics that need their own pass and have a graph here; no others do.
 COMPUTED_WITH_GRAPH: dict[str, Callable[[DifferentiableProblem], dict[str, Tensor]]] = {
     "feature_deviation": compute_feature_deviation
 }
@@ -309,7 +316,7 @@ def compute_statistics_with_graph(
     dice: ExampleRNG,
     looped: bool = False,
 ) -> dict[str, Values]:
-    """Every statistic that is needed, by its key."""
+    """Return every requested statistic by its key, with a graph to the parameters."""
     found: dict[str, Values] = {"weight": live.measured_leaves}
     for need in needs:
         if need.name in COMPUTED_WITH_GRAPH:

@@ -1,4 +1,4 @@
-"""Several processes and loss scaling: averaged gradients, sharded weights, GradScaler."""
+"""Multiple processes and loss scaling: averaged gradients, sharded weights, GradScaler."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from saltflat.errors import ModelError, TrainingError
 def average_gradients(
     model: DistributedDataParallel, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The mean of every parameter's gradient over all processes.
+    """Return the mean of every parameter's gradient over all processes.
 
-    A parameter that some processes do not use has a gradient of zero there; one that none uses has none.
+    A parameter that some processes do not use has a gradient of zero there; one that none uses has no gradient.
     """
     group = model.process_group
     results: dict[str, Tensor] = {}
@@ -29,7 +29,7 @@ def average_gradients(
         names = [name for name, p in parameters.items() if (p.device, p.dtype) == kind]
         values = [gradients[name] if name in gradients else torch.zeros_like(parameters[name]) for name in names]
         used = torch.tensor([float(name in gradients) for name in names], device=kind[0], dtype=kind[1])
-        # In one message: many small ones would take longer than all the numbers.
+        # One message, since many small ones would dominate the transfer time.
         message = torch.cat([used, *(each.reshape(-1) for each in values)])
         dist.all_reduce(message, group=group)
         message[len(names) :] /= dist.get_world_size(group)
@@ -44,11 +44,11 @@ WRAPPERS = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def check_not_sharded(model: nn.Module, how: str = "") -> None:
-    """Every process must have all of the weights.
+    """Check that every process holds all of the weights.
 
     Args:
         model: the module to measure or to train.
-        how: what is known to spread them, if anything.
+        how: what is known to shard them, if anything.
     """
     wrapped = any(kind.__name__ in WRAPPERS for each in model.modules() for kind in type(each).__mro__)
     parts = (
@@ -65,21 +65,21 @@ def check_not_sharded(model: nn.Module, how: str = "") -> None:
 
 
 def check_not_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
-    """The first gradient must be left as it is."""
+    """Check that the scaler has not unscaled the first gradient."""
     states = getattr(scaler, "_per_optimizer_states", {})
     if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
         raise TrainingError(
-            "Expected it left as it is, but got a first gradient that the GradScaler has unscaled. The scaler "
-            "unscales once per step, and steps are taken with the second. Try calling scaler.unscale_() before "
-            "second_step() only."
+            "Expected a first gradient that is still scaled, but got one that the GradScaler has unscaled. It unscales "
+            "once per step, and the step uses the second gradient. Try calling scaler.unscale_() before second_step() "
+            "only."
         )
 
 
 def get_gradient_scale(scaler: GradScaler | None) -> float:
-    """What the first gradient was scaled with."""
+    """Return the scale of the first gradient."""
     if scaler is None:
         raise TrainingError(
-            "Expected to know the scale of the first, but got a second gradient that a GradScaler has unscaled, and "
-            "a first one that it has not. Try calling first_step(scaler)."
+            "Expected two gradients of the same scale, but got a second one that a GradScaler has unscaled and a first "
+            "one that it has not. Try calling first_step(scaler)."
         )
     return scaler.get_scale()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saltflat.engine.session import snapshot_rng, use_full_precision
 from saltflat.errors import ModelError, OptionError, SaltflatError, TrainingError, format_error_line
 from saltflat.training.objective import Objective, compute_mean_loss
-from saltflat.training.parts import BatchParts
-from saltflat.training.shift import freeze_buffers, move_parameters
+from saltflat.training.parts import BatchParts, TrainingBatch
+from saltflat.training.shift import check_dense, freeze_buffers, move_parameters
 from saltflat.validation import is_choice
 
-# One tensor per parameter, by name; parameters that a pass does not use are not among them.
+# One tensor per parameter, by name, without parameters that a pass does not use.
 Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class PartGradients:
-    r"""Both gradients of all parts, put together as :math:`\sum_i q_i (c\, g_i + \beta (g_i - g_i'))`.
+    r"""Compute both gradients of all parts, combined as :math:`\sum_i q_i (c\, g_i + \beta (g_i - g_i'))`.
 
     Here :math:`g_i` is the gradient of a part at the weights :math:`w`, :math:`g_i'` that at
     :math:`w - \alpha g_i` and :math:`q_i` the part's share of the examples.
 
     Attributes:
-        parameters: those to take gradients of, each once.
-        alpha: how far to go down along each part's own gradient.
-        beta: of the differences.
-        own: :math:`c`: 1 where the parts' gradients make that of the batch, 0 where it is taken apart.
+        model: the model to differentiate.
+        objective: maps the model and a batch to the mean loss of the batch.
+        parameters: the parameters to differentiate, each once.
+        alpha: the length of the descent step along each part's own gradient.
+        beta: the weight of the differences.
+        own: :math:`c`: 1 if the gradients of the parts add up to that of the batch, 0 if it is computed separately.
     """
 
     model: nn.Module
@@ -45,23 +47,19 @@ class PartGradients:
     beta: float
     own: float
 
-    def compute_whole_gradient(self, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Gradients]:
-        """The loss of a batch and its gradient (times ``scale``), by one plain pass."""
+    def compute_whole_gradient(self, batch: TrainingBatch, scale: Tensor | None = None) -> tuple[Tensor, Gradients]:
+        """Return the loss of a batch and its gradient (times ``scale``), in one plain pass."""
         with torch.enable_grad():
             loss = compute_mean_loss(self.objective, self.model, batch)
             _check_loss_depends(loss.requires_grad)
             scaled = loss if scale is None else loss * scale
             found = torch.autograd.grad(scaled, list(self.parameters.values()), allow_unused=True)
         used = {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
-        if any(each.layout is not torch.strided for each in used.values()):
-            raise TrainingError(
-                "Expected dense ones, but got sparse gradients. Try making the embedding with sparse=False, or "
-                "training it apart."
-            )
+        check_dense(used.values())
         return loss.detach(), used
 
     def run_loop(self, parts: BatchParts) -> tuple[Tensor, Gradients]:
-        """The mean loss and the sum of gradients, one part after the other."""
+        """Return the mean loss and the sum of gradients, one part after the other."""
         losses: list[Tensor] = []
         sums: Gradients = {}
         for part, share in parts.iterate_parts():
@@ -78,7 +76,7 @@ class PartGradients:
         return torch.stack(losses).sum(), sums
 
     def run_vmap(self, parts: BatchParts) -> tuple[Tensor, Gradients]:
-        """The same in one pass of torch.func for all parts of a size, of which there are at most two."""
+        """Return the same with one pass of torch.func for all parts of a size, of which there are at most two."""
         losses: list[Tensor] = []
         sums: Gradients = {}
         here = {name: each.detach() for name, each in self.parameters.items()}
@@ -87,7 +85,7 @@ class PartGradients:
 
         def compute_part_loss(values: Gradients, leaves: list[Tensor]) -> Tensor:
             for name, value in values.items():
-                # Called only where a gradient arrives; torch.func itself gives zeros for what is not used.
+                # Called only if a gradient arrives; torch.func itself returns zeros for unused parameters.
                 value.register_hook(_make_usage_hook(used, name))
             swapped = {f"model.{name}": value for name, value in values.items()}
             loss: Tensor = functional_call(holder, swapped, (parts.copy_part(parts.replace_tensors(leaves)),))
@@ -101,8 +99,8 @@ class PartGradients:
             back, states = snapshot_rng(), _get_random_states()
             first, loss = shared(here, leaves)
             if not all(map(torch.equal, states, _get_random_states())):
-                # Stacked weights lay out a layer's outputs otherwise in memory than shared ones do, and random numbers
-                # are drawn in the order of memory. Both passes must draw the same, so both take stacked weights.
+                # The memory layout of a layer's outputs differs between stacked and shared weights, and random numbers
+                # are drawn in memory order. Both passes must draw the same numbers, so both use stacked weights.
                 back()
                 copies = {name: each.expand(many, *each.shape).contiguous() for name, each in here.items()}
                 first, loss = stacked(copies, leaves)
@@ -127,25 +125,26 @@ class PartGradients:
 
 
 class _ObjectiveModule(nn.Module):
-    """The objective as a module, because functional_call swaps the parameters of modules only."""
+    """The objective as a module, since functional_call only swaps parameters of modules."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.model, self.objective = model, objective
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: TrainingBatch) -> Tensor:
+        """Return the mean loss of a batch."""
         return compute_mean_loss(self.objective, self.model, batch)
 
 
 def _vmap_without_fallback(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
-    """Where torch.func would go through the parts one by one after all, it says so: our own loop is faster."""
+    """Return a vectorized function that raises an error where torch.func would loop: our own loop is faster."""
     mapped = vmap(function, in_dims=axes, randomness="different")
 
     def run_vmapped(*args: Any) -> Any:
         allowed = _functorch._is_vmap_fallback_enabled()  # type: ignore[attr-defined]
         _functorch._set_vmap_fallback_enabled(False)  # type: ignore[attr-defined]
         try:
-            # The fused attention kernels are among what it cannot take at once.
+            # Fused attention kernels cannot be vectorized.
             with sdpa_kernel(SDPBackend.MATH):
                 return mapped(*args)
         finally:
@@ -155,12 +154,12 @@ def _vmap_without_fallback(function: Callable[..., Any], axes: tuple[int | None,
 
 
 def _subtract_gradients(first: Gradients, second: Gradients) -> Gradients:
-    """Differences by name, taken before anything is summed: between neighbours subtraction is exact."""
+    """Return differences by name, before summation: subtraction of close numbers is exact."""
     return dict(zip(first, torch._foreach_sub(list(first.values()), [second[name] for name in first]), strict=True))
 
 
 def _fill_missing_gradients(first: Gradients, second: Gradients) -> None:
-    """A parameter that is used at one of the two points only has a gradient of zero at the other."""
+    """Fill in zeros for parameters that are used at only one of the two points."""
     for name in first.keys() - second.keys():
         second[name] = torch.zeros_like(first[name])
     for name in second.keys() - first.keys():
@@ -178,33 +177,41 @@ def _get_random_states() -> list[Tensor]:
 def _check_loss_depends(depends: bool) -> None:
     if not depends:
         raise ModelError(
-            "Expected one that does, but got a loss that does not depend on any parameter that requires a gradient. "
-            "Check that the objective uses the model it is given, without detach() or no_grad()."
+            "Expected a loss that depends on the parameters, but got one that does not depend on any parameter that "
+            "requires a gradient. Check that the objective uses the model it receives, without detach() or no_grad()."
         )
 
 
-VECTORISED_ON = ("cuda",)  # kinds of devices; on CPUs the loop is mostly faster
+VECTORIZED_ON = ("cuda",)  # device types; on CPUs the loop is usually faster
 MOST_STACKED = 2 << 30  # bytes of gradients of all parts, at two points
 
 
+PassStrategy: TypeAlias = Literal["auto", "vectorized", "loop"]
+
+
+def check_strategy(strategy: PassStrategy) -> PassStrategy:
+    """Return the strategy if there is one of that name."""
+    if not is_choice(strategy, ("auto", "vectorized", "loop")):
+        raise OptionError(
+            f"Expected 'auto', 'vectorized' or 'loop', but got strategy={strategy!r}. Try leaving it out for 'auto'."
+        )
+    return strategy
+
+
 class VmapOrLoop:
-    """Vectorised where that is faster and the model allows it, else in a loop.
+    """Compute the gradients of parts vectorized, where that is faster and the model allows it, or in a loop.
 
     Attributes:
-        why_looped: why vectorised passes were given up, if they were.
+        why_looped: why vectorized passes were abandoned, if they were.
     """
 
-    def __init__(self, way: str) -> None:
-        if not is_choice(way, ("auto", "vectorised", "loop")):
-            raise OptionError(
-                f"Expected 'auto', 'vectorised' or 'loop', but got way={way!r}. Try leaving it out for 'auto'."
-            )
-        self.way = way
+    def __init__(self, strategy: PassStrategy) -> None:
+        self.strategy = check_strategy(strategy)
         self.why_looped: str | None = None
 
     def __call__(self, passes: PartGradients, parts: BatchParts) -> tuple[Tensor, Gradients, bool]:
-        """The mean loss, the gradients, and whether the model would have written to its buffers."""
-        if self.way == "loop" or (self.way == "auto" and not self._can_vectorise(passes, parts)):
+        """Return the mean loss, the gradients, and whether the model would have written to its buffers."""
+        if self.strategy == "loop" or (self.strategy == "auto" and not self._can_vectorize(passes, parts)):
             return _run_isolated(passes, passes.run_loop, parts)
         back = snapshot_rng()
         try:
@@ -213,31 +220,31 @@ class VmapOrLoop:
             raise
         except Exception as error:
             why = self._explain_failure(error)
-        # Out here, because the error held on to the memory of the pass that failed.
+        # Outside of the except block, since the error keeps the memory of the failed pass alive.
         back()
         found = _run_isolated(passes, passes.run_loop, parts)
-        self.why_looped = why  # only now: what fails in the loop, too, says nothing about the way
+        self.why_looped = why  # not before: a failure in the loop, too, has another cause
         return found
 
     def _explain_failure(self, error: Exception) -> str:
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-        if is_memory and self.way == "vectorised":
+        if is_memory and self.strategy == "vectorized":
             raise error
         if is_memory:
-            return "The vectorised pass ran out of memory."
-        why = f"torch.func does not take this model: {format_error_line(error)}"
-        if self.way == "vectorised":
+            return "The vectorized pass ran out of memory."
+        why = f"torch.func does not support this model: {format_error_line(error)}"
+        if self.strategy == "vectorized":
             raise TrainingError(
-                f"Expected a model that it takes, but got way='vectorised', but {why}. Try leaving out way, or "
-                "passing way='loop'; the numbers are the same."
+                f"Expected a model that can be vectorized with strategy='vectorized', but got one that cannot: {why}. "
+                "Try strategy='loop', which gives the same numbers, or leaving it out."
             ) from error
         return why
 
-    def _can_vectorise(self, passes: PartGradients, parts: BatchParts) -> bool:
-        if self.why_looped is not None or any(p.device.type not in VECTORISED_ON for p in passes.parameters.values()):
+    def _can_vectorize(self, passes: PartGradients, parts: BatchParts) -> bool:
+        if self.why_looped is not None or any(p.device.type not in VECTORIZED_ON for p in passes.parameters.values()):
             return False
         if any(isinstance(each, nn.RNNBase) for each in passes.model.modules()):
-            return False  # torch.func takes them apart, slowly
+            return False  # torch.func decomposes them, slowly
         size = sum(p.numel() * p.element_size() for p in passes.parameters.values())
         return 2 * min(parts.count, parts.examples) * size <= MOST_STACKED
 
@@ -245,7 +252,7 @@ class VmapOrLoop:
 def _run_isolated(
     passes: PartGradients, run: Callable[[BatchParts], tuple[Tensor, Gradients]], parts: BatchParts
 ) -> tuple[Tensor, Gradients, bool]:
-    """With all digits and without a trace in the buffers."""
+    """Run in full precision, without changing buffers."""
     with _use_full_precision(passes), freeze_buffers(passes.model):
         before = _get_buffer_versions(passes.model)
         loss, gradients = run(parts)
@@ -262,6 +269,6 @@ def _use_full_precision(passes: PartGradients) -> Iterator[None]:
 
 
 def _get_buffer_versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Changes whenever a pass writes to a buffer or puts another in its place."""
+    """Return a value that changes whenever a pass writes to a buffer or replaces it."""
     buffers = [b for each in model.modules() for b in each._buffers.values() if b is not None]
     return [(id(each), each._version) for each in buffers]

@@ -1,22 +1,26 @@
-"""A batch cut into parts."""
+"""Split a batch into parts."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from saltflat.errors import DataError, EmptyDataError
 
+# Anything nested from tensors, tuples, lists and mappings.
+TrainingBatch: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
+Tree = TypeVar("Tree")
+
 COARSE = (torch.float16, torch.bfloat16)
 
 
 def compute_part_sizes(examples: int, parts: int) -> list[int]:
-    """Sizes of parts that differ by at most one, the larger ones first; no part is empty.
+    """Return sizes of parts that differ by at most one, the larger ones first; no part is empty.
 
     >>> compute_part_sizes(10, 4), compute_part_sizes(2, 4)
     ([3, 3, 2, 2], [1, 1])
@@ -27,21 +31,22 @@ def compute_part_sizes(examples: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class BatchParts:
-    """A batch cut into parts, in the order of its examples.
+    """A batch split into parts, in the order of its examples.
 
     Attributes:
-        batch: tensors whose first axis has ``examples`` entries are cut, everything else is shared.
-        count: how many parts, if there are as many examples.
-        dtype: what half-precision inputs become: they come with autocast, which is off for the parts.
+        batch: tensors whose first axis has ``examples`` entries are split, everything else is shared.
+        examples: the number of examples.
+        count: the number of parts, at most one per example.
+        dtype: the precision for half-precision inputs, which belong to autocast; it is off for the parts.
     """
 
-    batch: Any
+    batch: TrainingBatch
     examples: int
     count: int
     dtype: torch.dtype
 
-    def iterate_parts(self) -> Iterator[tuple[Any, float]]:
-        """Every part, with its share of the examples."""
+    def iterate_parts(self) -> Iterator[tuple[TrainingBatch, float]]:
+        """Yield every part with its share of the examples."""
         start = 0
         for size in compute_part_sizes(self.examples, self.count):
             yield (
@@ -51,7 +56,7 @@ class BatchParts:
             start += size
 
     def iterate_stacks(self) -> Iterator[tuple[list[Tensor], float]]:
-        """All parts of one size: every cut tensor as ``(parts, size, ...)``, with the share of each part."""
+        """Yield all parts of one size: every split tensor as ``(parts, size, ...)``, with the share of each part."""
         each, start = compute_part_sizes(self.examples, self.count), 0
         for size in dict.fromkeys(each):
             many = each.count(size)
@@ -59,13 +64,13 @@ class BatchParts:
             yield [t[start:stop].unflatten(0, (many, size)) for t in self._find_cut_tensors()], size / self.examples
             start = stop
 
-    def replace_tensors(self, leaves: Sequence[Tensor]) -> Any:
-        """The batch with these in place of the tensors that are cut."""
+    def replace_tensors(self, leaves: Sequence[Tensor]) -> TrainingBatch:
+        """Return the batch with these instead of the tensors that are split."""
         values = iter(leaves)
         return map_tensors(lambda t: next(values) if self._is_cut(t) else t, self.batch)
 
-    def copy_part(self, part: Any) -> Any:
-        """A copy of a part for one pass."""
+    def copy_part(self, part: Tree) -> Tree:
+        """Return a copy of a part for one pass."""
         return copy_batch(part, self.dtype)
 
     def _find_cut_tensors(self) -> list[Tensor]:
@@ -75,12 +80,12 @@ class BatchParts:
         return t.dim() > 0 and len(t) == self.examples
 
 
-def copy_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
-    """For one pass: models may write to their inputs, and the next pass needs them as they were.
+def copy_batch(batch: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """Return a copy of a batch for one pass, since models may write to their inputs.
 
     Args:
         batch: any batch.
-        dtype: what half-precision inputs become; None leaves them.
+        dtype: the precision for half-precision inputs; None keeps them.
     """
 
     def copy_tensor(t: Tensor) -> Tensor:
@@ -90,7 +95,8 @@ def copy_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
     return map_tensors(copy_tensor, batch)
 
 
-def find_tensors(tree: Any) -> list[Tensor]:
+def find_tensors(tree: TrainingBatch) -> list[Tensor]:
+    """Return all tensors in nested tuples, lists and mappings."""
     found: list[Tensor] = []
 
     def record_tensor(t: Tensor) -> Tensor:
@@ -101,8 +107,8 @@ def find_tensors(tree: Any) -> list[Tensor]:
     return found
 
 
-def count_examples(batch: Any) -> int:
-    """How many examples a batch has: by its targets, or else by the first tensor in it.
+def count_examples(batch: TrainingBatch) -> int:
+    """Return the number of examples in a batch, according to its targets, or else to its first tensor.
 
     >>> count_examples((torch.zeros(6, 2), torch.zeros(6)))
     6
@@ -111,8 +117,8 @@ def count_examples(batch: Any) -> int:
     for leaf in leaves:
         if leaf.is_nested:
             raise DataError(
-                "Expected tensors whose first axis counts the examples, but got a nested one. "
-                "Try torch.nested.to_padded_tensor, with a model that knows the padding."
+                "Expected tensors whose first axis counts the examples, but got a nested one. Try "
+                "torch.nested.to_padded_tensor, with a model that handles padding."
             )
     targets = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -121,38 +127,42 @@ def count_examples(batch: Any) -> int:
         targets = next((each for each in leaves if each.dim() > 0), None)
     if targets is None or targets.dim() == 0:
         raise DataError(
-            "Expected tensors whose first axis counts them, but got a batch without an axis for the examples. Try "
-            "putting the tensors into a tuple or a dict, with single examples batched."
+            "Expected tensors whose first axis counts the examples, but got a batch without one. Try a tuple or a "
+            "dict of tensors, with a batch axis even for a single example."
         )
     if len(targets) == 0:
-        raise EmptyDataError("Expected at least one, but got a batch without examples. Try leaving it out.")
+        raise EmptyDataError("Expected at least one example, but got an empty batch. Try leaving it out.")
     if len(leaves) > 1 and sum(each.dim() > 0 and len(each) == len(targets) for each in leaves) < 2:
         raise DataError(
-            f"Expected as many inputs along the first axis, but got {len(targets)} targets beside tensors of shape "
-            f"{[tuple(each.shape) for each in leaves]}. Check that inputs and targets belong together."
+            f"Expected as many inputs as targets along the first axis, but got {len(targets)} targets with tensors of "
+            f"shape {[tuple(each.shape) for each in leaves]}. Check that inputs and targets belong together."
         )
     for leaf in leaves:
         if leaf.layout != torch.strided and leaf.dim() > 0 and len(leaf) == len(targets):
             raise DataError(
-                "Expected dense tensors, which can be cut into parts, but got a sparse one. Try to_dense()."
+                "Expected dense tensors, which can be split into parts, but got a sparse one. Try to_dense()."
             )
     return len(targets)
 
 
-def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same tuples, lists and mappings with every tensor in them changed."""
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """Return the same nested tuples, lists and mappings with every tensor changed."""
+    return cast("Tree", _map_tensors(change, tree))
+
+
+def _map_tensors(change: Callable[[Tensor], Tensor], tree: Tree) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
         same = copy.copy(tree)  # keeps whatever kind of dict it is
-        same.update({key: map_tensors(change, value) for key, value in tree.items()})
+        same.update({key: _map_tensors(change, value) for key, value in tree.items()})
         return same
     if isinstance(tree, MutableMapping):
         other = copy.copy(tree)
         for key, value in tree.items():
-            other[key] = map_tensors(change, value)
+            other[key] = _map_tensors(change, value)
         return other
     if isinstance(tree, tuple | list):
-        items = [map_tensors(change, each) for each in tree]
+        items = [_map_tensors(change, each) for each in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree

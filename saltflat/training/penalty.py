@@ -1,17 +1,18 @@
 """Measures as penalties: a term of the training loss that favors flat minima.
 
 A penalty differentiates gradients. As of torch 2.13, ``torch._weight_norm`` has a wrong second derivative. When
-examples are vectorised, so have normalisation layers with factors of their own (the statistics of the forward pass are
-taken for constants), and ``prelu`` has a wrong first one. Factors that are a step of their own are plain products.
+examples are vectorized, so do normalization layers with affine parameters (the statistics of the forward pass are
+treated as constants), and ``prelu`` has a wrong first derivative. These layers are therefore decomposed into plain
+products.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from saltflat.engine.custom_losses import normalize_logits, parse_loss
+from saltflat.engine.context import find_geometries
+from saltflat.engine.custom_losses import normalize_logits
 from saltflat.engine.data import Batch
-from saltflat.engine.geometry import Geometry, find_geometries
+from saltflat.engine.losses import LossLike, parse_loss
 from saltflat.engine.output_curvature import ExampleRNG, parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.reference_gradients import TOLERANCE
-from saltflat.engine.session import open_session, snapshot_rng, take_turns
+from saltflat.engine.session import open_session, snapshot_rng
 from saltflat.engine.statistic import STATISTICS, find_keyword_defaults
 from saltflat.engine.strategy import compute_checked_outputs
 from saltflat.errors import (
@@ -39,18 +41,29 @@ from saltflat.errors import (
     format_error_line,
     make_unknown_name_error,
 )
+from saltflat.layers import Geometry
 from saltflat.measures.apply import compute_parts, is_axis_dependent
 from saltflat.measures.registry import MEASURES, MeasureRequest, parse_measure
 from saltflat.symmetry.equality import compute_relative_difference
 from saltflat.training.differentiable import COMPUTED_WITH_GRAPH, DifferentiableProblem, compute_statistics_with_graph
-from saltflat.validation import check_seed, is_choice
+from saltflat.training.part_gradients import PassStrategy, check_strategy
+from saltflat.training.parts import TrainingBatch
+from saltflat.validation import check_seed, is_choice, take_turns
 
 
 class DecomposedLayersMode(TorchFunctionMode):
-    """Inside, these layers are taken apart; their values stay what they are."""
+    """Decompose these layers inside, without changing their values."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return TAKEN_APART.get(func, func)(*args, **(kwargs or {}))
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the decomposition of a function, or the function itself."""
+        chosen: Callable[..., Any] = DECOMPOSED.get(func, func)
+        return chosen(*args, **(kwargs or {}))
 
 
 def _decompose_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -60,7 +73,7 @@ def _decompose_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 def _decompose_layer_norm(
     input: Tensor,
-    normalized_shape: Any,
+    normalized_shape: list[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -92,7 +105,7 @@ def _decompose_prelu(input: Tensor, weight: Tensor) -> Tensor:
     return input.where(input > 0, input * (weight.reshape(-1, *(1 for _ in input.shape[2:])) if per_unit else weight))
 
 
-TAKEN_APART: dict[Any, Any] = {
+DECOMPOSED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch._weight_norm: _decompose_weight_norm,
     torch.prelu: _decompose_prelu,
     F.prelu: _decompose_prelu,
@@ -101,27 +114,27 @@ TAKEN_APART: dict[Any, Any] = {
     F.instance_norm: _decompose_instance_norm,
 }
 
-STEP, AGREE = 1e-6, 1e-5  # of the finite difference, and how well it must agree with the gradient
+STEP, AGREE = 1e-6, 1e-5  # of the finite difference, and its relative tolerance
 
 
 def find_refusal_reason(request: MeasureRequest, value: Callable[[nn.Module, Any], Tensor]) -> str | None:
-    """Why a measure cannot be trained on; None if it can.
+    """Return why a measure cannot be used as a penalty; None if it can.
 
-    What it is made of must have a graph to the weights, and its gradient must be that of finite differences.
+    Its statistics must have a graph to the weights, and its gradient must agree with finite differences.
 
     Args:
         request: the measure, with its options.
-        value: what it says of a model and a batch, as a penalty.
+        value: maps a model and a batch to the value of the penalty.
     """
     for need in request.needs.values():
         if need.name not in STATISTICS and need.name not in COMPUTED_WITH_GRAPH and need.name != "weight":
-            return f"it is made of {need.name}, which comes without a graph to the weights"
+            return f"it uses {need.name}, which has no graph to the weights"
     restore = snapshot_rng()
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
-            warnings.simplefilter("ignore")  # formulas that read numbers off the graph
+            warnings.simplefilter("ignore")  # about formulas that convert tensors to numbers
             return _find_gradient_fault(value)
-    except (OptionError, UnknownNameError):  # its options, not the measure
+    except (OptionError, UnknownNameError):  # the options are wrong, not the measure
         raise
     except Exception as error:
         return f"its formula cannot be differentiated ({format_error_line(error)})"
@@ -138,7 +151,7 @@ def _find_gradient_fault(value: Callable[[nn.Module, Any], Tensor]) -> str | Non
     slopes = torch.autograd.grad(here, list(model.parameters()), allow_unused=True, materialize_grads=True)
     slope = torch.cat([each.reshape(-1) for each in slopes])
     if not bool(slope.isfinite().all()):
-        return "its gradient is not finite for weights or curvatures of zero, which training meets"
+        return "its gradient is not finite for weights or curvatures of zero, which occur in training"
     direction = torch.randn_like(weights)
 
     def evaluate_at(step: float) -> float:
@@ -147,12 +160,12 @@ def _find_gradient_fault(value: Callable[[nn.Module, Any], Tensor]) -> str | Non
 
     promised, risen = float(slope @ direction), (evaluate_at(STEP) - evaluate_at(-STEP)) / (2 * STEP)
     if not abs(risen - promised) <= AGREE * max(abs(risen), abs(promised)):
-        return f"its gradient is not the slope of its value ({promised:.6g} where that rises by {risen:.6g})"
+        return f"its gradient ({promised:.6g} along a direction) differs from a finite difference ({risen:.6g})"
     return None
 
 
 def _make_small_network() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """With what real ones have: a dead unit, and biases of zero."""
+    """Return a network and a batch, with features of real ones: a dead unit, and biases of zero."""
     torch.manual_seed(0)
     where: Any = {"dtype": torch.float64, "device": "cpu"}
     model = nn.Sequential(
@@ -164,45 +177,42 @@ def _make_small_network() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return model, (torch.randn(6, 3, **where), torch.arange(6, device="cpu") % 3)
 
 
-COMPARED = 4  # examples for which the vectorised pass is compared with single ones, once for every model
+COMPARED = 4  # examples on which the vectorized pass is compared with a loop, once per model
 
 
 class Penalty:
-    """What a measure says of a batch, with a graph to the model's parameters; made by :func:`penalty`.
+    """The value of a measure on a batch, with a graph to the model's parameters; created by :func:`penalty`.
 
     Attributes:
-        name: the measure, with those of its options that are not the usual ones.
-        seed: of the next call's random columns; it goes up by one at every call.
+        name: the measure, with its non-default options.
+        seed: the seed of the next call's random columns, increased by one at every call.
     """
 
     def __init__(
         self,
         request: MeasureRequest,
-        loss: Any = "cross_entropy",
+        loss: LossLike = "cross_entropy",
         *,
         columns: str = "exact",
         layers: Sequence[str] | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        mode: str = "eval",
+        mode: Literal["eval", "keep"] = "eval",
         logits: str = "none",
-        way: str = "auto",
+        strategy: PassStrategy = "auto",
     ) -> None:
-        if not is_choice(way, ("auto", "vectorised", "loop")):
-            raise OptionError(
-                f"Expected 'auto', 'vectorised' or 'loop', but got way={way!r}. Try leaving it out for 'auto'."
-            )
+        self.strategy = check_strategy(strategy)
         if not is_choice(mode, ("eval", "keep")):
             raise OptionError(f"Expected 'eval' or 'keep', but got mode={mode!r}. Try leaving it out for eval mode.")
         self.name, self.request, self.loss = request.key, request, normalize_logits(parse_loss(loss), logits)
-        self.plan, self.layers, self.dtype, self.mode, self.way = parse_column_plan(columns), layers, dtype, mode, way
+        self.plan, self.layers, self.dtype, self.mode = parse_column_plan(columns), layers, dtype, mode
         self.seed = check_seed(seed)
         self._loops: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._shapes: WeakKeyDictionary[nn.Module, Mapping[str, Geometry]] = WeakKeyDictionary()
 
     @take_turns
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """The penalty of a batch ``(inputs, targets)``: a scalar to add to its loss."""
+    def __call__(self, model: nn.Module, batch: TrainingBatch) -> Tensor:
+        """Return the penalty of a batch ``(inputs, targets)``: a scalar to add to its loss."""
         wants_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with open_session(model, self.mode):
             problem = Problem.build(model, [batch], self.loss, self.layers, self.dtype, self.mode)
@@ -214,7 +224,7 @@ class Penalty:
         return value if wants_graph else value.detach()
 
     def _find_geometries(self, problem: Problem, batch: Batch) -> Mapping[str, Geometry]:
-        """How the weights are matrices, found once for each model."""
+        """Return how the weights are viewed as matrices, determined once per model."""
         usual, known = find_geometries(problem.network), self._shapes.get(problem.model, {})
         if not is_axis_dependent(self.request):
             return usual
@@ -223,10 +233,10 @@ class Penalty:
         return known
 
     def _compute_penalty(self, live: DifferentiableProblem) -> Tensor:
-        """All examples together where that is known to be right, else one at a time."""
+        """Compute all examples together where that is known to be correct, else one at a time."""
         model = live.problem.model
-        if self.way != "auto":
-            return self._compute_value(live, self.way == "loop")
+        if self.strategy != "auto":
+            return self._compute_value(live, self.strategy == "loop")
         if model not in self._loops:
             self._compare_vmap_with_loop(live)
         if not self._loops.get(model, False):
@@ -235,24 +245,24 @@ class Penalty:
             except (SaltflatError, torch.OutOfMemoryError):
                 raise
             except Exception:
-                # What could be vectorised for some examples need not be for all.
+                # What works for a few examples may fail for all.
                 self._loops[model] = True
         return self._compute_value(live, looped=True)
 
     def _compare_vmap_with_loop(self, live: DifferentiableProblem) -> None:
-        """Not every operation can be vectorised, and torch gets some of them wrong: try it on a few examples."""
+        """Check a few examples: not every operation can be vectorized, and torch computes some incorrectly."""
         compute_checked_outputs(live.problem, live.batch.cut(0, 2))
         few = replace(live, batch=live.batch.cut(0, COMPARED))
         try:
             truth = self._compute_value_and_gradient(few, looped=True)
-        except EmptyDataError:  # their targets do not count: ask again with the next batch
+        except EmptyDataError:  # their targets do not count: try again with the next batch
             return
         except SaltflatError:
             raise
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(
                 f"Expected a model that can be differentiated twice, but got {format_error_line(error)} for single "
-                "examples. Try replacing the operation that cannot."
+                "examples. Try replacing the operation that fails."
             ) from error
         try:
             off = compute_relative_difference(truth, self._compute_value_and_gradient(few, looped=False))
@@ -273,17 +283,17 @@ class Penalty:
         parts = compute_parts(self.request, values, live.shapes)
         if not parts:
             raise OptionError(
-                f"Expected at least one, but got no weights of two or more axes for {self.name}. Try naming others "
-                "with layers=."
+                f"Expected at least one weight with two or more axes for {self.name}, but got none. Try naming other "
+                "layers with layers=."
             )
         numbers = []
         for name, part in parts.items():
             if not isinstance(part.value, Tensor) or not bool(part.value.isfinite()):
                 where = f"{self.name} of {name!r}" if name else self.name
                 raise NonFiniteError(
-                    "Expected one that training can lower, but got no finite number for "
-                    f"{where}{''.join(f' ({note})' for note in part.notes)}. Try naming other layers with layers=, "
-                    "or passing dtype=torch.float64 if squares overflow."
+                    f"Expected a finite value of {where}, but got none"
+                    f"{''.join(f' ({note})' for note in part.notes)}. Try naming other layers with layers=, or "
+                    "dtype=torch.float64 if squares overflow."
                 )
             numbers.append(part.value.double())
         total = torch.stack(numbers).max() if self.request.measure.total == "max" else torch.stack(numbers).sum()
@@ -293,8 +303,8 @@ class Penalty:
         return f"<Penalty {self.name}, columns {self.plan}>"
 
 
-def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalty:
-    r"""A term for the training loss: what a measure says of the batch, differentiable.
+def penalty(measure: str, loss: LossLike = "cross_entropy", **options: Any) -> Penalty:
+    r"""Return a term for the training loss: the value of a measure on the batch, differentiable.
 
         flat = penalty("relative_flatness", layers="fc", columns="sampled:2")
         for x, y in loader:
@@ -302,26 +312,27 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
             loss.backward()
 
     Its value is that of :func:`saltflat.measure` on the same batch, and its gradient reaches all parameters that
-    require one, also those outside of ``layers``: the curvature of a layer depends on what comes before and after it.
-    Where measures take the curvature from the Gauss-Newton matrix, so does the penalty.
+    require one, including those outside of ``layers``: the curvature of a layer depends on the layers before and after
+    it. Where a measure uses the Gauss-Newton matrix, so does the penalty.
 
-    The model runs in eval mode, whatever mode it is in: BatchNorm with its running statistics as constants, dropout
-    off. Single examples' gradients are not defined otherwise. Modes, buffers, hooks and ``.grad`` are as before
-    afterwards. It runs in float32 (or float64), with autocast off. With DistributedDataParallel pass ``model.module``.
+    The model always runs in eval mode: BatchNorm uses its running statistics as constants, and dropout is off.
+    Gradients of single examples are not defined otherwise. Modes, buffers, hooks and ``.grad`` are restored. It runs in
+    float32 (or float64), with autocast off. With DistributedDataParallel pass ``model.module``.
 
-    Every example's gradient is written out for every column, and differentiated once more: about eight plain training
-    steps per column for LeNet on a CPU, and memory for several times (columns x examples x parameters) numbers. Exact
-    columns are one fewer than classes. For many classes take ``columns="sampled:2"``: other random columns at every
-    call, unbiased for measures that are linear in the curvature, which all are but maxima and roots. For large networks
-    name few ``layers``. ``fisher_trace`` and others made of the loss's own gradients have one column in any case.
+    Every example's gradient is computed explicitly for every column, and differentiated once more: this costs about
+    eight plain training steps per column for LeNet on a CPU, and memory for several times (columns x examples x
+    parameters) numbers. There is one exact column fewer than classes. For many classes use ``columns="sampled:2"``: new
+    random columns at every call, unbiased for measures that are linear in the curvature, which all are except maxima
+    and roots. For large networks name few ``layers``. ``fisher_trace`` and other measures of the loss's own gradients
+    always have one column.
 
     Args:
         measure: a name with options, such as ``"hessian_trace"`` or ``"rho(axis='row')"``. It must be a smooth function
-            of the weights: searches, eigenvalues and minima over scales are refused.
-        loss: the loss whose flatness is meant, as for :func:`saltflat.measure`; usually the one that is trained on.
+            of the weights: searches, eigenvalues and minima over scales raise an error.
+        loss: the loss whose flatness is measured, as for :func:`saltflat.measure`; usually the training loss.
         options: ``columns``, ``layers``, ``dtype``, ``seed``, ``mode`` and ``logits`` as for :func:`saltflat.measure`;
-            and ``way``: ``"vectorised"`` for one pass over all examples, ``"loop"`` for one at a time, or ``"auto"``
-            for the first if it agrees with the second on a few examples of the first batch.
+            and ``strategy``: ``"vectorized"`` for one pass over all examples, ``"loop"`` for one at a time, or
+            ``"auto"`` for the first if it agrees with the second on a few examples of the first batch.
 
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
@@ -333,7 +344,7 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
         (100.0, [[-600.0, -800.0]])
     """
     if not isinstance(measure, str):
-        raise OptionError(f"Expected a name, but got measure={measure!r}. Try penalty('fisher_trace').")
+        raise OptionError(f"Expected the name of a measure, but got measure={measure!r}. Try penalty('fisher_trace').")
     request, known = parse_measure(measure), find_keyword_defaults(Penalty.__init__)
     for option in options:
         if option not in known:
@@ -343,8 +354,8 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
     if reason is not None:
         works = ", ".join(name for name in MEASURES if _find_measure_refusal(name) is None)
         raise NotSmoothError(
-            f"Expected a measure that is a smooth function of the weights, one of, but got {request.key!r} as a "
-            f"penalty: {reason}. {works}. Try training with one of these and watch the other with saltflat.measure."
+            f"Expected a measure that is a smooth function of the weights, but got {request.key!r} as a penalty: "
+            f"{reason}. Try one of {works}, and monitor {request.key!r} with saltflat.measure."
         )
     return made
 
@@ -352,4 +363,4 @@ def penalty(measure: str, loss: Any = "cross_entropy", **options: Any) -> Penalt
 @cache
 def _find_measure_refusal(measure: str) -> str | None:
     request = parse_measure(measure)
-    return find_refusal_reason(request, Penalty(request, way="vectorised"))
+    return find_refusal_reason(request, Penalty(request, strategy="vectorized"))

@@ -10,23 +10,23 @@ from torch.optim import Optimizer
 
 from saltflat.training.shift import compute_norm
 from saltflat.training.two_pass import TwoPass
-from saltflat.training.wrapper import DefaultFloat
+from saltflat.training.wrapper import DefaultFloat, Sync
 from saltflat.validation import check_non_negative
 
 
 class SAM(TwoPass):
-    r"""Steps with the gradient at the (nearly) worst point within ``rho`` of the weights.
+    r"""Step with the gradient at the (nearly) worst point within ``rho`` of the weights.
 
     .. math::
         w \leftarrow \mathrm{base}\bigl(w, \nabla L(w + \rho\, g / \lVert g \rVert)\bigr), \qquad g = \nabla L(w)
 
     Args:
-        model: the module that is trained; with DistributedDataParallel, that.
-        base: an optimizer, or a class of optimizers, which is given all parameters that require a gradient.
-        rho: how far to go; groups of the base may have their own. Around a base that has a ``rho`` itself, its key in
-            the groups is ``sam_rho``; see :meth:`get_key`.
-        sync: whose gradient says where to go; see :class:`~saltflat.training.two_pass.TwoPass`.
-        options: of the base, if it is a class.
+        model: the module that is trained, or the DistributedDataParallel around it.
+        base: an optimizer, or a class of optimizers, which receives all parameters that require a gradient.
+        rho: the length of the ascent step; groups of the base may set their own. If the base has an option ``rho``
+            itself, the key in the groups is ``sam_rho``; see :meth:`get_key`.
+        sync: whose gradient sets the direction; see :class:`~saltflat.training.two_pass.TwoPass`.
+        options: options of the base, if it is a class.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ class SAM(TwoPass):
         model: nn.Module,
         base: Optimizer | Callable[..., Optimizer],
         rho: float = DefaultFloat(0.05),
-        sync: str = "global",
+        sync: Sync = "global",
         **options: Any,
     ) -> None:
         check_non_negative(rho=rho)
@@ -56,4 +56,5 @@ class SAM(TwoPass):
     def compute_ascent(
         self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Tensor]:
+        """Return the gradients and their norm."""
         return gradients, compute_norm(gradients)

@@ -1,4 +1,4 @@
-"""Gradients at shifted weights: shift, restore, freeze buffers, and keep gradients apart."""
+"""Gradients at shifted weights: shift, restore, freeze buffers, and separate gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from saltflat.engine.session import mark_moved
 from saltflat.errors import OptionError, TrainingError
+from saltflat.validation import mark_moved
 
 
 def compute_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean length of all of them together, on the first one's device; at least in single precision."""
+    """Return the Euclidean norm of all tensors together, on the device of the first, in single precision or higher."""
     squares = [each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in tensors]
     norms = torch._foreach_norm(squares)
     length: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0]) for each in norms]))
@@ -23,32 +23,40 @@ def compute_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def scale_directions(directions: Sequence[Tensor], rhos: Sequence[float], factor: Tensor) -> list[Tensor]:
-    """Every direction times its own number and one common factor."""
+    """Return every direction times its own ``rho`` and a common factor."""
     if len({each.device for each in directions}) > 1 or len(set(rhos)) > 1:
         return [each * (factor * rho).to(each.device) for each, rho in zip(directions, rhos, strict=True)]
     return list(torch._foreach_mul(list(directions), factor * rhos[0]))
 
 
+def check_dense(gradients: Iterable[Tensor]) -> None:
+    """Check that no gradient is sparse."""
+    if any(each.layout is not torch.strided for each in gradients):
+        raise TrainingError(
+            "Expected dense gradients, but got sparse ones. Try creating the embedding with sparse=False, or training "
+            "it separately."
+        )
+
+
 @torch.no_grad()
 def multiply_in_place(tensors: list[Tensor], factor: Tensor | float) -> None:
-    """All of them times a factor, in place."""
+    """Multiply all tensors by a factor, in place."""
     for device in {each.device for each in tensors}:
         here = factor.to(device) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_([each for each in tensors if each.device == device], here)
 
 
-# Forward passes that neither read nor write running statistics in training mode, once told not to keep any; in eval
-# mode they read them all the same. Those of a subclass may do otherwise.
-TAKE_A_WORD = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+# With track_running_stats=False, these forward passes neither read nor write running statistics in training mode; in
+# eval mode they still read them. Subclasses may behave differently.
+RESPECTS_TRACKING = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @contextmanager
 def freeze_buffers(model: nn.Module) -> Iterator[None]:
-    """Passes inside leave every buffer as it was; layers normalise as they do in their mode.
+    """Leave every buffer unchanged by passes inside; layers normalize according to their mode.
 
-    Torch's BatchNorm layers are told not to keep running statistics, so that nothing is written. Whatever else writes
-    to its buffers (spectral norm, layers of the user's own) gets them back afterwards. DistributedDataParallel does not
-    hand out the first process's.
+    Torch's BatchNorm layers stop tracking running statistics, so that nothing is written. The buffers of other layers
+    (spectral norm, custom layers) are restored afterwards. DistributedDataParallel does not broadcast buffers.
     """
     with ExitStack() as stack:
         others: list[Tensor] = []
@@ -56,7 +64,7 @@ def freeze_buffers(model: nn.Module) -> Iterator[None]:
             if isinstance(module, DistributedDataParallel):
                 stack.callback(setattr, module, "broadcast_buffers", module.broadcast_buffers)
                 module.broadcast_buffers = False
-            if type(module).forward in TAKE_A_WORD:
+            if type(module).forward in RESPECTS_TRACKING:
                 stack.callback(setattr, module, "track_running_stats", module.track_running_stats)
                 vars(module)["track_running_stats"] = False
             elif module._buffers:
@@ -79,20 +87,20 @@ def _restore_buffer_values(buffers: list[Tensor], kept: list[Tensor]) -> None:
 
 
 def has_training_batch_norm(model: nn.Module) -> bool:
-    """Whether an example's outputs depend on the others of its batch, through layers that torch knows."""
+    """Return whether a BatchNorm layer in training mode makes the outputs of examples depend on each other."""
     return any(isinstance(each, _BatchNorm) and each.training for each in model.modules())
 
 
 @contextmanager
 def check_gradients_cleared(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Around a closure that is called again at shifted weights: gradients from before cannot be taken again there.
+    """Check that a closure clears earlier gradients, which cannot be recomputed at shifted weights.
 
-    There are many ways to clear them, so the parameters are watched: when the first backward pass comes to one, its
-    gradient must be gone, or zero. Gradients that no backward pass came to and that nobody replaced, whether cleared or
-    not, are not the closure's.
+    There are many ways to clear gradients, so the parameters are observed: when the first backward pass reaches one,
+    its gradient must be None or zero. Gradients that no backward pass reached and nothing replaced do not belong to the
+    closure.
 
     Args:
-        parameters: those that the closure is about to give gradients to.
+        parameters: the parameters that the closure computes gradients for.
     """
     every = list(parameters)
     with ExitStack() as stack:
@@ -102,26 +110,26 @@ def check_gradients_cleared(parameters: Iterable[Tensor]) -> Iterator[None]:
         yield
     untouched = {id(each.before) for each in watched if each.is_untouched}
     if all(p.grad is None or id(p.grad) in untouched for p in every):
-        raise NoGradientError("Got a closure that made no gradient")
+        raise NoGradientError("a closure that made no gradient")
     for each in watched:
         each.record_backward()  # if no backward pass did
     if any(each.is_left for each in watched):
         raise TrainingError(
-            "Expected all of the step's gradient from the closure: what was added before cannot be taken again at "
-            "shifted weights, but got gradients from before the closure, which it added to. Try calling zero_grad() "
-            "in the closure, and accumulate over micro-batches inside of it. (In Lightning: "
-            "accumulate_grad_batches=1 and larger batches, or manual optimisation.)"
+            "Expected the closure to compute the whole gradient of the step, since earlier parts cannot be recomputed "
+            "at shifted weights, but got gradients from before the closure, which it added to. Try calling "
+            "zero_grad() in the closure, and accumulating over micro-batches inside it. (In Lightning: "
+            "accumulate_grad_batches=1 and larger batches, or manual optimization.)"
         )
 
 
 class NoGradientError(TrainingError):
-    """A step was asked for without a backward pass."""
+    """A step was requested without a backward pass."""
 
     def __init__(self, got: str) -> None:
         super().__init__(
-            f"{got}: no parameter of the optimizer has one from a backward pass. Want the gradient of the loss. "
-            "Do: call loss.backward(), and check that the loss depends on the optimizer's parameters and that they "
-            "require a gradient."
+            f"Expected the gradient of the loss, but got {got}: no parameter of the optimizer has one from a backward "
+            "pass. Try calling loss.backward(), and check that the loss depends on the optimizer's parameters and that "
+            "they require a gradient."
         )
 
 
@@ -133,7 +141,7 @@ class _PriorGradient:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no backward pass came here, and the gradient is that from before, or zero in its place."""
+        """Return whether no backward pass reached the parameter, and its gradient is unchanged or zeroed."""
         before = self.before
         if self.is_left is not None or before is None or self.parameter.grad is not before:
             return False
@@ -147,36 +155,36 @@ class _PriorGradient:
 
 @contextmanager
 def move_parameters(parameters: list[Tensor], steps: list[Tensor]) -> Iterator[None]:
-    """Inside, parameters have moved by ``steps``; afterwards, and after an error, they are back, bit for bit."""
+    """Move parameters by ``steps`` inside; restore them bit for bit afterwards, also after an error."""
     with mark_moved(parameters):
         kept = [each.detach().clone() for each in parameters]
         try:
             if kept:
                 with torch.no_grad():
                     torch._foreach_add_(parameters, steps)
-            # Autocast keeps its low-precision copies of the weights: without this the old ones would be used.
+            # Autocast caches low-precision copies of the weights, which are now outdated.
             torch.clear_autocast_cache()
             yield
         finally:
             if kept:
                 with torch.no_grad():
-                    # From a copy: adding and subtracting again would leave rounding behind.
+                    # From a copy: adding and subtracting would leave rounding errors.
                     torch._foreach_copy_(parameters, kept)
             torch.clear_autocast_cache()
 
 
 @contextmanager
 def shift_weights(model: nn.Module, parameters: Iterable[Tensor], steps: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, parameters have moved by ``steps`` and passes leave buffers alone; afterwards all is what it was.
+    """Move parameters by ``steps`` inside, without changes to buffers; restore everything afterwards.
 
-    Parameters are moved in place, so everything that holds on to them (optimizers, compiled graphs,
-    DistributedDataParallel) sees them move, and put back bit for bit, also after an error. For buffers see
-    :func:`~saltflat.training.shift.freeze_buffers`.
+    Parameters are moved in place, so everything that refers to them (optimizers, compiled graphs,
+    DistributedDataParallel) uses the shifted values. They are restored bit for bit, also after an error. For buffers
+    see :func:`~saltflat.training.shift.freeze_buffers`.
 
     Args:
-        model: whose extra passes run inside.
+        model: the model whose passes run inside.
         parameters: some of its parameters, each once.
-        steps: how far to move each of them.
+        steps: a step for each of them.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -204,5 +212,5 @@ def shift_weights(model: nn.Module, parameters: Iterable[Tensor], steps: Iterabl
 
 
 def _list_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    # A tensor is iterable, too, but that of no dimensions raises.
+    # A tensor is iterable, too, but a scalar one raises an error.
     return list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else []

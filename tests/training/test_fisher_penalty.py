@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saltflat.training import FisherPenalty
+from saltflat.training.part_gradients import PassStrategy
 
 
 def slope(
@@ -86,32 +87,32 @@ SIZES = {1: [7], 2: [4, 3], 3: [3, 2, 2], 7: [1] * 7, 12: [1] * 7}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SMOOTH)
-def test_the_gradient_is_the_finite_difference_of_the_loss_and_its_penalty(name: str, way: str) -> None:
+def test_the_gradient_is_the_finite_difference_of_the_loss_and_its_penalty(name: str, way: PassStrategy) -> None:
     built = SMOOTH[name]()
     batch, direction = whole_batch(built), direction_for(built.model)
     n = len(batch["labels"]) if isinstance(batch, dict) else len(batch[1])
     sizes = [n - n // 2, n // 2]
-    FisherPenalty(built.model, parts=2, alpha=0.05, beta=7.0, way=way).backward(batch)
+    FisherPenalty(built.model, parts=2, alpha=0.05, beta=7.0, strategy=way).backward(batch)
     want = slope(built, batch, sizes, 0.05, 7.0, direction, whole=name == "batch norm")
     assert projected(built.model, direction) == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("parts", SIZES)
-def test_any_number_of_parts_loses_no_example(parts: int, way: str) -> None:
+def test_any_number_of_parts_loses_no_example(parts: int, way: PassStrategy) -> None:
     built = smooth_mlp()
     batch, direction = whole_batch(built), direction_for(built.model)
-    FisherPenalty(built.model, parts=parts, alpha=0.05, beta=7.0, way=way).backward(batch)
+    FisherPenalty(built.model, parts=parts, alpha=0.05, beta=7.0, strategy=way).backward(batch)
     want = slope(built, batch, SIZES[parts], 0.05, 7.0, direction, whole=False)
     assert projected(built.model, direction) == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_with_batch_norm_the_loss_is_that_of_the_batch_or_of_the_parts(way: str, whole: bool) -> None:
+def test_with_batch_norm_the_loss_is_that_of_the_batch_or_of_the_parts(way: PassStrategy, whole: bool) -> None:
     built = smooth_batch_norm()
     batch, direction = whole_batch(built), direction_for(built.model)
-    loss = FisherPenalty(built.model, parts=3, alpha=0.05, beta=7.0, way=way, whole=whole).backward(batch)
+    loss = FisherPenalty(built.model, parts=3, alpha=0.05, beta=7.0, strategy=way, whole=whole).backward(batch)
     want = slope(built, batch, [3, 2, 2], 0.05, 7.0, direction, whole=whole)
     assert projected(built.model, direction) == pytest.approx(want, rel=1e-6)
     pieces = [(7, batch)] if whole else list(zip([3, 2, 2], cut(batch, [3, 2, 2]), strict=True))
@@ -167,7 +168,7 @@ def test_ignored_labels_count_in_the_loss_of_the_batch_as_torch_counts_them() ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_part_without_any_label_has_a_loss_of_zero(way: str) -> None:
+def test_a_part_without_any_label_has_a_loss_of_zero(way: PassStrategy) -> None:
     built = CASES["sequence_with_ignored_positions"]()
     smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
 
@@ -177,7 +178,7 @@ def test_a_part_without_any_label_has_a_loss_of_zero(way: str) -> None:
     inputs, targets = whole_batch(built)
     # Of the five examples the last one has none: alone, torch would call its loss 0 / 0.
     model = nn.Sequential(built.model, Net(lambda net, x: x.movedim(-1, 1)))
-    loss = FisherPenalty(model, smoothed, parts=5, whole=False, way=way).backward((inputs, targets))
+    loss = FisherPenalty(model, smoothed, parts=5, whole=False, strategy=way).backward((inputs, targets))
     want = sum(by_hand(built.model(inputs[n : n + 1]), targets[n : n + 1]) for n in range(4)) / 5
     torch.testing.assert_close(loss, torch.as_tensor(want).detach())
     assert all(bool(each.isfinite().all()) for each in gradients(model).values())

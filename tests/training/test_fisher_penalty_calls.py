@@ -45,6 +45,7 @@ from saltflat.errors import (
     UnknownNameError,
 )
 from saltflat.training import SAM, FisherPenalty
+from saltflat.training.part_gradients import PassStrategy
 
 # Gradients after one call and after two, buffers then, and buffers after two plain passes.
 Found = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
@@ -313,7 +314,7 @@ def test_two_processes_keep_the_statistics_of_plain_passes(of_two: Ranks) -> Non
         ({"clip": 0.0}, OptionError),
         ({"start_step": -1}, OptionError),
         ({"start_epoch": 0.5}, OptionError),
-        ({"way": "vectorized"}, OptionError),
+        ({"strategy": "vectorised"}, OptionError),
         ({"whole": "yes"}, OptionError),
         ({"objective": "mse"}, OptionError),
         ({"loss": "cross entropy"}, UnknownNameError),
@@ -321,7 +322,7 @@ def test_two_processes_keep_the_statistics_of_plain_passes(of_two: Ranks) -> Non
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], error: type[SaltflatError]) -> None:
-    with pytest.raises(error, match=r"Got .* Want .* Do: "):
+    with pytest.raises(error, match=r"Expected .*, but got .*\. (Try|Check) "):
         FisherPenalty(nn.Linear(2, 2), **options)
 
 
@@ -339,19 +340,21 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], error: t
         (None, DataError),
     ],
 )
-def test_batches_that_cannot_be_taken_are_refused(batch: Batch, error: type[SaltflatError], way: str) -> None:
+def test_batches_that_cannot_be_taken_are_refused(batch: Batch, error: type[SaltflatError], way: PassStrategy) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(error, match=r"(?s)Got .* Want .* Do: "):
-        FisherPenalty(model, way=way, whole=False).step(optimizer, batch)
+    with pytest.raises(error, match=r"(?s)Expected .*, but got .*\. (Try|Check) "):
+        FisherPenalty(model, strategy=way, whole=False).step(optimizer, batch)
     same_bits(gradients(model), {name: torch.ones_like(p) for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("whole", "seen"), [(None, 4), (False, 2)])
-def test_an_objective_must_give_a_number_that_depends_on_the_model(way: str, whole: bool | None, seen: int) -> None:
+def test_an_objective_must_give_a_number_that_depends_on_the_model(
+    way: PassStrategy, whole: bool | None, seen: int
+) -> None:
     model, batch = nn.Linear(4, 3), (torch.randn(4, 4), torch.randn(4, 3))
 
     def each(model: nn.Module, batch: Batch) -> Tensor:
@@ -360,18 +363,18 @@ def test_an_objective_must_give_a_number_that_depends_on_the_model(way: str, who
     def detached(model: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(model(batch[0]).detach(), batch[1])
 
-    with pytest.raises(OptionError, match=rf"shape \({seen},\).* mean"):
-        FisherPenalty(model, objective=each, way=way, parts=2, whole=whole).backward(batch)
+    with pytest.raises(OptionError, match=rf"mean loss of the batch, .*shape \({seen},\)"):
+        FisherPenalty(model, objective=each, strategy=way, parts=2, whole=whole).backward(batch)
     with pytest.raises(ModelError, match="does not depend"):
-        FisherPenalty(model, objective=detached, way=way, parts=2, whole=whole).backward(batch)
+        FisherPenalty(model, objective=detached, strategy=way, parts=2, whole=whole).backward(batch)
 
 
 def test_optimizers_that_take_two_gradients_are_refused() -> None:
     model = nn.Linear(4, 3)
     batch = torch.randn(4, 4), integers(3, 4)
-    with pytest.raises(TrainingError, match="pass its base"):
+    with pytest.raises(TrainingError, match=r"but got a SAM.*Try passing its base"):
         FisherPenalty(model).step(SAM(model, SGD, lr=0.1), batch)
-    with pytest.raises(OptionError, match="in place of the optimizer"):
+    with pytest.raises(OptionError, match=r"Expected an optimizer of torch\.optim, but got"):
         FisherPenalty(model).step(batch, batch)  # type: ignore[arg-type]
 
 
@@ -381,7 +384,7 @@ def test_lbfgs_is_refused_before_anything_changes() -> None:
         p.grad = torch.ones_like(p)
     before = copy.deepcopy(built.model.state_dict())
     penalty = FisherPenalty(built.model, parts=3)
-    with pytest.raises(OptionError, match=r"Got .*LBFGS.* Want .* Do: "):
+    with pytest.raises(OptionError, match=r"Expected .*, but got LBFGS.* Try "):
         penalty.step(torch.optim.LBFGS(built.model.parameters()), whole_batch(built))
     same_bits(built.model.state_dict(), before)
     same_bits(gradients(built.model), {name: torch.ones_like(p) for name, p in built.model.named_parameters()})

@@ -1,4 +1,4 @@
-"""How the Fisher penalty takes its passes: vectorised or in a loop, and what they leave behind."""
+"""How the Fisher penalty takes its passes: vectorized or in a loop, and what they leave behind."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ from torch.optim import SGD
 
 from saltflat.errors import PrecisionError, TrainingError
 from saltflat.training import FisherPenalty, part_gradients
-from saltflat.training.part_gradients import PartGradients
+from saltflat.training.part_gradients import PartGradients, PassStrategy
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -41,7 +41,7 @@ def test_both_ways_agree(name: str) -> None:
         built = CASES[name]()
         for each in built.model.modules():
             each.train(not isinstance(each, nn.Dropout | nn.MultiheadAttention))
-        penalty = FisherPenalty(built.model, built.loss, parts=2, alpha=0.05, beta=7.0, way=way)
+        penalty = FisherPenalty(built.model, built.loss, parts=2, alpha=0.05, beta=7.0, strategy=way)
         found.append((penalty.backward(whole_batch(built)), gradients(built.model)))
         frozen = [p for p in built.model.parameters() if not p.requires_grad]
         assert all(p.grad is None for p in frozen)
@@ -71,12 +71,12 @@ def test_a_model_that_torch_func_does_not_take_is_looped_for_good(monkeypatch: p
     assert taken == ["run_vmap", "run_loop", "run_loop"]
     assert penalty.why_looped is not None
     assert "_weight_norm_interface" in penalty.why_looped
-    reference = FisherPenalty(other.model, parts=2, way="loop")
+    reference = FisherPenalty(other.model, parts=2, strategy="loop")
     for _ in range(2):
         reference.backward(whole_batch(other))
     same_bits(gradients(built.model), gradients(other.model))
     with pytest.raises(TrainingError, match="_weight_norm_interface"):
-        FisherPenalty(other.model, parts=2, way="vectorised").backward(whole_batch(other))
+        FisherPenalty(other.model, parts=2, strategy="vectorized").backward(whole_batch(other))
 
 
 def test_what_fails_in_the_loop_too_says_nothing_about_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +102,9 @@ def test_running_out_of_memory_is_not_the_models_fault(monkeypatch: pytest.Monke
     built = smooth_mlp()
     penalty = FisherPenalty(built.model, parts=2)
     penalty.backward(whole_batch(built))
-    assert penalty.why_looped == "The vectorised pass ran out of memory."
+    assert penalty.why_looped == "The vectorized pass ran out of memory."
     with pytest.raises(torch.OutOfMemoryError):
-        FisherPenalty(built.model, parts=2, way="vectorised").backward(whole_batch(built))
+        FisherPenalty(built.model, parts=2, strategy="vectorized").backward(whole_batch(built))
 
 
 def test_auto_loops_on_cpus_with_large_stacks_and_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,22 +120,22 @@ def test_auto_loops_on_cpus_with_large_stacks_and_recurrent_layers(monkeypatch: 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("whole", [None, False, True])
-def test_running_statistics_are_those_of_a_plain_step(whole: bool | None, way: str) -> None:
+def test_running_statistics_are_those_of_a_plain_step(whole: bool | None, way: PassStrategy) -> None:
     built, other = smooth_batch_norm(), smooth_batch_norm()
     batch = whole_batch(built)
     before = buffers(built.model)
-    FisherPenalty(built.model, parts=3, way=way, whole=whole).step(SGD(built.model.parameters(), lr=0.1), batch)
+    FisherPenalty(built.model, parts=3, strategy=way, whole=whole).step(SGD(built.model.parameters(), lr=0.1), batch)
     plain_step(other.model, SGD(other.model.parameters(), lr=0.1), batch)
     same_bits(buffers(built.model), buffers(other.model))
     assert not torch.equal(buffers(built.model)["1.running_mean"], before["1.running_mean"])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_with_batch_norm_a_part_has_two_examples(way: str) -> None:
+def test_with_batch_norm_a_part_has_two_examples(way: PassStrategy) -> None:
     built, other = smooth_batch_norm(), smooth_batch_norm()
     batch = whole_batch(built)
-    FisherPenalty(built.model, parts=8, alpha=0.1, way=way).backward(batch)
-    FisherPenalty(other.model, parts=3, alpha=0.1, way=way).backward(batch)
+    FisherPenalty(built.model, parts=8, alpha=0.1, strategy=way).backward(batch)
+    FisherPenalty(other.model, parts=3, alpha=0.1, strategy=way).backward(batch)
     same_bits(gradients(built.model), gradients(other.model))
 
 
@@ -145,9 +145,9 @@ def counting(net: Any, x: Tensor) -> Any:
     return net.norm(net.layer(x.unsqueeze(1))).mean(1)
 
 
-@pytest.mark.parametrize("tries_vectorised", [True, False])
-def test_other_buffers_are_those_of_a_plain_step_too(tries_vectorised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if tries_vectorised:
+@pytest.mark.parametrize("tries_vectorized", [True, False])
+def test_other_buffers_are_those_of_a_plain_step_too(tries_vectorized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tries_vectorized:
         on_cpus(monkeypatch)
 
     def build() -> nn.Module:
@@ -162,7 +162,7 @@ def test_other_buffers_are_those_of_a_plain_step_too(tries_vectorised: bool, mon
     one, two = build(), build()
     penalty = FisherPenalty(one, parts=3)
     penalty.step(SGD(one.parameters(), lr=0.1), batch)
-    assert (penalty.why_looped is not None) == tries_vectorised
+    assert (penalty.why_looped is not None) == tries_vectorized
     plain_step(two, SGD(two.parameters(), lr=0.1), batch)
     same_bits(buffers(one), buffers(two))
     assert float(buffers(one)["layer.count"]) == 1
@@ -193,15 +193,15 @@ class Failing(nn.Module):
         return self.model(x)
 
 
-@pytest.mark.parametrize(("way", "passes"), [("loop", 7), ("vectorised", 5)])
-def test_an_error_in_any_pass_leaves_everything_as_it_was(way: str, passes: int) -> None:
+@pytest.mark.parametrize(("way", "passes"), [("loop", 7), ("vectorized", 5)])
+def test_an_error_in_any_pass_leaves_everything_as_it_was(way: PassStrategy, passes: int) -> None:
     batch = whole_batch(smooth_batch_norm())
     for n in range(1, passes + 1):
         built = smooth_batch_norm()
         model = Failing(built.model, n)
         optimizer = SGD(model.parameters(), lr=0.1)
         # A long step: what a short one rounds away comes back by adding it again.
-        penalty = FisherPenalty(model, parts=3, alpha=3.0, way=way)
+        penalty = FisherPenalty(model, parts=3, alpha=3.0, strategy=way)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -217,7 +217,7 @@ def test_an_error_in_any_pass_leaves_everything_as_it_was(way: str, passes: int)
         assert int(norm.num_batches_tracked or 0) == (n > 1)
     model = Failing(smooth_batch_norm().model, passes + 1)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    FisherPenalty(model, parts=3, alpha=3.0, way=way).backward(batch)
+    FisherPenalty(model, parts=3, alpha=3.0, strategy=way).backward(batch)
     same_bits(dict(model.named_parameters()), weights)
     assert model.left == 1
 
@@ -236,7 +236,7 @@ def random_network() -> nn.Module:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_both_evaluations_of_a_part_draw_the_same_numbers(way: str) -> None:
+def test_both_evaluations_of_a_part_draw_the_same_numbers(way: PassStrategy) -> None:
     model = random_network()
     batch = reals(7, 2, 4, 4), integers(3, 7)
 
@@ -245,7 +245,7 @@ def test_both_evaluations_of_a_part_draw_the_same_numbers(way: str) -> None:
         for beta in (1.0, 2.0):
             torch.manual_seed(5)
             model.zero_grad()
-            FisherPenalty(model, parts=3, alpha=alpha, beta=beta, way=way).backward(batch)
+            FisherPenalty(model, parts=3, alpha=alpha, beta=beta, strategy=way).backward(batch)
             found.append(gradients(model))
         return length({name: found[1][name] - each for name, each in found[0].items()}) / alpha
 
@@ -273,18 +273,18 @@ def test_a_model_that_writes_to_its_inputs_gets_them_anew_for_every_pass() -> No
     reader = Net(lambda net, x: net.body(x * 2), body=two.model)
     for model in (writer, reader):
         for way in WAYS:
-            FisherPenalty(model, parts=3, alpha=0.1, way=way, whole=True).backward(batch)
+            FisherPenalty(model, parts=3, alpha=0.1, strategy=way, whole=True).backward(batch)
     same_bits(gradients(writer), gradients(reader))
     torch.testing.assert_close(batch[0], inputs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_autocast_does_not_reach_the_penalty(way: str) -> None:
+def test_autocast_does_not_reach_the_penalty(way: PassStrategy) -> None:
     found = []
     for enabled in (False, True):
         model, batch = single(smooth_cnn)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            FisherPenalty(model, parts=3, way=way).backward(batch)
+            FisherPenalty(model, parts=3, strategy=way).backward(batch)
         found.append(gradients(model))
     same_bits(found[0], found[1])
 
@@ -341,12 +341,12 @@ def test_half_precision_weights_are_refused(dtype: torch.dtype) -> None:
 
 @gpu
 @pytest.mark.parametrize("build", [smooth_mlp, smooth_cnn, smooth_batch_norm, CASES["multihead_attention"]])
-def test_on_a_gpu_auto_is_vectorised_and_agrees_with_the_loop(build: Callable[[], Case]) -> None:
+def test_on_a_gpu_auto_is_vectorized_and_agrees_with_the_loop(build: Callable[[], Case]) -> None:
     found = []
     for way in ("loop", "auto"):
         built = build()
         inputs, targets = whole_batch(built)
-        penalty = FisherPenalty(built.model.cuda(), parts=3, alpha=0.05, way=way)
+        penalty = FisherPenalty(built.model.cuda(), parts=3, alpha=0.05, strategy=way)
         penalty.backward((inputs.cuda(), targets.cuda()))
         assert penalty.why_looped is None
         found.append(gradients(built.model))
@@ -355,7 +355,7 @@ def test_on_a_gpu_auto_is_vectorised_and_agrees_with_the_loop(build: Callable[[]
 
 @gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_on_a_gpu_both_evaluations_draw_the_same_numbers(way: str) -> None:
+def test_on_a_gpu_both_evaluations_draw_the_same_numbers(way: PassStrategy) -> None:
     model = random_network().cuda()
     batch = reals(7, 2, 4, 4).cuda(), integers(3, 7).cuda()
     sizes = []
@@ -364,7 +364,7 @@ def test_on_a_gpu_both_evaluations_draw_the_same_numbers(way: str) -> None:
         for beta in (1.0, 2.0):
             torch.manual_seed(5)
             model.zero_grad()
-            FisherPenalty(model, parts=3, alpha=alpha, beta=beta, way=way).backward(batch)
+            FisherPenalty(model, parts=3, alpha=alpha, beta=beta, strategy=way).backward(batch)
             found.append(gradients(model))
         sizes.append(length({name: found[1][name] - each for name, each in found[0].items()}) / alpha)
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-2)

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import SGD
 
 from saltflat.training import SAM, FisherPenalty, shift_weights
+from saltflat.training.part_gradients import PassStrategy
 from saltflat.training.shift import freeze_buffers
 
 
@@ -113,8 +114,8 @@ def sam_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     assert optimizer.perturbed_steps == 1
 
 
-def fisher_step(way: str, whole: bool | None, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    penalty = FisherPenalty(model, parts=2, way=way, whole=whole)
+def fisher_step(way: PassStrategy, whole: bool | None, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    penalty = FisherPenalty(model, parts=2, strategy=way, whole=whole)
     penalty.step(SGD(model.parameters(), lr=0.1), batch)
 
 
@@ -132,7 +133,7 @@ STEPS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], None]] = {
 def test_a_step_leaves_the_statistics_of_a_plain_one_in_a_batch_norm_of_ones_own(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cpus(monkeypatch)  # "auto" tries a vectorised pass, which fails: it cannot write to what is not vectorised
+    on_cpus(monkeypatch)  # "auto" tries a vectorized pass, which fails: it cannot write to what is not vectorized
     torch.manual_seed(0)
     model = nn.Sequential(NETWORKS["a batch norm of one's own"](), nn.Linear(12, 3))
     plain = deepcopy(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -278,7 +279,7 @@ def test_groups_of_a_base_give_the_wrappers_option_under_its_key() -> None:
 
     strange = SAM(model, Strange, rho=0.2).param_groups[0]
     assert (strange["rho"], strange["sam_rho"]) == (0.2, 5.0)
-    with pytest.raises(OptionError, match=r"'sam_rho'.*Want 'rho'"):
+    with pytest.raises(OptionError, match=r"Expected 'rho', but got a group with 'sam_rho'"):
         SAM(model, SGD([{"params": model.parameters(), "sam_rho": 0.3}], lr=0.1))
 
 
@@ -286,7 +287,7 @@ def test_groups_of_a_base_give_the_wrappers_option_under_its_key() -> None:
     "base", [torch.optim.Adadelta, lambda params, **options: torch.optim.Adadelta(params, **options)]
 )
 def test_an_option_that_may_be_anyones_is_refused(base: Any) -> None:
-    with pytest.raises(OptionError, match=r"(?s)rho= for SAM around Adadelta.*SAM\(model, Adadelta\(model.par.*, rho="):
+    with pytest.raises(OptionError, match=r"SAM or Adadelta, but got rho=.*SAM\(model, Adadelta\(model.par.*, rho="):
         SAM(made(), base, rho=0.9)
 
 
@@ -348,15 +349,19 @@ def test_a_later_wrapper_of_another_kind_uses_the_same_keys() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (lambda: SAM(made().parameters(), SGD, lr=0.1), ModelError, "in place of the model"),  # type: ignore[arg-type]
+        (lambda: SAM(made().parameters(), SGD, lr=0.1), ModelError, "instead of the model"),  # type: ignore[arg-type]
         (lambda: SAM(made(), "SGD", lr=0.1), OptionError, "base of type str"),  # type: ignore[arg-type]
         (lambda: SAM(made(), made()), OptionError, "base of type Sequential"),
         (lambda: SAM(made(), lambda params: 3), OptionError, "makes a int"),  # type: ignore[arg-type, return-value]
-        (lambda: SAM(model := made(), SGD(model.parameters(), 0.1), lr=0.1), OptionError, "there already"),
+        (
+            lambda: SAM(model := made(), SGD(model.parameters(), 0.1), lr=0.1),
+            OptionError,
+            "existing optimizer, but got lr",
+        ),
         (lambda: SAM(made(), SGD(made().parameters(), 0.1)), OptionError, "4 parameters that are not the model's"),
-        (lambda: SAM(model := made(), SAM(model, SGD, lr=0.1)), OptionError, "one pass"),
-        (lambda: SAM(made(), SGD, sync="both", lr=0.1), OptionError, "sync='both'"),
-        (lambda: SAM(made().requires_grad_(False), SGD, lr=0.1), ModelError, "without parameters"),
+        (lambda: SAM(model := made(), SAM(model, SGD, lr=0.1)), OptionError, "with one pass"),
+        (lambda: SAM(made(), SGD, sync="both", lr=0.1), OptionError, "sync='both'"),  # type: ignore[arg-type]
+        (lambda: SAM(made().requires_grad_(False), SGD, lr=0.1), ModelError, "none requires a gradient"),
         (lambda: SAM(made(), torch.optim.LBFGS), OptionError, "LBFGS"),
         (lambda: ASAM(made(), SGD, eta=-1, lr=0.1), OptionError, "eta=-1"),
         (lambda: GradientNormPenalty(made(), SGD, balance="x", lr=0.1), OptionError, "balance="),  # type: ignore[arg-type]
@@ -365,8 +370,7 @@ def test_a_later_wrapper_of_another_kind_uses_the_same_keys() -> None:
 def test_what_cannot_be_wrapped_is_told(wrong: Callable[[], Any], error: type[SaltflatError], message: str) -> None:
     with pytest.raises(error, match=message) as told:
         wrong()
-    assert "Want" in str(told.value)
-    assert "Do:" in str(told.value)
+    assert re.search(r"Expected .*, but got .*\. (Try|Check) ", str(told.value))
 
 
 def test_sparse_gradients_are_told() -> None:

@@ -50,7 +50,9 @@ def test_a_gradient_that_the_last_step_left_behind_is_not_added_to(wrapper: type
         optimizer.second_step()
     before = [p.detach().clone() for p in model.parameters()]
     backward(model)
-    with pytest.raises(TrainingError, match=r"Got gradients that the last step was taken with.*Do: call .*zero_grad"):
+    with pytest.raises(
+        TrainingError, match=r"but got gradients that include those of the last step.*Try calling .*zero_grad"
+    ):
         optimizer.first_step()
     assert not optimizer.is_shifted
     assert all(map(torch.equal, before, model.parameters()))
@@ -77,7 +79,7 @@ def test_a_second_backward_pass_that_was_forgotten_is_missed(wrapper: type[SAM])
     backward(model)
     before = values(model)
     optimizer.first_step()
-    with pytest.raises(TrainingError, match=r"Got no gradient since first_step.*The weights are back"):
+    with pytest.raises(TrainingError, match=r"but got no gradient since first_step.*The weights are restored"):
         optimizer.second_step()
     assert all(map(torch.equal, before, values(model)))
     assert optimizer.perturbed_steps == 0
@@ -106,7 +108,9 @@ def test_a_closure_that_never_calls_backward_is_an_error(wrapper: type[SAM], cle
     for stale in (False, True):
         if stale:
             backward(model)  # gradients that are there already are not the closure's
-        with pytest.raises(TrainingError, match=r"Got a closure that made no gradient.*Do: call loss.backward\(\)"):
+        with pytest.raises(
+            TrainingError, match=r"but got a closure that made no gradient.*Try calling loss.backward\(\)"
+        ):
             optimizer.step(closure)
         untouched(model, optimizer, before)
 
@@ -121,7 +125,9 @@ def test_a_first_step_without_a_backward_pass_is_an_error(wrapper: type[SAM], cl
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.zero_grad(set_to_none=cleared == "to none")
-    with pytest.raises(TrainingError, match=r"Got first_step\(\) without a gradient.*Do: call loss.backward\(\)"):
+    with pytest.raises(
+        TrainingError, match=r"but got first_step\(\) without a gradient.*Try calling loss.backward\(\)"
+    ):
         optimizer.first_step()
     untouched(model, optimizer, before)
 
@@ -138,7 +144,7 @@ def test_a_closure_that_skips_its_second_backward_pass_is_an_error(wrapper: type
             backward(model)
 
     before = values(model)
-    with pytest.raises(TrainingError, match="Got no gradient since first_step"):
+    with pytest.raises(TrainingError, match="but got no gradient since first_step"):
         optimizer.step(closure)
     untouched(model, optimizer, before)
 
@@ -185,7 +191,7 @@ def test_a_first_gradient_must_not_be_unscaled() -> None:
     optimizer, scaler = SAM(model, torch.optim.SGD, lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(F.cross_entropy(model(INPUTS), LABELS)).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(TrainingError, match=r"Got a first gradient that the GradScaler has unscaled.*Do: "):
+    with pytest.raises(TrainingError, match=r"still scaled, but got one that the GradScaler has unscaled.*Try "):
         optimizer.first_step(scaler)
 
 
@@ -201,7 +207,7 @@ def test_the_last_wrapper_around_a_base_says_how_far_to_go() -> None:
 def test_a_group_that_is_refused_is_not_added() -> None:
     model = network()
     optimizer = SAM(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    with pytest.raises(OptionError, match=r"Got rho=-1"):
+    with pytest.raises(OptionError, match=r"but got rho=-1"):
         optimizer.add_param_group({"params": list(model[3].parameters()), "rho": -1})
     assert len(optimizer.param_groups) == 1
 
@@ -215,7 +221,7 @@ def test_a_closure_that_clears_a_part_of_the_gradients_is_refused() -> None:
         return backward(model)
 
     optimizer.step(closure)
-    with pytest.raises(TrainingError, match="Got gradients from before the closure"):
+    with pytest.raises(TrainingError, match="but got gradients from before the closure"):
         optimizer.step(closure)
 
 
@@ -327,7 +333,7 @@ def test_steps_that_do_not_fit_the_parameters_are_refused(wrong: str) -> None:
         parameters[1] = other.bias
     before = values(layer)
     with (
-        pytest.raises(OptionError, match=r"Got 2 parameters and \d steps that do not fit"),
+        pytest.raises(OptionError, match=r"but got 2 parameters and \d steps that do not fit"),
         shift_weights(layer, parameters, steps),
     ):
         pass

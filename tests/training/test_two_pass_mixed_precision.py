@@ -150,7 +150,7 @@ def test_a_first_gradient_of_unknown_scale_is_told() -> None:
     optimizer.first_step()
     scaled(model, batches()[0], scaler)
     scaler.unscale_(optimizer)
-    with pytest.raises(TrainingError, match=r"Do: call first_step\(scaler\)"):
+    with pytest.raises(TrainingError, match=r"Try calling first_step\(scaler\)"):
         scaler.step(optimizer)
     same(model, before)
 

@@ -68,7 +68,7 @@ def in_each_process(rank: int, folder: str) -> None:
     for sync in ("plain", *SYNCS):
         model = DistributedDataParallel(made("batch norm"))
         base = SGD(model.parameters(), lr=0.0)
-        optimizer = base if sync == "plain" else SAM(model, base, sync=sync)  # type: ignore[assignment]
+        optimizer = base if sync == "plain" else SAM(model, base, sync=sync)  # type: ignore[arg-type, assignment]
         train(model, optimizer, [shards_of(batch)[rank] for batch in batches(2, size=8)])
         found["buffers", sync] = {name: each.clone() for name, each in model.module.named_buffers()}
     found["errors", ""] = errors_in(rank)
@@ -189,6 +189,6 @@ def test_every_process_keeps_the_running_statistics_of_a_plain_step(sync: str, r
 def test_a_gradient_that_was_averaged_is_no_local_one(found: list[Found]) -> None:
     for each in found:
         told = each["errors", ""]
-        assert "DistributedDataParallel around it" in told["bare model"]
+        assert "Expected a DistributedDataParallel" in told["bare model"]
         assert "first_pass()" in told["averaged"]
         assert "first_pass()" in told["averaged after an error in a first pass"]
