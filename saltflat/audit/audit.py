@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import time
+import torch
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor, nn
-
 from saltflat.audit.change import TOLERANCE, compute_change
 from saltflat.audit.result import Audit, AuditLine
 from saltflat.engine.data import Data
@@ -26,12 +22,14 @@ from saltflat.measures.apply import list_invariances
 from saltflat.measures.compute import measure
 from saltflat.measures.registry import parse_measures
 from saltflat.results.report import Report
-from saltflat.symmetry.equality import copy_model
+from saltflat.symmetry.equality import Example, copy_model, select_logits, take_example
 from saltflat.symmetry.find import find_output_symmetries
 from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.rescale import apply_rescaling, check_same_function
-from saltflat.symmetry.tracing.run import Example, select_logits, take_example
 from saltflat.validation import check_count, check_positive, check_seed, is_choice, take_turns
+from torch import Tensor, nn
+from typing import Any
+
 
 # The invariance that a measure claims, for each kind of rescaling.
 KINDS = {"layer": "layer_scale", "unit": "unit_scale"}

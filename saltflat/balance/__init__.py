@@ -21,7 +21,7 @@ report the remaining imbalance.
 from saltflat.balance.exponentials import FormBalanceResult, balance_forms
 from saltflat.balance.graph import balance_graph
 from saltflat.balance.matrix import balance_bipartite, balance_factored
-from saltflat.balance.result import BalanceResult
+from saltflat.balance.solver import BalanceResult
 
 __all__ = [
     "BalanceResult",

@@ -17,8 +17,15 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from saltflat.balance.result import check_nonnegative, check_solver_options, find_components, format_convergence_notes
-from saltflat.balance.solver import Flow, FlowPoint, balance_flow
+from saltflat.balance.solver import (
+    Flow,
+    FlowPoint,
+    balance_flow,
+    check_nonnegative,
+    check_solver_options,
+    find_components,
+    format_convergence_notes,
+)
 from saltflat.errors import OptionError, SaltflatError
 
 Array = NDArray[np.float64]

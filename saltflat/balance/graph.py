@@ -8,7 +8,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from saltflat.balance.exponentials import balance_forms
-from saltflat.balance.result import BalanceResult, find_components, format_convergence_notes
+from saltflat.balance.solver import BalanceResult, find_components, format_convergence_notes
 from saltflat.errors import OptionError
 
 

@@ -17,14 +17,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from saltflat.balance.result import (
+from saltflat.balance.solver import (
     BalanceResult,
+    Flow,
+    FlowPoint,
+    balance_flow,
+    build_laplacian,
     check_nonnegative,
     check_solver_options,
     find_cyclic_entries,
     format_convergence_notes,
 )
-from saltflat.balance.solver import Flow, FlowPoint, balance_flow, build_laplacian
 from saltflat.errors import OptionError
 
 # The logarithm of 0, kept finite so that differences are never nan; its exponential is 0.

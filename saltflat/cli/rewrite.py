@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import saltflat
+import typer
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-import typer
 from rich.text import Text
-
-import saltflat
 from saltflat.cli.inputs import Columns, NetworkOptions, Quiet, SweepOptions
 from saltflat.cli.program import add_command, app, choose_verb, print_message, print_result
 from saltflat.errors import ModelError, OptionError
-
+from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING
 if TYPE_CHECKING:
+    from saltflat.engine.data import Data
     from torch import nn
 
-    from saltflat.engine.data import Data
 
 NUM_COMPARED = 8  # examples on which the outputs of both networks are compared
 
@@ -77,7 +75,7 @@ def fold(source: NetworkOptions, output: WeightsOutputOptions) -> None:
     """
     from saltflat.layers.normalization import Affine
     from saltflat.symmetry.batch_norm_uses import is_batch_norm
-    from saltflat.symmetry.tracing.run import take_example
+    from saltflat.symmetry.equality import take_example
 
     output.check(source.weights)
     with source.open() as loaded:
@@ -137,7 +135,7 @@ def rebalance(
 def _compare_outputs(network: nn.Module, new: nn.Module, examples: Data) -> float:
     """Return how far the outputs differ, in the model's own precision, after checking that it is rounding error."""
     from saltflat.symmetry.equality import COARSE_TOLERANCE, compare_outputs
-    from saltflat.symmetry.tracing.run import parse_example, take_example
+    from saltflat.symmetry.equality import parse_example, take_example
 
     difference = compare_outputs(network, new, parse_example(take_example(examples, count=NUM_COMPARED)))
     if not difference <= COARSE_TOLERANCE:

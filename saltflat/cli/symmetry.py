@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 import saltflat
+import typer
 from saltflat.cli.inputs import LossOptions, MeasureOptions, NetworkOptions, PageOptions, Plot, compute_result
 from saltflat.cli.program import add_command, app, check_outputs, parse_names, print_result, reword_audit, write_figure
+from typing import Annotated
+
 
 
 @add_command(app)
@@ -53,7 +52,7 @@ def symmetries(
     operations fix the others.
     """
     from saltflat.symmetry.group import check_rescaling_kind
-    from saltflat.symmetry.tracing.run import take_example
+    from saltflat.symmetry.equality import take_example
 
     check_rescaling_kind(kind)
     check_outputs(None, plot, quiet=False)

@@ -17,7 +17,7 @@ from saltflat.measures.registry import MEASURES, PRESETS, SYMMETRIES, Measure, M
 
 __all__ = ["MEASURES", "PRESETS", "SYMMETRIES", "Measure", "MeasureResult", "measure"]
 
-for _statistics in ("saltflat.statistics", "saltflat.symmetry.statistics"):
+for _statistics in ("saltflat.statistics", "saltflat.symmetry.axes"):
     import_module(_statistics)  # what measures are functions of
 for _file in iter_modules(__path__):
     import_module(f"{__name__}.{_file.name}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saltflat.balance.matrix import balance_bipartite, balance_factored
-from saltflat.balance.result import BalanceResult
+from saltflat.balance.solver import BalanceResult
 from saltflat.errors import OptionError
 from saltflat.measures.registry import MeasureResult, measure
 

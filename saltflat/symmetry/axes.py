@@ -1,4 +1,4 @@
-"""Determine what the axes of parameters count from the operations that use them.
+"""What the axes of parameters count, and the statistic of all rescalings, both found by tracing.
 
 The axes of torch's convolutions count outputs, inputs and kernel positions, in that order. Custom code that multiplies
 by its own parameters (``x @ W``, ``einsum``, a stack of experts, position embeddings) may use any order, so the forward
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from saltflat.engine.context import find_geometries
+from saltflat.engine.context import Context, StatisticResult, find_geometries
 from saltflat.engine.data import Batch
 from saltflat.engine.network import Network
-from saltflat.errors import ModelError
+from saltflat.engine.statistic import statistic
+from saltflat.errors import ModelError, NotDefinedError
 from saltflat.layers import GROUP, IN, OUT, POSITION, Convolution, Geometry, PermutedGeometry, Transposed
-from saltflat.symmetry.find import compute_output_change, trace_batch
+from saltflat.symmetry.find import compute_output_change, find_batch_symmetries, trace_batch
 from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.tracing.entries import ParameterEntries
 
@@ -242,3 +243,30 @@ def _find_regular_steps(line: list[int]) -> list[tuple[int, int]] | None:
             return None
         steps, line = [(step, count), *steps], line[::count]
     return steps
+
+
+@statistic(
+    per="network", meaning="Every rescaling of the measured parameters that leaves the function unchanged.", passes=0
+)
+def rescalings(context: Context) -> StatisticResult:
+    """Return the group of rescalings that change only measured parameters."""
+    network = context.problem.network
+    batch = next(iter(context.problem.read_batches())).cut(0, 8)
+    try:
+        group = find_batch_symmetries(network, batch)
+    except ModelError as error:
+        raise NotDefinedError(f"needs the rescalings of the model: {error}") from error
+    group = group.restrict_to_parameters(network.measured)
+    _check_rescaling(network, batch, group)
+    notes = [f"rescalings hold for inputs whose masks decide as those of the first: {line}" for line in group.assumed]
+    return StatisticResult(group, notes=tuple(notes), without=lambda left_out: group)
+
+
+def _check_rescaling(network: Network, batch: Batch, group: Symmetries) -> None:
+    """Check that a random rescaling leaves the outputs unchanged: values that leave torch cannot be traced."""
+    off, tolerance = compute_output_change(network, batch, group)
+    if not off <= tolerance:
+        raise NotDefinedError(
+            f"needs the rescalings of the model, and those found change its outputs (by {off:.1e}): its forward pass "
+            "contains operations that cannot be traced, such as a computation outside of torch"
+        )

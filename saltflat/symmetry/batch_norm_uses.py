@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
-import torch
 import torch.fx
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -19,8 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from saltflat.errors import DataError, ModelError, format_error_line
-from saltflat.symmetry.equality import compute_relative_difference, compute_tolerance, copy_model
-from saltflat.symmetry.tracing.run import Example, ModelInputs, ModelOutput, find_tensors, parse_example
+from saltflat.symmetry.equality import (
+    Example,
+    ModelInputs,
+    ModelOutput,
+    compute_relative_difference,
+    compute_tolerance,
+    copy_model,
+    find_tensors,
+    parse_example,
+)
 from saltflat.symmetry.tracing.trace import LIBRARY, TORCH
 
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

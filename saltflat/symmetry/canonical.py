@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from saltflat.engine.problem import is_finite
 from saltflat.engine.session import check_module, check_tensors
 from saltflat.errors import ModelError, NonFiniteError
-from saltflat.symmetry.equality import compare_outputs, copy_in_float64
+from saltflat.symmetry.equality import Example, compare_outputs, copy_in_float64, parse_example
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Array, Mask, Numbers, ScaledTensor, Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
-from saltflat.symmetry.tracing.run import Example, parse_example
 from saltflat.validation import take_turns
 
 # Relative rounding error of an entry in each precision.

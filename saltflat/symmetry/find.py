@@ -17,7 +17,17 @@ from torch.utils._pytree import tree_map_only
 from saltflat.engine.data import Batch
 from saltflat.engine.network import Network
 from saltflat.engine.session import open_session
-from saltflat.symmetry.equality import compute_relative_difference
+from saltflat.symmetry.equality import (
+    Example,
+    ModelInputs,
+    OutputSelector,
+    clone_inputs,
+    compute_relative_difference,
+    find_tensors,
+    parse_example,
+    select_logits,
+    wrap_model_errors,
+)
 from saltflat.symmetry.group import (
     Mask,
     Numbers,
@@ -28,21 +38,9 @@ from saltflat.symmetry.group import (
     check_rescaling_kind,
     extract_forms,
 )
-from saltflat.symmetry.tracing import rules  # noqa: F401 (the import registers the rules)
-from saltflat.symmetry.tracing.elimination import Elimination, collapse_repeats, find_first_pairs
-from saltflat.symmetry.tracing.entries import ParameterEntries
-from saltflat.symmetry.tracing.reachability import find_live_operations
-from saltflat.symmetry.tracing.run import (
-    Example,
-    ModelInputs,
-    OutputSelector,
-    clone_inputs,
-    find_tensors,
-    parse_example,
-    select_logits,
-    wrap_model_errors,
-)
-from saltflat.symmetry.tracing.scales import ANY, GROUND
+from saltflat.symmetry.tracing import rules  # noqa: F401 - importing it registers the rules
+from saltflat.symmetry.tracing.entries import ParameterEntries, find_live_operations
+from saltflat.symmetry.tracing.scales import ANY, GROUND, Elimination, collapse_repeats, find_first_pairs
 from saltflat.symmetry.tracing.trace import Obstacle, ScaleTracker
 from saltflat.validation import take_turns
 

@@ -19,8 +19,7 @@ from saltflat.symmetry.batch_norm_uses import (
     observe_uses,
     trace_uses,
 )
-from saltflat.symmetry.equality import copy_model
-from saltflat.symmetry.tracing.run import Example
+from saltflat.symmetry.equality import Example, copy_model
 from saltflat.validation import take_turns
 
 

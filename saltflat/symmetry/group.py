@@ -16,14 +16,14 @@ from torch import Tensor
 from saltflat._late import load_later
 from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.results.display import Displayable
-from saltflat.symmetry.tracing.elimination import (
+from saltflat.symmetry.tracing.scales import (
+    GROUND,
     Elimination,
     LinearForm,
     equate_factors,
     find_first_pairs,
     select_independent_entries,
 )
-from saltflat.symmetry.tracing.scales import GROUND
 from saltflat.symmetry.tracing.trace import Obstacle
 from saltflat.validation import check_non_negative, is_choice, parse_integer
 

@@ -18,10 +18,10 @@ from saltflat.engine.losses import LossLike
 from saltflat.engine.progress import Progress
 from saltflat.errors import ModelError
 from saltflat.statistics.compute import compute_statistics
+from saltflat.symmetry.equality import take_example
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Array, RescalingKind, Symmetries, check_rescaling_kind
 from saltflat.symmetry.rescale import apply_rescaling, check_same_function
-from saltflat.symmetry.tracing.run import take_example
 from saltflat.validation import check_flag, take_turns
 
 

@@ -7,10 +7,17 @@ import torch
 from torch import nn
 
 from saltflat.errors import ModelError, OptionError
-from saltflat.symmetry.equality import compare_outputs, copy_in_float64, copy_model
+from saltflat.symmetry.equality import (
+    Example,
+    OutputSelector,
+    compare_outputs,
+    copy_in_float64,
+    copy_model,
+    find_tensors,
+    parse_example,
+)
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Array, RescalingKind, Symmetries, check_rescaling_kind
-from saltflat.symmetry.tracing.run import Example, OutputSelector, find_tensors, parse_example
 from saltflat.validation import check_flag, check_seed, take_turns
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
-from saltflat.symmetry.tracing.elimination import Elimination, LinearForm, add_scaled_form, equate_factors
+from saltflat.symmetry.tracing.scales import Elimination, LinearForm, add_scaled_form, equate_factors
 from saltflat.symmetry.tracing.scales import ANY, GROUND, ScaleSystem
 
 DRAWS = 50

@@ -19,7 +19,7 @@ import saltflat
 from saltflat.errors import DataError, ModelError, OptionError, SaltflatError
 from saltflat.layers.normalization import Affine
 from saltflat.symmetry.fold import FoldedBatchNorm, fold
-from saltflat.symmetry.tracing.run import Example
+from saltflat.symmetry.equality import Example
 
 
 class Model(Net):

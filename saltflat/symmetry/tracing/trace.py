@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from saltflat.errors import ModelError, SaltflatError, format_error_line
+from saltflat.symmetry.equality import ModelInputs
 from saltflat.symmetry.tracing.entries import ParameterEntries
-from saltflat.symmetry.tracing.run import ModelInputs
 from saltflat.symmetry.tracing.scales import (
     ANY,
     GROUND,
