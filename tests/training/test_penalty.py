@@ -26,7 +26,7 @@ from saltflat.errors import (
     UnknownNameError,
 )
 from saltflat.measures.registry import MEASURES
-from saltflat.training.penalty import Penalty, penalty
+from saltflat.training.measure_penalty import Penalty, penalty
 
 NAMES = [entry.name for entry in saltflat.list_measures()]
 MUST_WORK = {
@@ -184,7 +184,7 @@ def test_every_measure_is_a_penalty_or_is_refused_in_words(name: str) -> None:
 def test_a_new_measure_is_tried_before_it_is_trusted(
     formula: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module("saltflat.training.penalty")  # a name that the package gives to the function in it
+    module = import_module("saltflat.training.measure_penalty")
     forgetful = cache(module._find_measure_refusal.__wrapped__)  # verdicts by name, to be forgotten
     monkeypatch.setattr(module, "_find_measure_refusal", forgetful)
     monkeypatch.setitem(MEASURES, "tried", replace(MEASURES["squared_norm"], name="tried", function=formula))
