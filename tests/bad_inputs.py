@@ -518,7 +518,7 @@ def _trainings() -> dict[str, Call]:
             made[f"{name} of a model: {label}"] = partial(_shifted_twice, kind, model)
         for label, closure in {**VALUES, "no gradient": lambda: torch.ones(())}.items():
             made[f"{name}.step({label})"] = partial(_stepped, kind, closure)
-    fisher = ("parts", "alpha", "beta", "clip", "start_step", "start_epoch", "objective", "way", "whole")
+    fisher = ("parts", "alpha", "beta", "clip", "start_step", "start_epoch", "objective", "strategy", "whole")
     for label, call in options_of(_fisher, {}, *fisher):
         made[f"FisherPenalty({label})"] = call
     for label, model in models().items():
@@ -546,7 +546,7 @@ def _trainings() -> dict[str, Call]:
     made.update(_with_values(of_value))
     other = torch.optim.Adam(nn.Linear(1, 1).parameters()).state_dict()
     made["SAM.load_state_dict of another optimizer"] = partial(_loaded, SAM, other)
-    for label, call in options_of(_priced, {}, "columns", "layers", "dtype", "seed", "mode", "logits", "way"):
+    for label, call in options_of(_priced, {}, "columns", "layers", "dtype", "seed", "mode", "logits", "strategy"):
         made[f"penalty({label})"] = call
     return made
 
@@ -723,7 +723,7 @@ def _studies() -> dict[str, Call]:
         "data": {"name": "digits", "train_limit": 50, "test_limit": 20},
         "axes": {"lr": [0.1, 0.2]},
         "seeds": 1,
-        "settings": {"depth": 1, "width": 3, "batch": 50},
+        "settings": {"depth": 1, "width": 3, "batch_size": 50},
         "stop": {"epochs": 1},
         "measures": ["squared_norm"],
         "measure": {"examples": 10},
@@ -736,8 +736,18 @@ def _studies() -> dict[str, Call]:
     made = {f"Study({label})": call for label, call in options_of(made_of, usual, *names)}
     inner: dict[str, list[Any]] = {
         "data": ["name", "train_limit", "test_limit", "classes", "seed"],
-        "axes": ["lr", "width", "network", "batch, lr", "momentum", "optimizer", "label_noise"],
-        "settings": ["batch", "depth", "lr", "optimizer", "schedule", "augment", "momentum", "dropout", "l2"],
+        "axes": ["lr", "width", "network", "batch_size, lr", "momentum", "optimizer", "label_noise"],
+        "settings": [
+            "batch_size",
+            "depth",
+            "lr",
+            "optimizer",
+            "schedule",
+            "augment",
+            "momentum",
+            "dropout",
+            "weight_decay",
+        ],
         "stop": ["epochs", "loss", "error", "check_every"],
         "measure": ["examples", "dtype", "columns", "memory", "seed", "loss"],
     }
