@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import saltflat.losses
+import saltflat.engine.losses
 import torch
 import torch.nn.functional as F
 from cases import Inputs, LossFunction, log_cosh, mean_over_examples, rows

@@ -312,7 +312,7 @@ def check(drawn: Drawn) -> str:
         before = snapshot(drawn)
         try:
             found = saltflat.compute_statistics(
-                drawn.model, drawn.form.data, list(SWEPT), loss=drawn.loss.given, progress=False, **drawn.options
+                drawn.model, drawn.form.data, names=list(SWEPT), loss=drawn.loss.given, progress=False, **drawn.options
             )
             report = saltflat.measure(
                 drawn.model,

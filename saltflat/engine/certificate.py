@@ -1,15 +1,16 @@
-"""Whether the Gauss-Newton matrix of a layer is its Hessian: measured, not guessed."""
+"""The certificate: compare the Gauss-Newton matrix of each parameter with its Hessian on a few examples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.data import Batch
+from saltflat.engine.context import Context
+from saltflat.engine.data import Batch, Data
+from saltflat.engine.losses import LossLike
 from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.session import open_session
 from saltflat.engine.strategy import compute_checked_outputs
@@ -17,12 +18,19 @@ from saltflat.errors import EmptyDataError, OptionError
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.validation import check_seed, parse_bytes, take_turns
 
-GRAPHS = 32  # times the results of a forward pass: what differentiating it twice holds, gaps in the heap included
+EXAMPLES = 8  # compared unless the caller says otherwise
+GRAPHS = 32  # memory to differentiate twice, in multiples of a forward pass's results, gaps in the heap included
 
 
 @dataclass(frozen=True)
 class CurvatureComparison:
-    """Curvature of the mean loss along one random direction of a parameter, by its Hessian and by Gauss-Newton."""
+    """Curvature of the mean loss along one random direction of a parameter, by its Hessian and by Gauss-Newton.
+
+    Attributes:
+        hessian: v'Hv.
+        gauss_newton: v'Gv.
+        gap: their relative difference.
+    """
 
     hessian: float
     gauss_newton: float
@@ -31,10 +39,15 @@ class CurvatureComparison:
 
 @dataclass(frozen=True)
 class Certificate(Mapping[str, CurvatureComparison]):
-    """For each parameter, how far its Gauss-Newton block is from its Hessian block.
+    """A mapping from parameter names to comparisons of their Gauss-Newton and Hessian blocks.
 
-    For networks that are piecewise linear in every single layer (ReLU, max-pooling, BatchNorm in eval mode) the two are
-    the same, and ``curvature_diagonal`` *is* the diagonal of the Hessian. Behind smooth activations it is not.
+    If the network is piecewise linear in each layer's parameters (ReLU, max-pooling, BatchNorm in eval mode), they are
+    equal and ``curvature_diagonal`` *is* the diagonal of the Hessian. With smooth activations it is not.
+
+    Attributes:
+        agreements: the comparison of each parameter.
+        examples: number of examples used.
+        tolerance: largest relative difference that counts as rounding.
     """
 
     agreements: Mapping[str, CurvatureComparison]
@@ -43,12 +56,12 @@ class Certificate(Mapping[str, CurvatureComparison]):
 
     @property
     def gap(self) -> float:
-        """The largest relative difference."""
+        """Return the largest relative difference."""
         return max(each.gap for each in self.agreements.values())
 
     @property
     def holds(self) -> bool:
-        """Whether the Gauss-Newton blocks are the Hessian's, to rounding."""
+        """Return whether the Gauss-Newton blocks equal the Hessian's up to rounding."""
         return all(each.gap <= self.tolerance for each in self.agreements.values())
 
     def __getitem__(self, name: str) -> CurvatureComparison:
@@ -75,17 +88,25 @@ class Certificate(Mapping[str, CurvatureComparison]):
 @take_turns
 def certify(
     model: nn.Module,
-    data: Any,
-    loss: Any = "cross_entropy",
+    data: Data,
+    loss: LossLike = "cross_entropy",
     layers: Sequence[str] | str | None = None,
-    examples: int = 8,
+    examples: int = EXAMPLES,
     seed: int = 0,
     mode: str = "eval",
     memory: str | int = "1GiB",
 ) -> Certificate:
     """Compare v'Hv with v'Gv for a random direction v of every parameter, in float64, on the first few examples.
 
-    Fewer are taken at once where ``memory`` is too little for all of them.
+    Args:
+        model: any module; it is not changed.
+        data: as for :func:`saltflat.measure`.
+        loss: as for :func:`saltflat.measure`.
+        layers: names of modules or parameters to compare; all that require a gradient if None.
+        examples: number of examples to use.
+        seed: of the directions.
+        mode: ``"eval"``, or ``"keep"`` to leave the modules in their current modes.
+        memory: working memory; the examples are processed in parts if they do not fit together.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -94,31 +115,43 @@ def certify(
     """
     seed = check_seed(seed)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
-        raise OptionError(f"Expected at least 1, but got examples={examples!r}. Try leaving it out for 8.")
+        raise OptionError(f"Expected at least 1, but got examples={examples!r}. Try leaving it out for {EXAMPLES}.")
     room = parse_bytes(memory)
-    heap = HeapTrimmer(room // 4)
     with open_session(model, mode, data):
-        problem = Problem.build(model, data, loss, layers, torch.float64, mode)
-        seen, share = 0, 0.0
-        sums = {name: [0.0, 0.0] for name in problem.network.measured}
-        for batch in problem.read_batches():
-            few = batch.cut(0, examples - seen)
-            pair = few.cut(0, 2)
-            _, noticed = compute_checked_outputs(problem, pair)
-            step = max(1, room // max(1, GRAPHS * noticed.bytes // pair.examples))
-            for start in range(0, few.examples, step):
-                both, part = _compute_curvatures(problem, few.cut(start, start + step), seed)
-                for name, found in both.items():
-                    sums[name] = [total + float(value) for total, value in zip(sums[name], found, strict=True)]
-                share += part
-                heap.release()
-            seen += few.examples
-            if seen >= examples:
-                break
+        return _compare_curvatures(Problem.build(model, data, loss, layers, torch.float64, mode), examples, seed, room)
+
+
+def certify_context(context: Context) -> Certificate:
+    """Return the certificate of a context, in the session that is already open.
+
+    Model and data have been checked with the context's problem, and are not checked again.
+    """
+    return _compare_curvatures(context.problem.to_float64(), EXAMPLES, context.seed, context.limit)
+
+
+def _compare_curvatures(problem: Problem, examples: int, seed: int, limit: int) -> Certificate:
+    """Compare the curvatures of a problem in float64 on its first ``examples``, within ``limit`` bytes."""
+    heap = HeapTrimmer(limit // 4)
+    seen, share = 0, 0.0
+    sums = {name: [0.0, 0.0] for name in problem.network.measured}
+    for batch in problem.read_batches():
+        few = batch.cut(0, examples - seen)
+        pair = few.cut(0, 2)
+        _, noticed = compute_checked_outputs(problem, pair)
+        step = max(1, limit // max(1, GRAPHS * noticed.bytes // pair.examples))
+        for start in range(0, few.examples, step):
+            both, part = _compute_curvatures(problem, few.cut(start, start + step), seed)
+            for name, found in both.items():
+                sums[name] = [total + float(value) for total, value in zip(sums[name], found, strict=True)]
+            share += part
+            heap.release()
+        seen += few.examples
+        if seen >= examples:
+            break
     if share <= 0:
         raise EmptyDataError(
-            f"Expected some that count, but got {seen} first examples whose targets are all ignored or have no "
-            "weight. Try raising examples=, or putting other examples first."
+            f"Expected at least one target that counts, but got {seen} first examples whose targets are all ignored "
+            "or have no weight. Try raising examples=, or putting other examples first."
         )
     pairs = {name: (h / share, g / share) for name, (h, g) in sums.items()}
     # Where a parameter has no effect at all, both are rounding.
@@ -129,7 +162,7 @@ def certify(
 
 
 def draw_direction(shape: torch.Size, seed: int) -> Tensor:
-    """A random unit vector; parameters of one shape share it, which does no harm."""
+    """Return a random unit vector, the same for all parameters of one shape."""
     noise = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=noise, dtype=torch.float64)
     unit: Tensor = values / values.norm()
@@ -137,9 +170,9 @@ def draw_direction(shape: torch.Size, seed: int) -> Tensor:
 
 
 def _compute_curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
-    """v'Hv and v'Gv of every parameter, by differentiating twice and without any of the layers' rules.
+    """Return v'Hv and v'Gv of every parameter, by differentiating twice and without the layers' rules.
 
-    They are of the sum over the examples; what it is to be divided by comes second.
+    Both belong to the sum over the examples. The second result is the divisor of that sum.
     """
     leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
     targets = cast_targets(batch.targets)

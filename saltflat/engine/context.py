@@ -1,9 +1,9 @@
-"""The context of a measurement: the problem, the conditions, and the groups of examples that errors are found with.
+"""The context of a measurement: the problem, the conditions, and the groups of examples for standard errors.
 
 The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
 statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
 The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
-error of their *difference* comes from the differences group by group, in which most of the scatter cancels.
+error of their *difference* is estimated from the differences group by group, in which most of the scatter cancels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from saltflat._late import load_later
-from saltflat.engine.data import Batch
+from saltflat.engine.data import Batch, Leaf
 from saltflat.engine.losses import format_loss
 from saltflat.engine.network import Network
 from saltflat.engine.output_curvature import ColumnPlan
@@ -35,14 +35,14 @@ from saltflat.layers import Geometry, infer_geometry
 
 MOST_GROUPS = 20
 LEAST_GROUPS = 8
-GROUP_SIZE = 50  # examples in a group, as long as that makes at least LEAST_GROUPS of them
+GROUP_SIZE = 50  # examples in a group, if that makes at least LEAST_GROUPS of them
 
 
 class ExampleGroups:
-    """A random split of the examples.
+    """A random split of the examples into groups.
 
     Args:
-        examples: how many there are; None where that is not known before the data has been read.
+        examples: number of examples; None if it is not known before the data has been read.
     """
 
     def __init__(self, examples: int | None) -> None:
@@ -54,22 +54,22 @@ class ExampleGroups:
             self._numbers = torch.from_numpy(np.random.default_rng(0).permutation(examples) % self.count)
 
     def find_groups(self, places: Tensor) -> Tensor:
-        """The group of the examples at these positions in the data."""
+        """Return the groups of the examples at these positions in the data."""
         known = 0 if self._numbers is None else len(self._numbers)
         inside = places < known
         found = torch.empty(len(places), dtype=torch.long)
         if self._numbers is not None:
             found[inside] = self._numbers[places[inside]]
-        # Data of unknown length, or longer than it said: independent draws, so that any position has a group.
+        # If the length is unknown, or wrong, groups are drawn independently, so that every position has one.
         drawn = [int(np.random.Philox(key=[0, n]).random_raw()) % self.count for n in places[~inside].tolist()]
         found[~inside] = torch.tensor(drawn, dtype=torch.long)
         return found
 
 
 def iterate_groups(batches: Iterable[Batch], groups: ExampleGroups, window: int) -> Iterator[tuple[int, Batch]]:
-    """The examples, group by group, within windows of consecutive batches that hold about ``window`` bytes together.
+    """Yield the examples group by group, within windows of consecutive batches of about ``window`` bytes together.
 
-    Sums over a group are as large as the network: few visits to each group keep adding them up cheap.
+    Sums over a group are as large as the network, so each group should be added to a few times only.
     """
     done = 0
     for joined in _iterate_windows(batches, window):
@@ -95,7 +95,7 @@ def _iterate_windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
 
 
 def _cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
-    """Parts of a batch that hold about ``size`` bytes each."""
+    """Yield parts of a batch of about ``size`` bytes each."""
     step = -(-batch.examples // max(1, -(-_count_bytes(batch) // max(1, size))))
     for start in range(0, batch.examples, step):
         yield batch if step == batch.examples else batch.cut(start, start + step)
@@ -106,12 +106,12 @@ def _count_bytes(batch: Batch) -> int:
 
 
 def can_join(one: Batch, two: Batch) -> bool:
-    """Whether two batches are alike in everything but the number of examples."""
+    """Return whether two batches differ in nothing but the number of examples and their content."""
     parts, others = ([*tree_flatten((b.args, b.kwargs))[0], b.targets] for b in (one, two))
     if tree_flatten((one.args, one.kwargs))[1] != tree_flatten((two.args, two.kwargs))[1]:
         return False
 
-    def is_alike(a: object, b: object) -> bool:
+    def is_alike(a: Leaf, b: Leaf) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return (
                 one.has_example_axis(a)
@@ -125,7 +125,7 @@ def can_join(one: Batch, two: Batch) -> bool:
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:
-    """Batches that :func:`can_join` as one."""
+    """Return batches for which :func:`can_join` holds as one."""
     if len(batches) == 1:
         return batches[0]
     leaves, tree = zip(*(tree_flatten((b.args, b.kwargs)) for b in batches), strict=True)
@@ -136,10 +136,9 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
 
 
 def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:
-    """The measured parameters of two or more axes.
+    """Return the geometry of every measured parameter of two or more axes.
 
-    With a batch, as the operations use them that the model does with it; without, as the module sees them that owns
-    their name.
+    With a batch, it is determined by the operations that use the parameter; without, by the module that owns it.
     """
     if batch is not None:
         found: Mapping[str, Geometry] = load_later("symmetry.axes").find_used_geometries(network, batch)
@@ -153,22 +152,22 @@ def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str
 
 Tick = Callable[[str, int, int | None], None]
 
-SMALL = 32 << 20  # bytes that nobody needs to be warned of
-ALONE, TOGETHER = 4, 16  # examples picked out of chunks that are run alone, and later ones at once
-FEW = 32  # examples at most to keep for a look at them
+SMALL = 32 << 20  # bytes that are not worth a warning
+ALONE, TOGETHER = 4, 16  # examples of the first chunks that are run again alone, and of later ones that are run at once
+FEW = 32  # largest number of examples to keep for notes about the inputs
 
 
 @dataclass(frozen=True)
 class StatisticResult:
-    """What a statistic found.
+    """The value of a statistic, and what its standard errors are computed from.
 
     Attributes:
-        value: one tensor per parameter name, or whatever the statistic says of the network as a whole.
-        replicates: the same with one random draw left out at a time; None where nothing random was drawn from.
-        without: the same with one group of examples left out, a function of the group's number; None where that is not
-            known. See :mod:`saltflat.engine.context`.
-        exact: whether it is what its name says, to rounding.
-        notes: what a reader should know besides.
+        value: one tensor per parameter name, or a value for the network as a whole.
+        replicates: the same with one random draw left out at a time; None if nothing was drawn at random.
+        without: the same with one group of examples left out, a function of the group's number; None if unknown. See
+            :mod:`saltflat.engine.context`.
+        exact: whether the value is exact up to rounding.
+        notes: further notes for the reader.
     """
 
     value: Any
@@ -179,17 +178,17 @@ class StatisticResult:
 
 
 class Context:
-    """A problem and how to look at it.
+    """A problem and the conditions under which it is measured.
 
     Attributes:
         problem: model, loss and data.
-        plan: which columns stand for the loss's curvature.
-        seed: of everything random.
+        plan: which columns represent the loss's curvature.
+        seed: of all random numbers.
         limit: bytes of working memory.
-        initial: the parameters before training, where they were given.
-        tick: called as ``tick(what, done, total)`` while work goes on.
-        sampling: whether to find out how far the numbers depend on the choice of the examples.
-        probes: how each kind of input is best swept, as far as seen.
+        initial: the parameters before training, if they were given.
+        tick: called as ``tick(step, done, total)`` to report progress.
+        sampling: whether to estimate how far the numbers depend on the choice of the examples.
+        probes: how to sweep each kind of input that was seen.
         first: the first few examples that were probed.
     """
 
@@ -206,10 +205,10 @@ class Context:
         self.problem, self.plan, self.seed, self.limit = problem, plan, seed, limit
         self.initial, self.tick, self.sampling = initial, tick, sampling
         self.heap = HeapTrimmer(limit // 3)
-        # Inputs of other shapes may go through the model in another way: each kind is looked at when it first appears.
+        # Inputs of other shapes may take another path through the model: each kind is probed when it first appears.
         self.probes: dict[tuple[Any, bool], Probe] = {}
         self.first: Batch | None = None
-        self.results_bytes = self._said = 0
+        self.results_bytes = self._warned_bytes = 0
         self._seen: set[tuple[int, int, bool]] = set()
         self._picked: list[tuple[Batch, Tensor, Tensor]] = []
         self._counts: tuple[int, float, float] | None = None
@@ -217,11 +216,12 @@ class Context:
         self._geometries: Mapping[str, Geometry] | None = None
 
     def get_probe(self, batch: Batch) -> Probe:
+        """Return how to sweep inputs like these; run the model to find out if they are of a new kind."""
         inputs = LayerCalls.from_batch(batch, []).inputs, tuple(each.dtype for each in batch.list_tensors())
         kind = (inputs, batch.examples > 1 or (inputs, True) in self.probes)
         self._first = self._first or batch.cut(0, 2)
         if kind not in self.probes:
-            with torch.enable_grad():  # whoever asks may need none
+            with torch.enable_grad():  # the caller may have turned gradients off
                 self.probes[kind] = run_probe(self.problem, batch, self.limit)
             self._warn_if_too_large()
         found = self.probes[kind]
@@ -230,16 +230,16 @@ class Context:
         return found
 
     def check_uncoupled(self, batch: Batch, outputs: Tensor) -> None:
-        """Take an example out of this chunk, to see whether it has the same outputs in other company.
+        """Pick an example of this chunk, to check that its outputs do not depend on the rest of the batch.
 
-        Those of the first chunks are run alone. Those of later ones are run together, which costs little: what couples
-        examples couples them with others there. See :meth:`check_picked`.
+        Examples of the first chunks are run alone. Those of later chunks are run together, which is cheaper: a model
+        that couples examples couples them with others there. See :meth:`check_picked`.
         """
         chunk = batch.first, batch.examples, batch.places is None
         if batch.examples == 1 or chunk in self._seen:
             return
         self._seen.add(chunk)
-        number = batch.first * 7919 % batch.examples  # another place in every chunk
+        number = batch.first * 7919 % batch.examples  # another position in every chunk
         one = batch.take(torch.tensor([number]), batch.first)
         self._picked.append((one, outputs[number : number + 1].detach().clone(), outputs.detach().abs().max()))
         found = self.get_probe(batch)
@@ -248,7 +248,7 @@ class Context:
             self.check_picked()
 
     def check_picked(self) -> None:
-        """Refuse a model that gives the examples picked other outputs than it gave them before."""
+        """Check that the examples picked have the same outputs as before."""
         picked, self._picked = self._picked, []
         while picked:
             first, tolerance = picked[0][0], self.get_probe(picked[0][0]).tolerance
@@ -260,32 +260,32 @@ class Context:
 
     @property
     def example_bytes(self) -> int:
-        """About what the largest kind of example takes that was seen, alone: no chunk takes less."""
+        """Return about how many bytes the largest example seen needs alone, which is the least a chunk can need."""
         return max((found.fixed + found.moving for found in self.probes.values()), default=0)
 
     def warn_of_results(self, size: int) -> None:
-        """Say before the work starts what will be held beside the working memory."""
+        """Warn before the work starts if results of ``size`` bytes exceed the working memory."""
         self.results_bytes = size
         if size > max(self.limit, SMALL):
             warn_caller(
-                f"This call will take about {size >> 20} MiB beyond memory={self.limit >> 20} MiB: results and copies "
+                f"This call will use about {size >> 20} MiB beyond memory={self.limit >> 20} MiB: results and copies "
                 "of the model's size cannot be split. Try fewer measures, or fewer layers (layers=).",
                 MemoryLimitWarning,
             )
 
     def _warn_if_too_large(self) -> None:
         size = self.example_bytes
-        if size > max(self.limit, SMALL, self._said):
-            self._said = size
+        if size > max(self.limit, SMALL, self._warned_bytes):
+            self._warned_bytes = size
             warn_caller(
-                f"memory={self.limit >> 20} MiB cannot be kept: one example takes about {size >> 20} MiB. Examples are "
-                "taken one by one.",
+                f"memory={self.limit >> 20} MiB will be exceeded: one example needs about {size >> 20} MiB. Examples "
+                "are processed one by one.",
                 MemoryLimitWarning,
             )
 
     @property
     def geometries(self) -> Mapping[str, Geometry]:
-        """How the measured parameters are matrices, as the model uses them on its first examples."""
+        """Return how the model uses the measured parameters as matrices, determined on its first examples."""
         if self._geometries is None:
             first = self._first or next(iter(self.problem.read_batches())).cut(0, 2)
             self._geometries = find_geometries(self.problem.network, first)
@@ -293,7 +293,7 @@ class Context:
 
     @contextmanager
     def reserve(self, size: int) -> Iterator[None]:
-        """Leave so many bytes of the working memory to something else; at least a quarter stays for passes."""
+        """Reserve bytes of the working memory for something else; at least a quarter remains for passes."""
         limit = self.limit
         try:
             self.limit = max(limit // 4, limit - size)
@@ -302,15 +302,15 @@ class Context:
             self.limit = limit
 
     def read_chunks(self, passes: int = 1) -> Iterator[Batch]:
-        """All data, cut so that a forward pass and the graphs of so many backward passes fit in memory."""
+        """Yield all data in chunks whose forward pass and graphs of ``passes`` backward passes fit in memory."""
         for batch in self.problem.read_batches():
             yield from self.split_batch(batch, passes)
         self.check_picked()
 
     def split_batch(self, batch: Batch, passes: int) -> Iterator[Batch]:
-        """A batch, cut in the same way."""
+        """Yield a batch in the chunks of :meth:`read_chunks`."""
         found = self.get_probe(batch)
-        # Each differentiation keeps about as much again as the pass it differentiates.
+        # Each differentiation keeps about as much memory as the pass it differentiates.
         size = max(1, compute_working_memory(self.limit) // ((found.fixed + found.moving) << passes))
         for start in range(0, batch.examples, size):
             yield batch.cut(start, start + size)
@@ -318,12 +318,12 @@ class Context:
 
     @cached_property
     def groups(self) -> ExampleGroups | None:
-        """The split of the examples that standard errors over examples are found with; None if nobody asks."""
+        """Return the split of the examples for standard errors, or None if they are not estimated."""
         return ExampleGroups(self.problem.num_examples) if self.sampling else None
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many examples each group has; empty without groups, or if there is but one."""
+        """Return the number of examples in each group; empty if there are fewer than two groups."""
         if self.groups is None:
             return ()
         counts = torch.bincount(self.groups.find_groups(torch.arange(self.examples)), minlength=self.groups.count)
@@ -332,17 +332,17 @@ class Context:
 
     @property
     def examples(self) -> int:
-        """How many there are."""
+        """Return the number of examples."""
         return self._compute_counts()[0]
 
     @property
     def mean_loss(self) -> float:
-        """The loss of the data."""
+        """Return the mean loss of the data."""
         return self._compute_counts()[2]
 
     @property
     def mean_share(self) -> float:
-        """An example's part of what the loss of the data is divided by, on average.
+        """Return the mean over examples of each one's part of the loss's divisor.
 
         The loss of the data is the mean over examples of each one's part of the sum, divided by this.
         """
@@ -350,7 +350,7 @@ class Context:
         return share / examples
 
     def store_counts(self, examples: int, share: float, total: float) -> None:
-        """Remember what a pass over all the data has counted."""
+        """Store what a pass over all the data has counted."""
         self._counts = examples, share, total / share if share else nan
 
     def _compute_counts(self) -> tuple[int, float, float]:
@@ -368,7 +368,7 @@ class Context:
 
 
 def describe_context(context: Context) -> dict[str, Any]:
-    """How it was measured, in words that can be written down."""
+    """Return the settings of a measurement, for the report."""
     problem = context.problem
     first = next(iter(problem.network.measured.values()))
     return {

@@ -1,13 +1,4 @@
-r"""Losses as users give them: by name, as a module of torch, or as a function of their own.
-
-The loss of the data is what ``reduction="mean"`` would give if all of it were one batch: a sum over examples of
-``total(outputs, targets)``, divided by the sum of ``share``. A loss below gives, for a batch, those two and the pieces
-of the second derivative that :mod:`saltflat.engine.output_curvature` turns into columns to propagate back:
-
-* :class:`~saltflat.engine.output_curvature.SoftmaxCurvature`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
-* :class:`~saltflat.engine.output_curvature.DiagonalCurvature`: a number per output;
-* :class:`~saltflat.engine.output_curvature.FactoredCurvature`: any symmetric matrix, as signed columns.
-"""
+"""Losses that users pass as functions or modules: torch's own are converted, others are called example by example."""
 
 from __future__ import annotations
 
@@ -33,24 +24,24 @@ from saltflat.engine.output_curvature import FactoredCurvature
 from saltflat.errors import LabelError, OptionError, SaltflatError, format_error_line, make_unknown_name_error
 from saltflat.validation import is_choice
 
-# Largest difference between a function of several examples together and the mean over them that is still rounding:
-# a function may work in float32.
+# Largest relative difference between a function of several examples and the mean over them that counts as rounding:
+# the function may work in float32.
 MEAN_TOLERANCE = 1e-5
 COMPARED_AT_ONCE = 8  # examples whose mean is compared with the function of all of them
 COMPARISONS = 64  # per loss, so that long sweeps in small chunks do not pay for them
 
 
-# What to do about averages that a function of one example cannot take.
+# The advice for averages that a function of one example cannot compute.
 PASS_MODULE = (
-    "Do: for class weights or ignored labels pass torch.nn.CrossEntropyLoss(weight=..., ignore_index=...) itself; else "
+    "Try torch.nn.CrossEntropyLoss(weight=..., ignore_index=...) itself for class weights or ignored labels; else "
     "return the mean over the examples."
 )
 
 
 class _ComparisonHistory:
-    """Which examples a function was compared on, and the last of them.
+    """The targets that a function was compared on so far, and the last examples.
 
-    The last are kept because chunks may hold one example, or one class.
+    The last examples are kept because a chunk may hold one example, or one class.
     """
 
     def __init__(self) -> None:
@@ -59,10 +50,10 @@ class _ComparisonHistory:
         self.last: tuple[Tensor, Tensor] | None = None
 
     def select_examples(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Some examples with targets as different as there are; None where they show nothing that others did not."""
+        """Return examples with targets that differ as much as possible, or None if all such targets were compared."""
         if self.left <= 0:
             return None
-        # One number per target tells classes apart, and is cheap for images.
+        # One number per target distinguishes classes, and is cheap for images.
         values = targets.reshape(len(targets), -1)
         keys = (values if values.is_complex() else values.double()).sum(1).tolist()
         first = {key: n for n, key in reversed(list(enumerate(keys)))}
@@ -90,17 +81,18 @@ class _ComparisonHistory:
 
 @dataclass(frozen=True)
 class CustomLoss(Loss):
-    """Any ``function(outputs, targets)``; it is called on one example at a time, as a batch of one.
+    """Any ``function(outputs, targets)``, called on one example at a time, as a batch of one.
 
-    So the loss of the data is the mean over examples of what the function gives for each. A function of a whole batch
-    can mean something else (a sum, a mean weighted by class or over the labels that are not ignored): ``check`` calls
-    it on a few examples together and refuses it unless that is their mean.
+    So the loss of the data is the mean over examples of the function's value for each. On a whole batch, the function
+    may compute something else (a sum, a mean weighted by class or over the labels that are not ignored): ``check``
+    calls it on a few examples together and raises an error unless the result is their mean.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
     _compared: _ComparisonHistory = field(default_factory=_ComparisonHistory, init=False, repr=False, compare=False)
 
     def compute_example_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of one example, a tensor without axes."""
         value = self._call_function(output.unsqueeze(0), target.unsqueeze(0))
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -111,12 +103,12 @@ class CustomLoss(Loss):
         if value.layout != torch.strided or not value.is_floating_point():
             raise OptionError(
                 f"Expected a real number from the loss function for one example, but got a tensor of {value.dtype} "
-                f"with the layout {value.layout}. Try to_dense(), and float numbers."
+                f"with the layout {value.layout}. Try returning a dense tensor of floating-point numbers."
             )
         return value.reshape(())
 
     def _call_function(self, outputs: Tensor, targets: Tensor) -> Any:
-        """The function's value, with a module's parameters and buffers in the precision and place of the outputs."""
+        """Call the function; the tensors of a module are converted to the outputs' precision and device."""
         module = self.function
         if isinstance(module, nn.Module):
             members = {name: value.detach() for name, value in [*module.named_parameters(), *module.named_buffers()]}
@@ -136,18 +128,18 @@ class CustomLoss(Loss):
         alone = self.total(outputs, targets)
         try:
             together = self._call_function(outputs, targets)
-        except Exception:  # a function for one example only has but one meaning
+        except Exception:  # a function of one example only: nothing to compare
             return
         count, name = len(alone), _format_function_name(self.function)
         if not isinstance(together, Tensor) or together.numel() not in (1, count):
-            return  # so has one whose result for several examples is no loss
+            return  # the result for several examples is not a loss
         if not bool(together.isfinite().all()) or not bool(outputs.isfinite().all()):
             return  # the sweep reports where
         if not bool(alone.isfinite().all()):
             raise OptionError(
-                f"Got {float(alone[~alone.isfinite()][0])} from {name} for one example alone, and a finite number for "
-                f"{count} together. Want a loss that each example has by itself: a mean over labels that are not "
-                f"ignored has none where all are. {PASS_MODULE}"
+                f"Expected a finite loss for each example alone, but got {float(alone[~alone.isfinite()][0])} from "
+                f"{name} for one of {count} examples whose loss together is finite. A mean over the labels that are "
+                f"not ignored is undefined for an example without any. {PASS_MODULE}"
             )
         wanted = alone if together.numel() == count else alone.mean()
         off = (together.reshape(wanted.shape).to(alone) - wanted).abs().max()
@@ -156,14 +148,13 @@ class CustomLoss(Loss):
         value = float(together.reshape(-1)[0])
         if together.numel() == 1 and bool((together - alone.sum()).abs() <= MEAN_TOLERANCE * alone.abs().sum()):
             raise OptionError(
-                f"Expected the mean over the examples, but got the sum of the losses from {name}: {value:.6g} for "
-                f"{count} examples with a mean of {float(alone.mean()):.6g}. That is what is measured. Try dividing "
-                "by the number of examples, len(outputs), or using reduction='mean'."
+                f"Expected the mean over the examples, which is what is measured, but got the sum of the losses from "
+                f"{name}: {value:.6g} for {count} examples with a mean of {float(alone.mean()):.6g}. Try dividing by "
+                "the number of examples, len(outputs), or using reduction='mean'."
             )
         raise OptionError(
-            f"Got {value:.6g} from {name} for {count} examples together, and {float(alone.mean()):.6g} as the mean of "
-            "what it gives for each alone. Want a mean over examples: functions are called on one example at a time. "
-            f"{PASS_MODULE}"
+            f"Expected the mean over the examples, {float(alone.mean()):.6g}, but got {value:.6g} from {name} for "
+            f"{count} examples together. Functions are called on one example at a time. {PASS_MODULE}"
         )
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -178,7 +169,7 @@ class CustomLoss(Loss):
         return self.compute_slope(free, targets)
 
     def compute_slope(self, outputs: Tensor, targets: Tensor, create_graph: bool = False) -> Tensor:
-        """The derivative of ``total`` by outputs that require a gradient; zero where it does not depend on them."""
+        """Return the derivative of ``total`` by outputs that require a gradient, or zero if it is constant."""
         total = self.total(outputs, targets).sum()
         if not total.requires_grad:
             return torch.zeros_like(outputs)
@@ -187,9 +178,8 @@ class CustomLoss(Loss):
         except RuntimeError as error:
             raise OptionError(
                 f"Expected a loss that torch can differentiate, but got {format_error_line(error)} for the derivative "
-                f"of {_format_function_name(self.function)}. Try converting its targets with .to(outputs), and "
-                "elementary "
-                "operations."
+                f"of {_format_function_name(self.function)}. Try converting its targets with .to(outputs), and using "
+                "elementary operations."
             ) from error
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> FactoredCurvature:
@@ -202,7 +192,7 @@ class CustomLoss(Loss):
         sign = values.T.flip(0).unsqueeze(-1)
         zero = torch.zeros_like(roots)
         positive, negative = roots.where(sign > 0, zero), roots.where(sign < 0, zero)
-        # Rounding makes eigenvalues of -1e-17 out of zeros: not worth a second set of columns.
+        # Zero eigenvalues may be computed as -1e-17, which is not worth a second set of columns.
         real = bool((-values).max() > 1e-13 * values.abs().max())
         placed = (size, *outputs.shape)
         return FactoredCurvature(positive.reshape(placed), negative.flip(0).reshape(placed) if real else None)
@@ -211,7 +201,7 @@ class CustomLoss(Loss):
         try:
             mapped: Tensor = torch.func.vmap(torch.func.hessian(self.compute_example_loss))(outputs, targets)
             return mapped
-        except Exception:  # not every function can be mapped; one that is wrong fails again below, in plain view
+        except Exception:  # not every function can be vectorized; one that is wrong fails again below
             one: Callable[..., Tensor] = torch.autograd.functional.hessian
             pairs = zip(outputs, targets, strict=True)
             try:
@@ -221,9 +211,8 @@ class CustomLoss(Loss):
             except RuntimeError as error:
                 raise OptionError(
                     f"Expected a loss that torch can differentiate twice, but got {format_error_line(error)} for the "
-                    f"second derivative of {_format_function_name(self.function)}. Curvature is made of it. Try "
-                    "writing it as a function of elementary operations, or asking for measures that need gradients "
-                    "only, such as fisher_trace."
+                    f"second derivative of {_format_function_name(self.function)}, which curvature needs. Try writing "
+                    "it with elementary operations, or measuring what needs gradients only, such as fisher_trace."
                 ) from error
 
 
@@ -231,7 +220,7 @@ def _format_function_name(function: Callable[..., Any]) -> str:
     return f"the loss {getattr(function, '__name__', type(function).__name__)}"
 
 
-# Functions of torch with the modules of the same meaning.
+# Functions of torch and the equivalent modules.
 FUNCTIONS: tuple[tuple[Callable[..., Tensor], type[nn.Module]], ...] = (
     (F.cross_entropy, nn.CrossEntropyLoss),
     (F.nll_loss, nn.NLLLoss),
@@ -239,7 +228,7 @@ FUNCTIONS: tuple[tuple[Callable[..., Tensor], type[nn.Module]], ...] = (
     (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
 )
 
-# What torch's reduction="mean" divides the sum by.
+# The divisor of torch's reduction="mean".
 DIVISORS = {
     nn.CrossEntropyLoss: "the number of labels that count (the sum of their weights, where classes have weights)",
     nn.NLLLoss: "the number of labels that count (the sum of their weights, where classes have weights)",
@@ -249,18 +238,19 @@ DIVISORS = {
 
 
 def convert_loss(given: nn.Module | Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """Return the loss that a module or a function of torch stands for, or a custom one."""
+    """Return the loss that is equivalent to a module or a function of torch, or a custom one."""
     module = _find_torch_module(given)
     return (_convert_torch_loss(module) if module is not None else None) or CustomLoss(given)
 
 
-def _find_torch_module(given: Any) -> nn.Module | None:
-    """The loss module of torch that does what is given: itself, or that of a function with options set by name."""
+def _find_torch_module(given: nn.Module | Callable[..., Tensor]) -> nn.Module | None:
+    """Return the module equivalent to a loss: itself, or that of a function of torch, with its keyword options."""
     if isinstance(given, nn.Module):
-        # A subclass, a patched instance or one with hooks may compute anything.
+        # A patched instance or one with hooks may compute anything.
         patched = "forward" in vars(given) or given._forward_hooks or given._forward_pre_hooks
         return None if patched else given
-    function, options = given, {}
+    function: Callable[..., Tensor] = given
+    options: dict[str, Any] = {}
     if type(given) is partial and not given.args:
         function, options = given.func, given.keywords
     kind = next((kind for known, kind in FUNCTIONS if known is function), None)
@@ -271,18 +261,24 @@ def _find_torch_module(given: Any) -> nn.Module | None:
 
 
 def _convert_torch_loss(given: nn.Module) -> Loss | None:
-    """The loss of a module of torch that is known here; None for other modules."""
+    """Return the loss of a known loss module of torch, or None for other modules."""
     kind = type(given)
     if kind.__module__ == nn.modules.loss.__name__ and getattr(given, "reduction", "mean") in ("sum", "none"):
-        per = f"; a sum is larger by {DIVISORS[kind]}" if given.reduction == "sum" and kind in DIVISORS else ""
+        per = (
+            f"; the sum is larger by the factor of {DIVISORS[kind]}"
+            if given.reduction == "sum" and kind in DIVISORS
+            else ""
+        )
         raise OptionError(
-            f"Expected 'mean', but got a {kind.__name__} with reduction={given.reduction!r}. What is measured is the "
-            f"mean loss of the data. Try passing it with reduction='mean'{per}."
+            f"Expected reduction='mean', since the mean loss is measured, but got a {kind.__name__} with "
+            f"reduction={given.reduction!r}. Try passing it with reduction='mean'{per}."
         )
     weight, smoothing = getattr(given, "weight", None), getattr(given, "label_smoothing", 0.0)
     if kind in (nn.CrossEntropyLoss, nn.NLLLoss):
         if weight is not None and (not isinstance(weight, Tensor) or weight.layout != torch.strided):
-            raise OptionError("Expected class weights in a dense tensor, but got other ones. Try to_dense().")
+            raise OptionError(
+                f"Expected class weights in a dense tensor, but got {type(weight).__name__} in weight=. Try to_dense()."
+            )
         if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
             raise OptionError(f"Expected label_smoothing from 0 to 1, but got {smoothing!r}. Try 0.1.")
     if type(given) is nn.CrossEntropyLoss:
@@ -300,28 +296,28 @@ LOGITS = ("none", "std", "l2")
 
 
 def normalize_logits(loss: Loss, logits: str) -> Loss:
-    """The loss of outputs whose scale has been taken away, example by example.
+    """Return the loss of outputs whose scale is normalized example by example.
 
     Args:
         loss: of the outputs as they are.
-        logits: ``"none"``; ``"std"``: centred over the outputs and divided by their standard deviation; ``"l2"``:
-            centred and divided by their length.
+        logits: ``"none"``; ``"std"``: centered over the outputs and divided by their standard deviation; ``"l2"``:
+            centered and divided by their norm.
     """
     if not is_choice(logits, LOGITS):
-        raise make_unknown_name_error("normalisation of the logits", logits, LOGITS)
+        raise make_unknown_name_error("normalization of the logits", logits, LOGITS)
     if logits == "none":
         return loss
     if not isinstance(loss, CrossEntropy) or loss.weight is not None:
         raise OptionError(
-            f"Expected cross_entropy without class weights, but got logits={logits!r} with {type(loss).__name__}. "
-            "Only of its outputs does the scale not matter to predictions. Try leaving logits out."
+            f"Expected cross_entropy without class weights, whose predictions do not depend on the scale of the "
+            f"outputs, but got logits={logits!r} with {type(loss).__name__}. Try leaving logits out."
         )
     return NormalizedLogitsLoss(loss, logits)
 
 
 @dataclass(frozen=True)
 class NormalizedLogitsLoss(CustomLoss):
-    """Cross-entropy of logits brought to unit deviation or length, with its own (indefinite) curvature."""
+    """Cross-entropy of logits of unit standard deviation or norm, with its own (indefinite) curvature."""
 
     function: Callable[[Tensor, Tensor], Tensor] = field(init=False)
     inner: CrossEntropy = field(kw_only=True)
@@ -329,9 +325,10 @@ class NormalizedLogitsLoss(CustomLoss):
 
     def __init__(self, inner: CrossEntropy, logits: str) -> None:
         def compute_normalized_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            centred = outputs - outputs.mean(1, keepdim=True)
-            size = centred.square().mean(1, keepdim=True) if logits == "std" else centred.square().sum(1, keepdim=True)
-            return inner.total(centred / size.sqrt(), targets).sum()
+            centered = outputs - outputs.mean(1, keepdim=True)
+            squares = centered.square()
+            size = squares.mean(1, keepdim=True) if logits == "std" else squares.sum(1, keepdim=True)
+            return inner.total(centered / size.sqrt(), targets).sum()
 
         object.__setattr__(self, "function", compute_normalized_loss)
         object.__setattr__(self, "inner", inner)
@@ -341,7 +338,7 @@ class NormalizedLogitsLoss(CustomLoss):
         self.inner.check(outputs, targets)
         if outputs.dim() != 2:
             raise LabelError(
-                f"Expected (N, classes) to normalise, but got outputs of shape {format_shape(outputs)}. Try leaving "
+                f"Expected outputs of shape (N, classes) to normalize, but got {format_shape(outputs)}. Try leaving "
                 "logits out."
             )
 

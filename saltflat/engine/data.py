@@ -1,11 +1,11 @@
-"""Batches of examples, from whatever the user's data is."""
+"""Batches of examples, and data that can be read again and again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,26 +14,31 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from saltflat.errors import DataError, EmptyDataError, NondeterministicError, OneShotDataError
 
+# Everything that ``data=`` accepts; see :func:`prepare_data`.
 Data: TypeAlias = Iterable[Any] | tuple[Tensor, Tensor] | Dataset[Any]
+# What the model is called with, and one entry of it.
+Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
+Leaf: TypeAlias = Tensor | Mapping[str, Any] | bool | int | float | str | bytes | None
+T = TypeVar("T")
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COMPARED_PLACES = 4096  # per example and tensor, about
-COMPARED_AT_ONCE = 1 << 18  # places, in whole numbers of eight bytes
+COMPARED_PLACES = 4096  # entries per example and tensor, about
+COMPARED_AT_ONCE = 1 << 18  # entries, in whole numbers of eight bytes
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and targets of some examples; every tensor whose first axis counts the examples is cut with them.
+    """Inputs and targets of some examples. Slicing applies to every tensor whose first axis counts the examples.
 
     Attributes:
         args: positional inputs of the model.
-        kwargs: inputs by name.
+        kwargs: keyword inputs of the model.
         targets: one per example.
-        first: how many examples were read before.
-        examples: how many there are.
-        places: the positions of the examples in the data where they are not ``first, first + 1, ...``.
-        shared: which tensors belong to all examples, by ``id``: known from the whole batch, whose number of examples
-            differs from theirs. A part of it may have as many examples as such a tensor has rows.
+        first: number of examples read before.
+        examples: number of examples.
+        places: the positions of the examples in the data if they are not ``first, first + 1, ...``.
+        shared: the ids of the tensors that belong to all examples. They are known from the whole batch, which has
+            another number of examples; a part of it may have as many examples as such a tensor has rows.
     """
 
     args: tuple[Any, ...]
@@ -46,46 +51,47 @@ class Batch:
 
     @property
     def example_indices(self) -> Tensor:
-        """``(examples,)``: the position of each example in the data."""
+        """Return the position of each example in the data, ``(examples,)``."""
         return torch.arange(self.first, self.first + self.examples) if self.places is None else self.places
 
     def cut(self, start: int, stop: int) -> Batch:
+        """Return the examples from ``start`` to ``stop``."""
         stop = min(stop, self.examples)
         args, kwargs = self.map_tensors(lambda t: t[start:stop])
         places = None if self.places is None else self.places[start:stop]
         return Batch(args, kwargs, self.targets[start:stop], self.first + start, stop - start, places, self.shared)
 
     def take(self, which: Tensor, first: int, places: Tensor | None = None) -> Batch:
-        """Some of the examples, numbered from ``first`` on or with the ``places`` given."""
+        """Return the examples of these indices, numbered from ``first`` on or with the ``places`` given."""
         args, kwargs = self.map_tensors(lambda t: t[which.to(t.device)])
         return Batch(args, kwargs, self.targets[which.to(self.targets.device)], first, len(which), places, self.shared)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs with ``change`` applied to every tensor that has the examples as its first axis."""
+        """Return the inputs with ``change`` applied to every tensor whose first axis counts the examples."""
 
-        def change_leaf(leaf: Any) -> Any:
-            return change(leaf) if self.has_example_axis(leaf) else leaf
+        def change_leaf(leaf: T) -> T | Tensor:
+            return change(leaf) if isinstance(leaf, Tensor) and self.has_example_axis(leaf) else leaf
 
         changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(change_leaf, (self.args, self.kwargs))
         return changed
 
-    def has_example_axis(self, leaf: Any) -> bool:
+    def has_example_axis(self, leaf: Leaf) -> bool:
+        """Return whether an input is a tensor whose first axis counts the examples."""
         fits = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.examples
         return fits and id(leaf) not in self.shared
 
     def list_tensors(self) -> list[Tensor]:
+        """Return all tensors among the inputs."""
         return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
 
     def to(self, dtype: torch.dtype | None) -> Batch:
-        """Floating-point inputs in another precision; inference tensors become ordinary ones."""
+        """Return the batch with floating-point tensors in another precision, and inference tensors as ordinary ones."""
 
-        def convert_leaf(leaf: Any) -> Any:
+        def convert_leaf(leaf: T) -> T | Tensor:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if leaf.is_inference():
-                leaf = leaf.clone()
-            leaf = leaf.detach()
-            return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
+            value = (leaf.clone() if leaf.is_inference() else leaf).detach()
+            return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
         args, kwargs, targets = tree_map(convert_leaf, (self.args, self.kwargs, self.targets))
         changed = Batch(args, kwargs, targets, self.first, self.examples, self.places)
@@ -93,8 +99,8 @@ class Batch:
         return replace(changed, shared=frozenset(id(new) for old, new in pairs if not self.has_example_axis(old)))
 
 
-def unpack_batch(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """What to call the model with, by place and by name, and the targets, of batch ``number``."""
+def unpack_batch(item: Batch | Inputs, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """Return the positional and keyword inputs of the model and the targets; ``number`` is for error messages."""
     if isinstance(item, Batch):
         return item.args, item.kwargs, item.targets
     if isinstance(item, Mapping):
@@ -107,13 +113,13 @@ def unpack_batch(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str,
             )
         return (), _convert_mappings(inputs, number), _convert_labels(targets, number)
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[1], Tensor):
-        inputs, targets = _convert_mappings(item[0], number), _convert_labels(item[1], number)
-        if isinstance(inputs, Tensor):
-            return (inputs,), {}, targets
-        if isinstance(inputs, Mapping):
-            return (), dict(inputs), targets
-        if isinstance(inputs, tuple | list):
-            return tuple(inputs), {}, targets
+        given, targets = _convert_mappings(item[0], number), _convert_labels(item[1], number)
+        if isinstance(given, Tensor):
+            return (given,), {}, targets
+        if isinstance(given, Mapping):
+            return (), dict(given), targets
+        if isinstance(given, tuple | list):
+            return tuple(given), {}, targets
     got = f"a {type(item).__name__}" + (f" of {len(item)} parts" if isinstance(item, tuple | list) else "")
     raise DataError(
         "Expected (inputs, targets) with targets a tensor and inputs a tensor, tuple or dict; or a dict with "
@@ -123,7 +129,7 @@ def unpack_batch(item: Any, number: int = 0) -> tuple[tuple[Any, ...], dict[str,
 
 
 def find_unsupported_kind(tensor: Tensor) -> str | None:
-    """What keeps a tensor from being cut into examples and computed with; None for ordinary ones."""
+    """Return why a tensor cannot be split into examples and computed with, or None for ordinary ones."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout != torch.strided:
@@ -131,11 +137,11 @@ def find_unsupported_kind(tensor: Tensor) -> str | None:
     return "meta" if tensor.is_meta else None
 
 
-def _check_dense_leaf(leaf: Any, number: int) -> None:
+def _check_dense_leaf(leaf: Leaf, number: int) -> None:
     kind = find_unsupported_kind(leaf) if isinstance(leaf, Tensor) else None
     if kind is not None:
         advice = {
-            "nested": "torch.nested.to_padded_tensor, with a model that knows the padding",
+            "nested": "torch.nested.to_padded_tensor, with a model that masks the padding",
             "sparse": "to_dense()",
             "meta": "loading the data onto a device",
         }
@@ -145,24 +151,24 @@ def _check_dense_leaf(leaf: Any, number: int) -> None:
 
 
 def _convert_labels(targets: Tensor, number: int) -> Tensor:
-    """Whole numbers as int64: in uint8, the usual ignore_index of -100 is class 156."""
+    """Convert integers to int64: in uint8, the usual ignore_index of -100 would be class 156."""
     _check_dense_leaf(targets, number)
     whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
     return targets.long() if whole else targets
 
 
-def _convert_mappings(inputs: Any, number: int) -> Any:
-    """The inputs with a plain dict for every mapping that torch does not look into (UserDict, BatchEncoding)."""
+def _convert_mappings(inputs: Inputs, number: int) -> Any:
+    """Return the inputs with mappings that torch does not look into (UserDict, BatchEncoding) as plain dicts."""
 
-    def convert_leaf(leaf: Any) -> Any:
+    def convert_leaf(leaf: Leaf) -> Any:
         if isinstance(leaf, Mapping):
             return _convert_mappings(dict(leaf), number)
-        held = vars(leaf).values() if is_dataclass(leaf) and hasattr(leaf, "__dict__") else ()
+        held: Iterable[Any] = vars(leaf).values() if is_dataclass(leaf) and hasattr(leaf, "__dict__") else ()
         if any(isinstance(value, Tensor) for value in held):
             raise DataError(
-                "Expected tensors in tuples, lists and dicts, so that single examples can be taken out of them, but "
+                "Expected tensors in tuples, lists and dicts, which can be split into examples, but "
                 f"got a {type(leaf).__name__} with tensors among the inputs of batch {number}. Try giving the "
-                "DataLoader a collate_fn that returns these, and making the model accept them."
+                "DataLoader a collate_fn that returns one of these, and making the model accept it."
             )
         return leaf
 
@@ -170,10 +176,10 @@ def _convert_mappings(inputs: Any, number: int) -> Any:
 
 
 def _compute_batch_checksums(batch: Batch) -> list[Tensor]:
-    """A checksum per example for every tensor that has examples; one for others.
+    """Return one checksum per example of every tensor with examples, and one of every other tensor.
 
-    In whole numbers, which do not depend on the order of summation, and weighted by place: a mirrored image has the
-    same pixels. Of large examples some places, all over them, have to do.
+    They are integers, which do not depend on the order of summation, and weighted by position, since a mirrored image
+    has the same pixels. Of large examples, entries at equal distances are used.
     """
 
     def compute_leaf_checksums(leaf: Tensor) -> Tensor:
@@ -196,7 +202,7 @@ def _compute_row_checksums(rows: Tensor) -> Tensor:
 
 
 def _compute_digests(batch: Batch) -> list[bytes]:
-    """What tells each example from others."""
+    """Return a digest of each example's content."""
     rows = [
         leaf.detach().cpu().contiguous().reshape(batch.examples, -1).view(torch.uint8).numpy()
         for leaf in [*batch.list_tensors(), batch.targets]
@@ -205,21 +211,12 @@ def _compute_digests(batch: Batch) -> list[bytes]:
     return [blake2b(b"".join(row[n].tobytes() for row in rows), digest_size=16).digest() for n in range(batch.examples)]
 
 
-def _has_same_checksums(one: list[Any], two: list[Any]) -> bool:
-    def is_equal(a: Any, b: Any) -> bool:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            # NaN equals NaN here: it is reported by its own check.
-            return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-        try:
-            return bool(a == b)
-        except (TypeError, ValueError, RuntimeError):  # arrays, images: no single answer
-            return True
-
-    return len(one) == len(two) and all(is_equal(a, b) for a, b in zip(one, two, strict=True))
+def _has_same_checksums(one: list[Tensor], two: list[Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def read_batches(data: Data) -> Iterator[Batch]:
-    """One pass over the data."""
+    """Read the data once, batch by batch."""
     if isinstance(data, RepeatableData):
         yield from data.read_batches()
         return
@@ -231,8 +228,7 @@ def read_batches(data: Data) -> Iterator[Batch]:
         if targets.dim() == 0:
             raise DataError(
                 "Expected targets of shape (examples, ...), but got a target without an axis for the examples in "
-                f"batch {number}. Try batching single examples, for instance with DataLoader(dataset, "
-                "batch_size=128)."
+                f"batch {number}. Try batching the examples, for instance with DataLoader(dataset, batch_size=128)."
             )
         batch = Batch(args, kwargs, targets, first, targets.shape[0])
         batch = replace(
@@ -243,27 +239,27 @@ def read_batches(data: Data) -> Iterator[Batch]:
         if not any(batch.has_example_axis(leaf) for leaf in batch.list_tensors()):
             shapes = [tuple(leaf.shape) for leaf in batch.list_tensors()]
             raise DataError(
-                f"Expected the same number of examples along the first axis of both, but got {batch.examples} "
-                f"targets and inputs of shape {shapes} in batch {number}. Check that inputs and targets belong "
+                f"Expected as many inputs as targets along the first axis, but got {batch.examples} targets and "
+                f"inputs of shape {shapes} in batch {number}. Check that inputs and targets belong "
                 "together."
             )
         first += batch.examples
         yield batch
 
 
-def _is_tensor_pair(data: Any) -> TypeGuard[Sequence[Tensor]]:
+def _is_tensor_pair(data: Data) -> TypeGuard[Sequence[Tensor]]:
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
-def _is_one_batch(data: Any) -> bool:
-    """A pair of tensors; or inputs of several tensors with a tensor of targets; or a dict."""
-    several = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Mapping | tuple | list)
-    several = several and isinstance(data[1], Tensor)
-    return _is_tensor_pair(data) or several or isinstance(data, Mapping)
+def _is_one_batch(data: Data) -> bool:
+    """Return whether the data is a pair of tensors, several inputs with a tensor of targets, or a dict."""
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Mapping | tuple | list):
+        return isinstance(data[1], Tensor)
+    return _is_tensor_pair(data) or isinstance(data, Mapping)
 
 
-def prepare_data(data: Any) -> Data:
-    """Data that can be read as often as needed and answers the same each time; else an error that says why not."""
+def prepare_data(data: Data) -> Data:
+    """Return the data in a form that yields the same examples in every reading, or raise an error that says why not."""
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=128)
     if not isinstance(data, Iterable):
@@ -282,8 +278,8 @@ def prepare_data(data: Any) -> Data:
         and len(data[0]) != len(data[1])
     ):
         raise DataError(
-            f"Expected as many of one as of the other, but got {len(data[0])} inputs and {len(data[1])} targets. "
-            "Check that they belong together."
+            f"Expected as many inputs as targets, but got {len(data[0])} inputs and {len(data[1])} targets. Check that "
+            "they belong together."
         )
     if isinstance(data, RepeatableData):
         return data
@@ -294,16 +290,16 @@ def prepare_data(data: Any) -> Data:
     one = next(read_batches(data), None)
     if one is None:
         raise EmptyDataError(
-            "Expected at least one, but got data without examples. Check the path, the split and drop_last."
+            "Expected at least one example, but got empty data. Check the path, the split and drop_last."
         )
     held: Data = data
     if _is_one_batch(data) or type(data) in (list, tuple):
-        return held  # every reading yields the same tensors
+        return held  # each reading yields the same tensors
     # Checksums instead of a copy: a batch may be as large as the data.
     first, two = _compute_batch_checksums(one), next(read_batches(data), None)
     if two is None:
         raise OneShotDataError(
-            f"Expected data that can be read again, but got a {type(data).__name__} that gave nothing on the second "
+            f"Expected data that can be read again, but got a {type(data).__name__} that is empty on the second "
             "reading. Try passing a list of its batches."
         )
     if not _has_same_checksums(first, _compute_batch_checksums(two)):
@@ -320,9 +316,9 @@ def prepare_data(data: Any) -> Data:
 
 
 class RepeatableData:
-    """Data that has to yield the same batches in every reading: the examples are told apart by their numbers.
+    """Data that must yield the same batches in every reading, since examples are identified by their positions.
 
-    Later readings are compared with the first by a checksum of every example, which costs little beside a forward pass.
+    Later readings are compared with the first by a checksum of every example, which is cheap beside a forward pass.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -334,6 +330,7 @@ class RepeatableData:
         return iter(self.data)
 
     def read_batches(self) -> Iterator[Batch]:
+        """Read the data once; raise an error if it differs from the first reading."""
         number = -1
         for number, batch in enumerate(read_batches(self.data)):
             found = _compute_batch_checksums(batch)

@@ -1,9 +1,6 @@
-"""Extreme eigenvalues of the curvature: products with its blocks, and a search that misses none.
+"""Extreme eigenvalues of the curvature: products with its blocks, and a search that verifies that none was missed.
 
-There may be many matrices, called blocks: one per parameter of a network, or one for the whole network. One product
-multiplies all of them, each with vectors of its own, so the processes of all blocks advance together: many layers cost
-as many products as the slowest alone. Every process keeps an orthonormal basis (full reorthogonalization, in float64)
-and the block's projection on it; when the basis is full it is compressed to its best vectors (a thick restart).
+The Lanczos processes are those of :mod:`saltflat.engine.lanczos`.
 """
 
 from __future__ import annotations
@@ -31,10 +28,10 @@ from saltflat.engine.lanczos import (
 )
 from saltflat.engine.noise import draw_normals
 from saltflat.engine.statistic import ParameterSite, Statistic
-from saltflat.engine.sweep import SweepTotals
+from saltflat.engine.sweep import Sweep
 from saltflat.gradients.base import FactoredGradient
 
-MISSED = 1e-6  # largest probability of having missed an eigenvalue
+MISSED = 1e-6  # accepted probability of having missed an eigenvalue
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,13 @@ class ExtremeEigenvalues:
     """The eigenvalues at both ends of one block's spectrum.
 
     Attributes:
-        values: the largest ones, in descending order, then the smallest ones, in ascending order.
+        values: the largest ones in descending order, then the smallest ones in ascending order.
         vectors: ``(len(values), entries)``, orthonormal.
         residuals: |A v - value v| of each, from a product with the vector itself.
         bounds: how far each eigenvalue may be from its value: the residual, or its square over the distance to the
             nearest other eigenvalue seen, whichever is smaller.
         converged: for each, whether the bound is within the tolerance.
-        largest: how many of them are the largest ones.
+        largest: the number of largest ones.
         complete: whether a second search, orthogonal to the vectors found, confirmed that none was missed.
         scale: the largest eigenvalue in absolute value.
     """
@@ -66,10 +63,10 @@ class ExtremeEigenvalues:
 class _MissedEigenvalueSearch(_EigenvalueSearch):
     """A search for eigenvalues beyond ``high`` and below ``low``, orthogonal to the vectors that were found.
 
-    It ends as soon as there are hardly any: with a random start, the largest Ritz value after m steps is short of the
-    largest eigenvalue by more than a fraction e of the spectrum's width with a probability of at most
-    1.648 sqrt(n) exp(-sqrt(e) (2 m - 1)) (Kuczynski and Wozniakowski, 1992). It also ends after ``patience`` steps, as
-    many as the first search took to tell the outermost eigenvalues from the next ones.
+    It ends as soon as there are none with high probability: with a random start, the largest Ritz value after m steps
+    is below the largest eigenvalue by more than a fraction e of the spectrum's width with a probability of at most
+    1.648 sqrt(n) exp(-sqrt(e) (2 m - 1)) (Kuczynski and Wozniakowski, 1992). It also ends after ``patience`` steps, the
+    number that the first search needed to separate the outermost eigenvalues from the next ones.
     """
 
     def __init__(
@@ -87,8 +84,8 @@ class _MissedEigenvalueSearch(_EigenvalueSearch):
             self.done = self.done or self.steps >= self.patience or self._is_miss_unlikely()
 
     def _is_miss_unlikely(self) -> bool:
-        """Whether an eigenvalue beyond those found would have been seen by now."""
-        if self.steps > self.size or len(self.values) < 1 + self.smallest:  # restarted, or hardly begun
+        """Return whether an eigenvalue beyond those found would have been seen by now."""
+        if self.steps > self.size or len(self.values) < 1 + self.smallest:  # restarted, or too early
             return False
         top, bottom = float(self.values[0]), float(self.values[-1]) if self.smallest else self._compute_lowest()
         return all(
@@ -116,21 +113,21 @@ def find_extreme_eigenvalues(
     basis: int = BASIS,
     tick: Callable[[int], None] = lambda done: None,
 ) -> dict[str, ExtremeEigenvalues]:
-    """The ``largest`` and ``smallest`` eigenvalues of every block; a block of fewer entries has them all.
+    """Return the ``largest`` and ``smallest`` eigenvalues of every block, or all if the block has fewer.
 
-    A Lanczos process sees one vector of the eigenspace of a repeated eigenvalue. So the search is repeated from a new
-    random vector, orthogonal to all that were found, until it finds nothing beyond them.
+    A Lanczos process sees only one vector of the eigenspace of a repeated eigenvalue. So the search is repeated from a
+    new random vector, orthogonal to all that were found, until it finds nothing beyond them.
 
     Args:
         product: multiplies each block with several vectors.
-        draw: a random vector for each block; the same for the same number.
-        largest: how many at the upper end, at least one.
-        smallest: how many at the lower end.
-        tolerance: of the errors, relative to the eigenvalue, or to ``relative`` times the largest in size.
+        draw: returns a random vector for each block, the same for the same number.
+        largest: number of eigenvalues at the upper end, at least one.
+        smallest: number of eigenvalues at the lower end.
+        tolerance: of the errors, relative to the eigenvalue, or to ``relative`` times the largest in absolute value.
         relative: see ``tolerance``.
         rounding: the relative error of the products.
-        steps: how many products at most in each search.
-        basis: how many vectors each search may keep, at least ``largest + smallest + 2``.
+        steps: largest number of products in each search.
+        basis: number of vectors each search may keep, at least ``largest + smallest + 2``.
         tick: called with the number of products done.
 
     Example:
@@ -186,22 +183,22 @@ def find_extreme_eigenvalues(
 
 
 class _EigenPairs:
-    """Eigenvalues and vectors of one block that were found so far: the largest ones first, then the smallest."""
+    """The eigenvalues and eigenvectors of one block found so far: the largest ones first, then the smallest."""
 
     def __init__(self, run: _EigenvalueSearch) -> None:
         self.tolerance, self.relative = run.tolerance, run.relative
         self.largest, self.smallest, self.scale = run.largest, run.smallest, run.scale
         self.values, self.vectors, self.gaps = run.values, run.compute_vectors(), run.gaps
-        run.basis = run.basis.new_empty(0)  # makes room for that of the next search
+        run.basis = run.basis.new_empty(0)  # frees memory for the next search
 
     def make_missed_search(self, run: _EigenvalueSearch, start: Tensor, basis: int) -> _MissedEigenvalueSearch:
-        """A search for what was missed."""
+        """Return a search for eigenvalues that were missed."""
         high = float(self.values[: self.largest].min())
         low = float(self.values[self.largest :].max()) if len(self.values) > self.largest else -torch.inf
         return _MissedEigenvalueSearch(run, start, torch.linalg.qr(self.vectors.mT).Q.mT, low, high, basis)
 
     def add_missed(self, check: _MissedEigenvalueSearch) -> bool:
-        """Put what was missed in its place, and say whether there was anything."""
+        """Insert the eigenvalues that were missed; return whether there were any."""
         if not bool(check.new.any()):
             return False
         values = torch.cat([self.values, check.values[check.new]])
@@ -214,9 +211,9 @@ class _EigenPairs:
         return True
 
     def compute_extremes(self, products: Tensor, complete: bool, rounding: float, noise: float) -> ExtremeEigenvalues:
-        """With errors from the products of the vectors themselves, which are no better than ``rounding``.
+        """Return the eigenvalues, with errors from products of the vectors themselves, but at least ``rounding``.
 
-        An error within ``noise`` is none, in a block that is zero.
+        Errors within ``noise`` are ignored, as in a block that is zero.
         """
         values = (products * self.vectors).sum(1)
         ends = [values[: self.largest].argsort(descending=True), self.largest + values[self.largest :].argsort()]
@@ -235,7 +232,7 @@ class _EigenPairs:
 
 
 def make_block_product(context: Context) -> Product:
-    """Multiplication with the Gauss-Newton block of each parameter, one sweep for all."""
+    """Return a function that multiplies the Gauss-Newton block of each parameter with a vector, in one sweep."""
     stacked = make_stacked_block_product(context)
 
     def multiply(vectors: Vectors) -> Vectors:
@@ -245,14 +242,14 @@ def make_block_product(context: Context) -> Product:
 
 
 def make_stacked_block_product(context: Context) -> StackedProduct:
-    """The same for several vectors of each parameter, ``(vectors, *shape)``, still one sweep for all."""
+    """Return the same for several vectors of each parameter, ``(vectors, *shape)``, also in one sweep."""
 
     def multiply(vectors: Vectors) -> Vectors:
         def compute_total(form: FactoredGradient, site: ParameterSite) -> Tensor:
             return torch.stack([form.sum_weighted(form.project(each.to(site.value))) for each in vectors[site.name]])
 
         statistic = Statistic("product", of="curvature", total=compute_total, spread=None, meaning="G v")
-        found = SweepTotals(context, [statistic], only=vectors.keys()).sweep().compute_values()["product"]
+        found = Sweep(context, [statistic], only=vectors.keys()).run().compute_values()["product"]
         # A parameter without effect has zeros in its own shape.
         return {name: each.expand(vectors[name].shape) for name, each in found.items()}
 
@@ -260,23 +257,23 @@ def make_stacked_block_product(context: Context) -> StackedProduct:
 
 
 def compute_curvature_replicates(context: Context, vectors: Vectors) -> tuple[dict[str, Tensor], ...] | None:
-    """v' G v of every parameter with one random draw of columns left out at a time; None if columns are exact."""
+    """Return v' G v of every parameter with one random draw of columns left out at a time; None for exact columns."""
 
     def compute_total(form: FactoredGradient, site: ParameterSite) -> Tensor:
         return form.project(vectors[site.name].to(site.value)).double().square().sum()
 
     statistic = Statistic("along", of="curvature", total=compute_total, spread=None, meaning="v' G v", kind="scalar")
-    return SweepTotals(context, [statistic], replicate=True, only=vectors.keys()).sweep().compute_replicates(statistic)
+    return Sweep(context, [statistic], replicate=True, only=vectors.keys()).run().compute_replicates(statistic)
 
 
 def draw_start_vectors(context: Context, names: Collection[str]) -> dict[str, Tensor]:
-    """A random vector for each parameter, the same for the same name and seed."""
+    """Return a random vector for each parameter, the same for the same name and seed."""
     return {name: vector for name, vector in draw_normals(context, 0).items() if name in names}
 
 
 @contextmanager
 def reserve_basis(context: Context, names: Collection[str]) -> Iterator[int]:
-    """How many vectors of these parameters fit in half of the memory, all blocks together; the rest is for passes."""
+    """Reserve up to half of the memory for vectors of these parameters; yield how many fit."""
     size = 8 * max(1, sum(context.problem.network.measured[name].numel() for name in names))
     basis = max(LEAST, min(BASIS, context.limit // (2 * size)))
     with context.reserve(basis * size):
@@ -284,5 +281,5 @@ def reserve_basis(context: Context, names: Collection[str]) -> Iterator[int]:
 
 
 def get_rounding_tolerance(context: Context) -> float:
-    """How closely an eigenvalue can be told in the precision of the parameters."""
+    """Return the relative accuracy of eigenvalues in the precision of the parameters."""
     return max(ROUNDING[value.dtype] for value in context.problem.network.measured.values())

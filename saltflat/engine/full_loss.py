@@ -1,9 +1,6 @@
-"""Groups of examples, which standard errors over examples are found with.
+"""The loss of all the data: its value, gradient and Hessian products at the model's or other weights.
 
-The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
-statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
-The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
-error of their *difference* comes from the differences group by group, in which most of the scatter cancels.
+Means over examples are kept group by group for standard errors; see :mod:`saltflat.engine.context`.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ class GroupedMean:
     """A mean over examples, kept group by group.
 
     Args:
-        groups: how the examples are split; None for the mean alone.
+        groups: the split of the examples; None for the mean alone.
     """
 
     def __init__(self, groups: ExampleGroups | None) -> None:
@@ -38,7 +35,7 @@ class GroupedMean:
         self.examples = torch.zeros_like(self.sums)
 
     def add(self, batch: Batch, values: Tensor, shares: Tensor) -> None:
-        """Add single examples' values, and each one's part of what their sum is divided by."""
+        """Add single examples' values and their parts of the divisor."""
         group = (
             self.groups.find_groups(batch.example_indices)
             if self.groups
@@ -49,18 +46,19 @@ class GroupedMean:
         self.examples.index_add_(0, group, torch.ones(batch.examples, dtype=torch.float64))
 
     def add_sums(self, group: int, batch: Batch, value: float, share: float) -> None:
-        """Add what examples of one group have together."""
+        """Add the sums over examples of one group."""
         self.sums[group] += value
         self.shares[group] += share
         self.examples[group] += batch.examples
 
     def compute_mean(self) -> float:
+        """Return the mean over all examples."""
         return float(self.sums.sum() / self.shares.sum())
 
     def make_leave_one_out(self) -> Callable[[int], float] | None:
-        """The mean with one group left out, as a function of the group's number among those with examples."""
+        """Return a function of a group's number, among those with examples, that computes the mean without it."""
         kept = torch.nonzero(self.examples)[:, 0]
-        # A group that holds all the share (every other example is ignored) leaves nothing to divide by.
+        # Without a group that holds the whole share (all other examples are ignored) there is nothing to divide by.
         if len(kept) < 2 or bool((self.shares.sum() - self.shares[kept] <= 0).any()):
             return None
         return lambda left_out: float(
@@ -70,23 +68,23 @@ class GroupedMean:
 
 Weights = Mapping[str, Tensor]
 
-# Largest difference between u'Hv and v'Hu that is still rounding.
+# Largest relative difference between u'Hv and v'Hu that counts as rounding.
 SYMMETRY = {torch.float32: 1e-3, torch.float64: 1e-8}
-# Of differences of gradients, relative to the weights.
+# Step sizes of differences of gradients, relative to the weights.
 STEPS = {torch.float32: (1e-2, 3e-3, 1e-3), torch.float64: (1e-4, 1e-5, 1e-6, 1e-7)}
-# What torch puts where a backward pass must not be differentiated.
+# The node that torch inserts if a backward pass must not be differentiated.
 ONCE = "torch::autograd::Error"
-# Settings whose second derivatives were found to be there.
+# Contexts whose second derivatives were checked.
 _CHECKED: WeakSet[Context] = WeakSet()
 
 
 def compute_loss_at(context: Context, weights: Weights | None = None) -> float:
-    """The mean loss with ``weights`` in place of the parameters of these names; infinite or NaN if it overflows."""
+    """Return the mean loss with ``weights`` in place of the parameters of these names; not finite if it overflows."""
     return compute_grouped_losses(context, weights).compute_mean()
 
 
 def compute_grouped_losses(context: Context, weights: Weights | None = None) -> GroupedMean:
-    """The same, group of examples by group."""
+    """Return the same group by group."""
     found = GroupedMean(context.groups)
     with torch.no_grad():
         for batch in context.read_chunks(0):
@@ -98,7 +96,7 @@ def compute_grouped_losses(context: Context, weights: Weights | None = None) -> 
 
 
 def compute_gradient_at(context: Context, weights: Weights | None = None) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss and its gradient, in float64."""
+    """Return the mean loss and its gradient, in float64."""
     total = share = 0.0
     sums = _make_zeros(context)
     for batch in context.read_chunks(0):
@@ -113,12 +111,12 @@ def compute_gradient_at(context: Context, weights: Weights | None = None) -> tup
 
 
 def compute_hessian_product(context: Context, vector: Weights) -> dict[str, Tensor]:
-    """The true Hessian of the mean loss times a vector, in float64, by differentiating twice."""
+    """Return the true Hessian of the mean loss times a vector, in float64, by differentiating twice."""
     return compute_hessian_products(context, [vector])[0]
 
 
 def compute_hessian_products(context: Context, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
-    """The same for several vectors, which share a forward pass and the first backward pass."""
+    """Return the same for several vectors, which share a forward pass and the first backward pass."""
     sums = [_make_zeros(context) for _ in vectors]
 
     def add_chunk(leaves: Weights, slopes: Weights) -> None:
@@ -132,7 +130,7 @@ def compute_hessian_products(context: Context, vectors: Sequence[Weights]) -> li
 
 
 def compute_hessian_block_products(context: Context, vectors: Weights) -> dict[str, Tensor]:
-    """The diagonal blocks of the Hessian, one for each given parameter, times ``(vectors, *shape)`` of its own."""
+    """Return the diagonal block of the Hessian of each given parameter times its vectors, ``(vectors, *shape)``."""
     sums = {name: torch.zeros_like(each, dtype=torch.float64) for name, each in vectors.items()}
 
     def add_chunk(leaves: Weights, slopes: Weights) -> None:
@@ -147,7 +145,7 @@ def compute_hessian_block_products(context: Context, vectors: Weights) -> dict[s
 
 
 def compute_grouped_curvature(context: Context, vector: Weights) -> GroupedMean:
-    """v' H v of the mean loss, group of examples by group."""
+    """Return v' H v of the mean loss, group by group."""
     assert context.groups is not None
     found, along = GroupedMean(context.groups), 0.0
 
@@ -167,7 +165,7 @@ def compute_grouped_curvature(context: Context, vector: Weights) -> GroupedMean:
 
 
 def compute_gauss_newton_products(context: Context, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
-    """The Gauss-Newton matrix of the mean loss over all parameters times several vectors: J' B J v."""
+    """Return the Gauss-Newton matrix of the mean loss over all parameters times several vectors: J' B J v."""
     share, sums = 0.0, [_make_zeros(context) for _ in vectors]
     for batch in context.read_chunks(1):
         leaves = _make_leaves(context, None)
@@ -183,8 +181,8 @@ def compute_gauss_newton_products(context: Context, vectors: Sequence[Weights]) 
             continue
         if any(node.name() == ONCE for node in _iterate_nodes(pulled)):
             raise NotDefinedError(
-                "needs to differentiate the backward pass, and one of the model's autograd functions forbids it: it "
-                "is marked once_differentiable"
+                "needs to differentiate the backward pass, which one of the model's autograd functions forbids: it is "
+                "marked once_differentiable"
             )
         for total, vector in zip(sums, vectors, strict=True):
             inner = torch.stack([(each * vector[name].to(each)).sum().double() for name, each in reached.items()]).sum()
@@ -203,8 +201,7 @@ def compute_gauss_newton_products(context: Context, vectors: Sequence[Weights]) 
 def _visit_chunks(context: Context, use: Callable[[Weights, Weights], None], chunks: Iterable[Batch]) -> float:
     """Call ``use`` with the leaves and the loss's gradients of each chunk; return the sum of the shares.
 
-    Gradients come with a graph. A parameter without effect has none, and one that enters linearly a constant one: both
-    are left out.
+    Gradients have a graph. Parameters without effect, and those with a constant gradient, are left out.
     """
     share = 0.0
     for batch in chunks:
@@ -224,7 +221,7 @@ def _visit_chunks(context: Context, use: Callable[[Weights, Weights], None], chu
 
 
 def _differentiate_again(inner: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradient of something that is made of gradients; the graph stays."""
+    """Differentiate a function of gradients; the graph is kept."""
     try:
         return torch.autograd.grad(inner, leaves, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
@@ -234,11 +231,11 @@ def _differentiate_again(inner: Tensor, leaves: list[Tensor]) -> tuple[Tensor | 
 
 
 def _check_second_derivatives(context: Context, batch: Batch) -> None:
-    """Refuse a model whose own autograd functions have a backward pass that cannot be differentiated.
+    """Check that the backward passes of the model's own autograd functions can be differentiated.
 
-    Torch leaves out what such a function hides, without a word: one marked ``once_differentiable``, or one whose
-    backward pass detaches what it saved. The first shows in the graph; the second by comparing a product with the
-    Hessian with differences of gradients.
+    Torch silently ignores the second derivatives of functions that are marked ``once_differentiable``, or whose
+    backward pass detaches what it saved. The first can be seen in the graph; the second is found by comparing a product
+    with the Hessian with differences of gradients.
     """
     leaves = _make_leaves(context, None)
     outputs, targets = _compute_outputs(context, batch, leaves)
@@ -275,7 +272,7 @@ def _check_second_derivatives(context: Context, batch: Batch) -> None:
             total = context.problem.loss.total(moved_outputs, targets).sum()
             slope = torch.autograd.grad(total, list(places.values()), allow_unused=True)
             _add_gradients(found, tuple(None if each is None else sign * each / (2 * step * size) for each in slope))
-        # Where two steps agree there is no kink between them, and differences can be trusted.
+        # If two step sizes agree, there is no kink between them, and differences can be trusted.
         if before is not None and _compute_distance(found, before) <= 0.01:
             if _compute_distance(found, second) > 0.05:
                 raise NotDefinedError(
@@ -287,7 +284,7 @@ def _check_second_derivatives(context: Context, batch: Batch) -> None:
 
 
 def _iterate_nodes(tensors: Sequence[Tensor | None]) -> Iterator[Any]:
-    """Everything that backward passes from these go through."""
+    """Yield all nodes of the graph of these tensors."""
     seen: set[Any] = set()
     waiting = [each.grad_fn for each in tensors if each is not None]
     while waiting:
@@ -303,13 +300,13 @@ def _make_generator(value: Tensor) -> torch.Generator:
 
 
 def _compute_distance(one: Weights, two: Weights) -> float:
-    """Relative to the longer one."""
+    """Return the distance of two vectors relative to the longer one."""
     longest = max(compute_norm(one), compute_norm(two))
     return compute_norm({name: one[name] - two[name] for name in one}) / longest if longest else 0.0
 
 
 def check_symmetric(context: Context, difference: float) -> None:
-    """For any two vectors u'Hv is v'Hu; where torch's second derivatives are wrong they differ in the first digits.
+    """Check that u'Hv equals v'Hu, which differ in the first digits if torch's second derivatives are wrong.
 
     ``difference`` is relative to the lengths of u, v and their products.
     """
@@ -322,7 +319,7 @@ def check_symmetric(context: Context, difference: float) -> None:
 
 
 def compute_accuracy_at(context: Context, weights: Weights | None = None) -> float:
-    """The fraction of targets that the network gets right; at every position, without those that are ignored."""
+    """Return the fraction of targets that are predicted correctly, over all positions that are not ignored."""
     right = counted = 0
     with torch.no_grad():
         for batch in context.read_chunks(0):
@@ -333,26 +330,24 @@ def compute_accuracy_at(context: Context, weights: Weights | None = None) -> flo
 
 
 def compute_scales(context: Context) -> dict[str, Tensor]:
-    """The absolute values of the parameters, in float64."""
+    """Return the absolute values of the parameters, in float64."""
     return {name: value.double().abs() for name, value in context.problem.network.measured.items()}
 
 
 def compute_moved_weights(context: Context, step: Weights) -> dict[str, Tensor]:
-    """The parameters plus ``step``, in float64."""
+    """Return the parameters plus ``step``, in float64."""
     return {name: value.double() + step[name] for name, value in context.problem.network.measured.items()}
 
 
 def compute_norm(vector: Weights) -> float:
-    """The length of a vector that is kept by parameters."""
+    """Return the norm of a vector with one part per parameter."""
     return float(torch.stack([each.double().square().sum().cpu() for each in vector.values()]).sum().sqrt())
 
 
 def check_finite_loss(loss: float) -> float:
-    """The mean loss where the network stands must be a number."""
+    """Return the mean loss after checking that it is finite."""
     if not isfinite(loss):
-        raise NonFiniteError(
-            f"Expected a finite one, but got a mean loss of {loss}. Check the targets and the weights."
-        )
+        raise NonFiniteError(f"Expected a finite mean loss, but got {loss}. Check the targets and the weights.")
     return loss
 
 
@@ -363,7 +358,7 @@ def _make_leaves(context: Context, weights: Weights | None) -> dict[str, Tensor]
 
 
 def _compute_outputs(context: Context, batch: Batch, leaves: Weights, is_moved: bool = False) -> tuple[Tensor, Tensor]:
-    """Outputs and targets in float64; ``is_moved`` if the leaves are not the model's own weights."""
+    """Return outputs and targets in float64; ``is_moved`` says that the leaves are not the model's own weights."""
     outputs, targets = context.problem.network(batch, leaves=leaves).double(), cast_targets(batch.targets)
     context.problem.loss.check(outputs, targets)
     if not is_moved:
@@ -385,7 +380,7 @@ def _add_gradients(sums: dict[str, Tensor], found: tuple[Tensor | None, ...]) ->
 def _check_share(share: float) -> float:
     if share <= 0:
         raise EmptyDataError(
-            "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
+            "Expected at least one target that counts, but got targets that are all ignored or have no weight. Check "
             "ignore_index and the class weights."
         )
     return share

@@ -1,4 +1,4 @@
-"""Inner products between the gradients of single examples, without a gradient of the network's size where it can be."""
+"""Inner products between the gradients of single examples, from their factors where possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saltflat.engine.context import Context
 from saltflat.engine.data import Batch
 from saltflat.engine.per_example import Emit
 from saltflat.engine.statistic import Statistic
-from saltflat.engine.sweep import SweepTotals
+from saltflat.engine.sweep import Sweep
 from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient, use_scratch
 
 Forms = Mapping[str, FactoredGradient]
@@ -21,25 +21,25 @@ _GRADIENT = Statistic(
 
 
 def compute_gram_matrix(context: Context, chosen: Tensor) -> Tensor:
-    """``(P, P)``: inner products between the gradients of the chosen examples' losses, in float64.
+    """Return the inner products between the gradients of the chosen examples' losses, ``(P, P)``, in float64.
+
+    The gradients of as many examples as fit in memory are kept at a time, and multiplied with those of the others. This
+    takes one sweep over the chosen examples if all fit.
 
     Args:
-        context: what is measured.
+        context: the problem and the conditions.
         chosen: sorted numbers of examples.
-
-    Gradients of as many examples as fit in memory are kept at a time, and those of the others pass by them: one sweep
-    over the chosen examples if all fit.
     """
     result, start = torch.zeros(len(chosen), len(chosen), dtype=torch.float64), 0
     with use_scratch():
         while start < len(chosen):
             start = _fill_window(context, chosen, start, result)
-    # The upper half was filled.
+    # Only the upper triangle was filled.
     return result.triu() + result.triu(1).mT
 
 
 def iterate_gradients(context: Context) -> Iterator[Tensor]:
-    """The gradients of single examples' losses over all parameters, ``(examples, parameters)``, in float64."""
+    """Yield the gradients of single examples' losses over all parameters, ``(examples, parameters)``, in float64."""
     keeper = _GradientKeeper(context)
     keeper.written = dict.fromkeys(keeper.sites, True)
     with use_scratch():
@@ -50,7 +50,7 @@ def iterate_gradients(context: Context) -> Iterator[Tensor]:
 
 
 def _fill_window(context: Context, chosen: Tensor, start: int, result: Tensor) -> int:
-    """Fill the rows of the examples kept from ``start`` on; says where they end."""
+    """Fill the rows of the examples kept from ``start`` on; return where they end."""
     kept: list[tuple[int, Forms]] = []
     room, end = context.limit // 4, len(chosen)
     with context.reserve(3 * room):
@@ -73,7 +73,7 @@ def _fill_window(context: Context, chosen: Tensor, start: int, result: Tensor) -
 
 
 def _select_batches(context: Context, chosen: Tensor, start: int) -> Iterator[Batch]:
-    """The chosen examples from number ``start`` of them on, numbered among themselves."""
+    """Yield the chosen examples from number ``start`` of them on, numbered among themselves."""
     for batch in context.problem.read_batches():
         here = (chosen >= batch.first) & (chosen < batch.first + batch.examples)
         which = torch.nonzero(here)[:, 0]
@@ -82,10 +82,10 @@ def _select_batches(context: Context, chosen: Tensor, start: int) -> Iterator[Ba
             yield batch.take(chosen[which] - batch.first, int(which[0]))
 
 
-class _GradientKeeper(SweepTotals):
-    """Keeps the gradients of single examples instead of summing something of them.
+class _GradientKeeper(Sweep):
+    """Keeps the gradients of single examples instead of summing statistics of them.
 
-    Those that take less room written out than in factors are, side by side in one array: one product for all of them.
+    Those that need less memory written out than in factors are concatenated to one array, for a single product.
     """
 
     def __init__(self, context: Context) -> None:
@@ -94,7 +94,7 @@ class _GradientKeeper(SweepTotals):
         self.written: dict[str, bool] = {}
 
     def collect_gradients(self, batch: Batch) -> Iterator[tuple[int, Forms]]:
-        """The gradients of a batch's chunks, each with the number of its first example."""
+        """Yield the gradients of a batch's chunks, each with the number of its first example."""
         for _ in self.add_batch(batch):
             for first, forms in self.found.items():
                 yield first, self._concatenate_dense(forms)
@@ -116,7 +116,7 @@ class _GradientKeeper(SweepTotals):
         if not forms:
             return forms
         some = next(iter(forms.values()))
-        # A parameter that no example has used yet has a place from the beginning.
+        # A parameter that no example has used yet gets its place from the beginning.
         for name in self.sites:
             self.written.setdefault(name, True)
         rows = [

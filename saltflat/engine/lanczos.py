@@ -1,8 +1,8 @@
 """Extreme eigenvalues of symmetric matrices known by their products: the Lanczos process.
 
 There may be many matrices, called blocks: one per parameter of a network, or one for the whole network. One product
-multiplies all of them, each with vectors of its own, so the processes of all blocks advance together: many layers cost
-as many products as the slowest alone. Every process keeps an orthonormal basis (full reorthogonalization, in float64)
+multiplies all of them, each with its own vectors, so the processes of all blocks advance together, and many layers need
+no more products than the slowest alone. Every process keeps an orthonormal basis (full reorthogonalization, in float64)
 and the block's projection on it; when the basis is full it is compressed to its best vectors (a thick restart).
 """
 
@@ -17,17 +17,17 @@ from torch import Tensor
 Vectors = Mapping[str, Tensor]
 # Multiplies the block of every given parameter with its vector.
 Product = Callable[[Vectors], Vectors]
-# The same for several vectors of each block, ``(vectors, entries)``.
+# Multiplies each block with several vectors, ``(vectors, entries)``.
 StackedProduct = Callable[[Vectors], Vectors]
 
-BASIS = 24  # vectors at most
-LEAST = 6  # whatever the memory: fewer hardly get anywhere
-# Products in single precision are not quite those of a symmetric matrix: below this the bound stops falling.
+BASIS = 24  # largest number of vectors
+LEAST = 6  # smallest number of vectors, whatever the memory: fewer hardly converge
+# Products in single precision are not exactly those of a symmetric matrix: below this the bound stops falling.
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-9}
 PATIENCE = 60  # steps in which the bound has to halve
-INVARIANT = 1e-14  # of the largest eigenvalue: a remainder this small is rounding, and the basis spans an eigenspace
-SMALLEST = 100  # times the largest size: what errors of the smallest eigenvalues are compared with
-COLUMNS = 1 << 16  # of a basis, to rotate at once
+INVARIANT = 1e-14  # times the largest eigenvalue: a smaller remainder is rounding, and the basis spans an eigenspace
+SMALLEST = 100  # times the largest absolute value: the scale of errors of the smallest eigenvalues
+COLUMNS = 1 << 16  # entries of a basis to rotate at once
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TopEigenvalue:
             eigenvalue within that distance of ``value``.
         bound: how far the largest eigenvalue may lie above ``value``, relative: the residual, or its square over the
             distance to the next eigenvalue seen, whichever is smaller.
-        steps: how many products it took.
+        steps: number of products.
         converged: whether the bound is within the tolerance.
     """
 
@@ -69,7 +69,7 @@ class _KrylovSpace:
         self.next = self.orthonormalize(flat)
 
     def extend(self, product: Tensor) -> Tensor:
-        """Go on with the product of ``next``; what of it lies outside the basis is returned."""
+        """Add ``next`` to the basis, given its product with the block; return the product's part outside the basis."""
         product = product.reshape(-1).double()
         self.basis[self.size] = self.next
         self.size += 1
@@ -80,23 +80,24 @@ class _KrylovSpace:
         return self._project_out(product - inside @ known)
 
     def orthonormalize(self, vector: Tensor) -> Tensor:
-        """The direction in which a vector leaves the basis."""
+        """Return the unit vector along the part of a vector outside the basis."""
         rest: Tensor = self._project_out(self._project_out(vector / vector.norm()))
         return rest.div(rest.norm())
 
     def _project_out(self, vector: Tensor) -> Tensor:
-        # Twice is enough (Kahan and Parlett): after ``extend`` this removes what rounding left.
+        # Twice is enough (Kahan and Parlett): after ``extend`` this removes the rounding error.
         known = self.basis[: self.size]
         vector = vector - (known @ vector) @ known
         return vector if self.outside is None else vector - (self.outside @ vector) @ self.outside
 
 
 class _EigenvalueSearch(_KrylovSpace):
-    """A search for the ``largest`` and ``smallest`` eigenvalues at both ends.
+    """A search for the ``largest`` and ``smallest`` eigenvalues.
 
-    The error of each is compared with ``tolerance`` times its size, or times ``relative`` of the largest size seen
-    where that is more; of the smallest ones, which lie close together near zero, with 100 times the largest size. If
-    the basis spans an eigenspace before all are found, the search goes on from a vector that ``fresh`` draws.
+    The error of each is compared with ``tolerance`` times its absolute value, or times ``relative`` of the largest one
+    seen if that is more; the error of the smallest ones, which lie close together near zero, with 100 times the
+    largest. If the basis spans an eigenspace before all are found, the search continues from a vector that ``fresh``
+    draws.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class _EigenvalueSearch(_KrylovSpace):
         self.done = False
 
     def add_product(self, product: Tensor) -> None:
-        """Go on with the block times ``next``."""
+        """Continue with the product of the block and ``next``."""
         rest = self.extend(product)
         length = float(rest.norm())
         values, vectors = torch.linalg.eigh(self.small[: self.size, : self.size])
@@ -149,25 +150,25 @@ class _EigenvalueSearch(_KrylovSpace):
             self.next = rest / length
 
     def compute_error_scales(self) -> Tensor:
-        """What the error of each wanted eigenvalue is compared with."""
+        """Return the scale of each wanted eigenvalue's error."""
         return _compute_error_scales(self.values, self.relative, self.scale, min(self.largest, len(self.values)))
 
     def compute_vectors(self) -> Tensor:
-        """The unit vectors of the wanted eigenvalues, as rows."""
+        """Return the unit eigenvectors of the wanted eigenvalues, as rows."""
         if not self.size:
             return self.next[None]
         _, vectors = torch.linalg.eigh(self.small[: self.size, : self.size])
         return torch.matmul(vectors[:, self._find_ends()].mT, self.basis[: self.size])
 
     def make_top_eigenvalue(self) -> TopEigenvalue:
-        """The largest eigenvalue; errors are relative to the largest size."""
+        """Return the largest eigenvalue, with errors relative to the largest absolute value."""
         scale = self.scale or 1.0
         value, residual, bound = (float(each[0]) for each in (self.values, self.residuals, self.bounds))
         vector, converged = self.compute_vectors()[0].reshape(self.shape), bound / scale <= self.tolerance
         return TopEigenvalue(value, vector, residual / scale, bound / scale, self.steps, converged)
 
     def _find_ends(self) -> list[int]:
-        """Places of the wanted ones among all, which ascend: the largest first, then the smallest."""
+        """Return the indices of the wanted eigenvalues among the ascending ones: the largest first, then the rest."""
         top = min(self.largest, self.size)
         return [self.size - 1 - n for n in range(top)] + list(range(min(self.smallest, self.size - top)))
 
@@ -177,7 +178,7 @@ class _EigenvalueSearch(_KrylovSpace):
         below = spare - above if self.smallest else 0
         low, high = self.smallest + below, self.size - self.largest - above
         kept = [*range(low), *range(max(low, high), self.size)]
-        # A part of the entries at a time: a second basis would not fit in memory.
+        # Some of the entries at a time: a second basis would not fit in memory.
         for part in self.basis.split(COLUMNS, 1):
             part[: len(kept)] = vectors[:, kept].mT @ part[: self.size]
         self.small.zero_()
@@ -186,7 +187,7 @@ class _EigenvalueSearch(_KrylovSpace):
 
 
 class _Quadrature(_KrylovSpace):
-    """The Gauss quadrature of a start vector's spectral measure, built up step by step."""
+    """The Gauss quadrature of a start vector's spectral measure, built step by step."""
 
     def __init__(self, start: Tensor, steps: int, outside: Tensor, scale: float) -> None:
         super().__init__(start, steps, outside)
@@ -194,6 +195,7 @@ class _Quadrature(_KrylovSpace):
         self.done = False
 
     def add_product(self, product: Tensor) -> None:
+        """Continue with the product of the block and ``next``."""
         rest = self.extend(product)
         length = float(rest.norm())
         self.scale = max(self.scale, float(self.small[self.size - 1, self.size - 1].abs()))
@@ -202,29 +204,29 @@ class _Quadrature(_KrylovSpace):
             self.next = rest / length
 
     def compute_nodes_and_weights(self) -> tuple[Tensor, Tensor]:
-        """Nodes and weights; the weights sum to one."""
+        """Return nodes and weights; the weights sum to one."""
         nodes, vectors = torch.linalg.eigh(self.small[: self.size, : self.size])
         return nodes.cpu(), vectors[0].square().cpu()
 
 
 def _compute_gaps(values: Tensor) -> Tensor:
-    """The distance of each to its nearest neighbor; the values ascend."""
+    """Return the distance of each of the ascending values to its nearest neighbor."""
     apart = values.diff()
     end = values.new_full((1,), torch.inf)
     return torch.minimum(torch.cat([end, apart]), torch.cat([apart, end]))
 
 
 def _compute_error_scales(values: Tensor, relative: float, scale: float, largest: int) -> Tensor:
-    """What errors are compared with; the first of the values are the ``largest`` ones."""
+    """Return the scales of errors; the first of the values are the ``largest`` ones."""
     least = torch.full_like(values, SMALLEST * scale)
     least[:largest] = relative * scale
     return torch.maximum(values.abs(), least)
 
 
 def _compute_error_bounds(residuals: Tensor, gaps: Tensor, largest: int) -> Tensor:
-    """How far eigenvalues can be from Rayleigh quotients, which are quadratically close where the next one is far.
+    """Return bounds on the errors of Rayleigh quotients, which are quadratic in the residuals if the gaps are large.
 
-    That is used for the first, ``largest`` ones only. The smallest ones often have neighbors that are not seen.
+    The quadratic bound is used for the first, ``largest`` ones only: the smallest ones often have unseen neighbors.
     """
     quadratic = (residuals.square() / gaps).where((gaps > 0) & gaps.isfinite(), residuals)
     quadratic[largest:] = torch.inf
@@ -238,7 +240,7 @@ def _advance_searches(
     tick: Callable[[int, int], None] = lambda done, total: None,
     noise: float = 0.0,
 ) -> None:
-    """Carry all searches on until they are done; a block that has hardly any of the largest curvature is noise."""
+    """Advance all searches until they are done. Blocks below ``noise`` times the largest curvature end early."""
     for _ in range(steps):
         open_ = {name: run for name, run in runs.items() if not run.done}
         tick(len(runs) - len(open_), len(runs))
@@ -260,15 +262,15 @@ def find_top_eigenvalues(
     tick: Callable[[int, int], None] = lambda done, total: None,
     basis: int = BASIS,
 ) -> dict[str, TopEigenvalue]:
-    """The largest eigenvalue of every block, from starting vectors; an earlier result's vectors make it quick.
+    """Return the largest eigenvalue of every block.
 
     Args:
-        product: multiplies the blocks of the parameters it is given with their vectors.
-        starts: a vector for each block.
+        product: multiplies the blocks of the given parameters with their vectors.
+        starts: a vector for each block; the eigenvectors of an earlier result converge fast.
         tolerance: of the relative bound on the eigenvalue's error.
-        steps: how many products at most.
-        tick: called with the number of blocks done and of all blocks.
-        basis: how many vectors each block may keep.
+        steps: largest number of products.
+        tick: called with the number of blocks done and the number of all blocks.
+        basis: number of vectors each block may keep.
 
     Example:
         >>> matrix = torch.diag(torch.arange(1.0, 6.0, dtype=torch.float64))
@@ -291,17 +293,17 @@ def compute_quadratures(
     at_once: int,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """The spectral measure of each block that each probe sees, as nodes and weights that sum to one.
+    """Return the spectral measure of each block for each probe vector, as nodes and weights that sum to one.
 
     Args:
         product: multiplies each block with several vectors.
-        draw: a random vector for each block, the probe of this number.
-        draws: how many probes.
-        steps: nodes at most; fewer where a probe's Krylov space is smaller.
-        outside: orthonormal eigenvectors of each block, as rows, which the measures leave out.
+        draw: returns the probe vector of this number for each block.
+        draws: number of probes.
+        steps: largest number of nodes; there are fewer if a probe's Krylov space is smaller.
+        outside: orthonormal eigenvectors of each block, as rows, which the measures exclude.
         scales: the largest eigenvalue of each block in absolute value.
-        at_once: how many probes are carried on together.
-        tick: called with the products done and their number.
+        at_once: number of probes that are advanced together.
+        tick: called with the number of products done and of all products.
     """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in outside}
     total = steps * -(-draws // at_once)

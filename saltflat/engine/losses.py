@@ -1,8 +1,8 @@
-r"""Losses: their value, their gradient and their curvature at the network's outputs.
+r"""Losses: their value, gradient and curvature at the network's outputs.
 
 The loss of the data is what ``reduction="mean"`` would give if all of it were one batch: a sum over examples of
-``total(outputs, targets)``, divided by the sum of ``share``. A loss below gives, for a batch, those two and the pieces
-of the second derivative that :mod:`saltflat.engine.output_curvature` turns into columns to propagate back:
+``total(outputs, targets)``, divided by the sum of ``share``. A loss computes both for a batch, and the parts of the
+second derivative that :mod:`saltflat.engine.output_curvature` turns into columns to propagate back:
 
 * :class:`~saltflat.engine.output_curvature.SoftmaxCurvature`: :math:`m (\mathrm{diag}\, p - p p^T)` at every position;
 * :class:`~saltflat.engine.output_curvature.DiagonalCurvature`: a number per output;
@@ -24,40 +24,40 @@ from torch.nn import functional as F
 from saltflat.engine.output_curvature import Curvature, DiagonalCurvature, SoftmaxCurvature
 from saltflat.errors import LabelError, NotDefinedError, OptionError, make_unknown_name_error
 
-# Largest logarithm of a sum of probabilities that is still rounding, also in float32.
+# Largest logarithm of a sum of probabilities that counts as rounding, also in float32.
 LOG_ONE = 1e-4
 
 
 def format_shape(values: Tensor) -> str:
-    """As a reader knows it, whatever part of the examples is at hand."""
+    """Return the shape with N for the number of examples, which differs between batches."""
     return f"({', '.join(['N', *map(str, values.shape[1:])])}{',' * (values.dim() == 1)})"
 
 
 class Loss(ABC):
-    """All methods take outputs in float64."""
+    """Base class of losses. All methods take outputs in float64."""
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise :class:`LabelError` for targets that do not fit."""
+        """Check that the targets fit the outputs; raise :class:`LabelError` otherwise."""
 
     @abstractmethod
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``(examples,)``: each example's part of the sum."""
+        """Return each example's part of the sum, ``(examples,)``."""
 
     @abstractmethod
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``(examples,)``: each example's part of what the sum is divided by."""
+        """Return each example's part of the divisor, ``(examples,)``."""
 
     @abstractmethod
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``(examples, *outputs)``: derivative of ``total``."""
+        """Return the derivative of ``total``, ``(examples, *outputs)``."""
 
     @abstractmethod
     def curvature(self, outputs: Tensor, targets: Tensor) -> Curvature:
-        """Second derivative of ``total``."""
+        """Return the second derivative of ``total``."""
 
 
-# What the user may pass as ``loss=``; see :func:`saltflat.engine.losses.parse_loss`.
+# Everything that ``loss=`` accepts; see :func:`parse_loss`.
 LossLike: TypeAlias = "str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor]"
 
 
@@ -72,7 +72,7 @@ class CrossEntropy(Loss):
     label_smoothing: float = 0.0
     weight: Tensor | None = None
     ignore_index: int = -100
-    # Three-dimensional outputs may allow two readings; torch's own module knows only the classes at the second place.
+    # Three-dimensional outputs can be ambiguous; torch's own module always has the classes at the second axis.
     classes_second: bool = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -84,24 +84,25 @@ class CrossEntropy(Loss):
                 f"{classes} classes. Check the weight given to the loss."
             )
         if self.weight is not None and bool((self.weight < 0).any()):
-            raise LabelError("Expected weights of at least 0, but got negative class weights. Check the loss's weight.")
+            raise LabelError("Expected class weights of at least 0, but got negative ones. Check the loss's weight.")
         if targets.is_floating_point():
             if bool((targets < 0).any()):
-                raise LabelError("Expected at least 0, but got negative target probabilities. Check the targets.")
+                raise LabelError("Expected probabilities of at least 0, but got negative targets. Check the targets.")
             return
         kept = targets[targets != self.ignore_index]
         if kept.numel() and (kept.min() < 0 or kept.max() >= classes):
             raise LabelError(
-                f"Expected 0 to {classes - 1}, or ignore_index={self.ignore_index}, but got labels from "
+                f"Expected labels from 0 to {classes - 1}, or ignore_index={self.ignore_index}, but got labels from "
                 f"{int(kept.min())} to {int(kept.max())} for {classes} classes. Try counting labels from 0, or "
                 "giving the network as many outputs as there are classes."
             )
 
     def find_class_axis(self, outputs: Tensor, targets: Tensor) -> int:
+        """Return the axis of the outputs that counts the classes, inferred from the shape of the targets."""
         if outputs.dim() < 2:
             raise LabelError(
-                f"Expected (N, classes) for cross_entropy, but got outputs of shape {format_shape(outputs)}. Try "
-                "using 'mse' or 'bce_with_logits' for a single output."
+                f"Expected outputs of shape (N, classes) for cross_entropy, but got {format_shape(outputs)}. Try "
+                "'mse' or 'bce_with_logits' for a single output."
             )
         last = outputs.dim() - 1
         if targets.is_floating_point() and targets.shape == outputs.shape:
@@ -120,9 +121,9 @@ class CrossEntropy(Loss):
         )
 
     def _compute_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Log-probabilities, target masses, divisor, axis of the classes.
+        """Return log-probabilities, target masses, divisors and the axis of the classes.
 
-        The first two are ``(examples, positions, classes)``, the divisor is ``(examples, positions)``.
+        The first two are ``(examples, positions, classes)``, the divisors ``(examples, positions)``.
         """
         axis = self.find_class_axis(outputs, targets)
         logp = F.log_softmax(outputs.movedim(axis, -1), -1)
@@ -145,7 +146,7 @@ class CrossEntropy(Loss):
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logp, mass, _, _ = self._compute_parts(outputs, targets)
-        # Zero mass times minus infinity is nothing, not NaN.
+        # Zero mass times minus infinity is 0, not NaN.
         return -(mass * logp).where(mass != 0, torch.zeros_like(logp)).sum((1, 2))
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -165,9 +166,9 @@ class CrossEntropy(Loss):
 class NegativeLogLikelihood(CrossEntropy):
     r"""Cross-entropy of outputs that are log-probabilities, ``torch.nn.functional.nll_loss``.
 
-    The loss itself is linear in the log-probabilities: all of its curvature is in the model's last layer, where the
-    Gauss-Newton matrix does not look for it. But :math:`\mathrm{log\,softmax}` leaves normalized log-probabilities
-    as they are, so the loss is the cross-entropy of these outputs, whose curvature is that of the logits before them.
+    The loss itself is linear in the log-probabilities: all of its curvature is in the model's last layer, which the
+    Gauss-Newton matrix ignores. But :math:`\mathrm{log\,softmax}` does not change normalized log-probabilities, so the
+    loss is the cross-entropy of these outputs, whose curvature is that of the logits before them.
     """
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -183,7 +184,7 @@ class NegativeLogLikelihood(CrossEntropy):
             raise OptionError(
                 "Expected log-probabilities, whose exponentials sum to 1, but got NLLLoss and outputs whose "
                 f"exponentials sum to {float(worst):g}. Try passing CrossEntropyLoss() if the outputs are logits, or "
-                "end the model with log_softmax over the classes."
+                "ending the model with log_softmax over the classes."
             )
 
 
@@ -198,8 +199,8 @@ class _PerOutputLoss(Loss):
             )
         if targets.shape != outputs.shape:
             raise LabelError(
-                f"Expected the same shape, but got targets of shape {format_shape(targets)} for outputs of shape "
-                f"{format_shape(outputs)}. Broadcasting one over the other is nearly always a mistake. Try reshaping "
+                f"Expected targets of the outputs' shape {format_shape(outputs)}, but got "
+                f"{format_shape(targets)}. Broadcasting one over the other is nearly always a mistake. Try reshaping "
                 "the targets, e.g. targets[:, None]."
             )
 
@@ -239,7 +240,7 @@ class BinaryCrossEntropy(_PerOutputLoss):
             )
 
     def _compute_softplus_weight(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Weight of the logit's softplus: 1 without ``pos_weight``."""
+        """Return the weight of the logit's softplus, which is 1 without ``pos_weight``."""
         ones = torch.ones_like(outputs)
         return ones if self.pos_weight is None else ones + (self.pos_weight.to(outputs) - 1) * targets
 
@@ -257,7 +258,7 @@ class BinaryCrossEntropy(_PerOutputLoss):
 
 
 def find_hits(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets are met, and which count."""
+    """Return which targets are predicted correctly, and which of them count."""
     loss = getattr(loss, "inner", loss)  # with normalized logits, the largest one stays the largest
     if isinstance(loss, BinaryCrossEntropy):
         return (outputs > 0) == (targets > 0.5), torch.ones_like(targets, dtype=torch.bool)
@@ -279,7 +280,7 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 
 
 def format_loss(loss: Loss) -> str:
-    """The name of a loss, and its options that are not the usual ones: reports with equal ones have equal losses.
+    """Return the name of a loss and its options that are not the default ones. Equal losses give equal strings.
 
     >>> format_loss(CrossEntropy(label_smoothing=0.1, weight=torch.tensor([1.0, 2.5])))
     'cross_entropy(label_smoothing=0.1, weight=[1, 2.5])'
@@ -289,22 +290,22 @@ def format_loss(loss: Loss) -> str:
         function = getattr(function, "func", function)  # of a partial
         return str(getattr(function, "__qualname__", type(function).__qualname__))
     name = next((name for name, kind in LOSSES.items() if kind is type(loss)), type(loss).__name__)
-    said = []
+    parts = []
     options: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
     for option in options:
         value = getattr(loss, option.name)
         if isinstance(value, Tensor):
             numbers = [f"{number:g}" for number in value.flatten().tolist()]
-            mark = blake2b(" ".join(numbers).encode(), digest_size=4).hexdigest()  # of too many to read
+            mark = blake2b(" ".join(numbers).encode(), digest_size=4).hexdigest()  # if there are too many to read
             shown = f"[{', '.join(numbers)}]" if len(numbers) <= 8 else f"[{len(numbers)} numbers, {mark}]"
-            said.append(f"{option.name}={shown}")
+            parts.append(f"{option.name}={shown}")
         elif value != option.default and option.name != "classes_second":
-            said.append(f"{option.name}={value!r}")
-    return f"{name}({', '.join(said)})" if said else name
+            parts.append(f"{option.name}={value!r}")
+    return f"{name}({', '.join(parts)})" if parts else name
 
 
 def parse_loss(given: LossLike) -> Loss:
-    """The loss meant by a name, a loss of ours, a loss module of torch, or a function."""
+    """Return the loss given by a name, a :class:`Loss`, a loss module of torch, or a function."""
     if isinstance(given, Loss):
         return given
     if isinstance(given, str):
@@ -315,8 +316,7 @@ def parse_loss(given: LossLike) -> Loss:
         raise make_unknown_name_error("loss", given, LOSSES)
     if isinstance(given, type):
         raise OptionError(
-            f"Expected one of its instances, but got the class {given.__name__} as the loss. Try passing "
-            f"{given.__name__}()."
+            f"Expected an instance of the loss, but got the class {given.__name__}. Try passing {given.__name__}()."
         )
     from saltflat.engine.custom_losses import convert_loss  # which builds on this module
 

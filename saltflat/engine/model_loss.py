@@ -1,4 +1,4 @@
-"""Whether the loss that is measured is the one a model takes itself, as those of Hugging Face do when given labels."""
+"""Compare the loss with the one a model computes itself when it is given labels, as those of Hugging Face do."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, Squar
 from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.errors import ModelError
 
-TOLERANCE = 1e-5  # relative; the model takes its own loss in float32
+TOLERANCE = 1e-5  # relative; the model computes its own loss in float32
 
 
 def check_model_loss(problem: Problem, batches: Sequence[Batch]) -> None:
-    """Refuse a loss that differs from the one the model itself takes of the same labels.
+    """Check that the loss is the one the model itself computes for the same labels.
 
-    A loss that was passed as a function is the user's word, and not compared. The first of the (small) batches with
-    labels that are not all ignored decides.
+    A loss that the user passed as a function is not compared. The first of the (small) batches whose labels are not all
+    ignored decides.
     """
     if isinstance(problem.loss, CustomLoss) or not can_accept_labels(problem.model, batches[0]):
         return
@@ -43,7 +43,7 @@ def _check_same_loss(problem: Problem, batch: Batch, own: float) -> None:
     with torch.no_grad():
         outputs, targets = problem.network(batch).double(), cast_targets(batch.targets)
         ours = _compute_mean_loss(problem.loss, outputs, targets)
-        # Smoothing and class weights are the user's choice: what matters is which output belongs to which label.
+        # Smoothing and class weights are the user's choice. What matters is which output belongs to which label.
         plain = problem.loss
         if isinstance(plain, CrossEntropy):
             plain = replace(plain, label_smoothing=0.0, weight=None)
@@ -56,27 +56,27 @@ def _check_same_loss(problem: Problem, batch: Batch, own: float) -> None:
             return
         else:
             advice = (
-                "Do: shift the labels, since this model compares each output with the next label: "
+                "Try shifting the labels, since this model compares each output with the next label: "
                 "labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)."
             )
     raise ModelError(
-        f"Got {ours:.6g} as {type(problem.loss).__name__} of {batch.examples} examples, and {own:.6g} as the "
-        f"loss that {type(problem.model).__name__} itself takes of these labels. Want the loss the model is trained "
-        f"on. {advice}"
+        f"Expected the loss the model is trained on, but got {type(problem.loss).__name__}, which is {ours:.6g} for "
+        f"{batch.examples} examples, while {type(problem.model).__name__} itself computes {own:.6g} for these labels. "
+        f"{advice}"
     )
 
 
 def compute_model_loss(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Tensor
 ) -> float | None:
-    """The loss a model gives when it is called with labels; None where it gives none."""
+    """Return the loss of a model that is called with labels, or None if it returns none."""
     config: Any = getattr(model, "config", None)
     kept = getattr(config, "problem_type", None)  # transformers sets it in the first pass with labels
     # Copies, because a model may write to its inputs.
     args, kwargs, labels = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, dict(kwargs), labels))
     try:
         outputs = model(*args, **{**kwargs, "labels": labels})
-    except Exception:  # labels of another kind than its own
+    except Exception:  # labels it does not accept
         return None
     finally:
         if hasattr(config, "problem_type"):
@@ -102,7 +102,10 @@ def _shift_labels(batch: Batch, loss: Loss) -> Tensor | None:
 
 
 def _is_shifted(batch: Batch, loss: CrossEntropy) -> bool:
-    """Whether labels are those of the next tokens already: by the tokens, else by labels that end in ignored ones."""
+    """Return whether the labels are already those of the next tokens.
+
+    The tokens decide if they are among the inputs; otherwise, whether all labels end in ignored ones.
+    """
     labels = batch.targets
     kept = labels != loss.ignore_index
     for tokens in batch.list_tensors():
@@ -120,5 +123,5 @@ def _format_loss_advice(own: float, outputs: Tensor, targets: Tensor) -> str:
             values = targets.reshape(outputs.shape).to(outputs)
             if _is_close(own, _compute_mean_loss(loss, outputs, values)):
                 shape = "" if values.shape == targets.shape else f", with labels of shape {format_shape(outputs)}"
-                return f"Do: pass loss={name!r}{shape}."
-    return "Do: pass the model's own loss as a function loss(outputs, targets)."
+                return f"Try loss={name!r}{shape}."
+    return "Try passing the model's own loss as a function loss(outputs, targets)."

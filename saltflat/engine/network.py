@@ -1,32 +1,32 @@
-"""A model as a function of constants: the user's own tensors are never handed to anything that could change them."""
+"""The network: it runs the model that the session lends, with copies in place of its parameters and buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from saltflat.engine.data import Batch, find_unsupported_kind
 from saltflat.engine.session import AttributeSnapshot, get_tensor_version
 from saltflat.errors import ModelError, OptionError, ParameterError, PrecisionError, make_unknown_name_error
 from saltflat.layers import LayerRule, find_layer_rule
-from saltflat.layers.normalization import normalize_with_fixed_statistics
+from saltflat.layers.normalization import NormalizationRewriter
 from saltflat.validation import mark_running
 
-# (module, what it was given, what it gave) -> what it gives instead
+T = TypeVar("T")
+# Called with a module, its input and its output; returns the output to use instead.
 Tap = Callable[[nn.Module, Tensor, Tensor], Tensor]
+# What a forward pass may return: the outputs, or an object or mapping that holds them as ``logits``.
+ModelOutput: TypeAlias = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
 
 class ModuleConstants:
-    """A module as its rule sees it: its options, with constants for its parameters and buffers."""
+    """A module as its rule sees it: its options, and constants in place of its parameters and buffers."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
         self._module, self._values = module, values
@@ -38,7 +38,13 @@ class ModuleConstants:
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A module with a rule, and the names of those of its parameters that are measured."""
+    """A module with a rule.
+
+    Attributes:
+        rule: of the module's type.
+        names: of the measured parameters in the model, by their names in the module.
+        constants: the module with constants in place of its parameters and buffers.
+    """
 
     rule: LayerRule
     names: Mapping[str, str]
@@ -46,14 +52,17 @@ class MeasuredLayer:
 
 
 class Network:
-    """The model's function with every parameter and buffer replaced by a detached copy.
+    """Runs the model with a detached copy in place of every parameter and buffer.
+
+    The model has to be lent by :func:`saltflat.engine.session.open_session` while it runs.
 
     Attributes:
-        measured: the parameters to measure, by the names ``named_parameters`` gives them, as detached tensors.
+        constants: the copies of all parameters and buffers, by name.
+        measured: the copies of the parameters to measure, by their names in ``named_parameters``.
         layers: the modules whose parameters have a factored rule.
         rewrites_batch_norm: whether BatchNorm with fixed statistics is computed by elementary operations, and GroupNorm
-            in torch's usual memory layout. The backward passes of torch's own kernels are wrong on a CPU where the
-            memory layouts of input and gradient differ, or crash.
+            in torch's usual memory layout. On a CPU, the backward passes of torch's own kernels crash or are wrong if
+            the memory layouts of input and gradient differ.
         needs_graph: whether the forward pass differentiates, so that it cannot run with gradients off.
         has_other_slope: whether the backward pass was found not to be the derivative of the forward pass.
     """
@@ -89,8 +98,8 @@ class Network:
                 constants = {key: self.constants[name] for key, name in held.items()}
                 self.layers[module] = MeasuredLayer(rule, own, ModuleConstants(module, constants))
 
-        # On CPUs the convolution kernels reorder images that are not channels-last on entry and exit. With 16 channels
-        # that is half of their time; with fewer, what the other layers lose by it weighs more.
+        # On a CPU the convolution kernels reorder images that are not channels-last on entry and exit. With 16 channels
+        # that takes half of their time; with fewer, the other layers lose more by the layout than it gains.
         images = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
         self.channels_last = bool(images) and all(
             m.out_channels >= 16 and m.weight.device.type == "cpu" for m in images
@@ -104,11 +113,14 @@ class Network:
         plain: bool = False,
         as_is: bool = False,
     ) -> Tensor:
-        """Outputs of a batch.
+        """Return the model's outputs for a batch.
 
-        Inside a module with a rule its parameters are constants and ``tap`` sees the call; everywhere else the model
-        finds ``leaves`` in place of the parameters of those names. ``plain`` leaves the rules' own forwards aside,
-        ``as_is`` every other replacement too.
+        Args:
+            batch: the examples.
+            tap: called with each call of a module with a rule, whose parameters are constants inside.
+            leaves: tensors to use in place of the parameters of these names, outside of modules with a rule.
+            plain: do not use the rules' own forwards.
+            as_is: do not rewrite BatchNorm and GroupNorm either.
         """
         parameters = {**self.constants, **(leaves or {})}
         # Copies, because a model may write to its inputs.
@@ -120,7 +132,7 @@ class Network:
             stack.enter_context(self.use_parameters(parameters))
             stack.enter_context(self._install_taps(tap, plain))
             if self.rewrites_batch_norm and not as_is:
-                stack.enter_context(_BatchNormRewriter())
+                stack.enter_context(NormalizationRewriter())
             if self.needs_graph:
                 stack.enter_context(torch.enable_grad())
             outputs = extract_logits(self.model(*args, **kwargs))
@@ -128,10 +140,10 @@ class Network:
 
     @contextmanager
     def use_parameters(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """The modules with these parameters and buffers; all their attributes are put back afterwards.
+        """Put these parameters and buffers into the modules, and restore all attributes of the modules afterwards.
 
         That includes what a forward pass leaves behind (caches, counters, buffers registered on the fly), and modules
-        that are reachable under several names.
+        with several names.
         """
         self.undo_writes()
         self.attributes.restore()
@@ -157,9 +169,9 @@ class Network:
                     vars(module)[holder].update(contents)
 
     def undo_writes(self) -> None:
-        """Give constants that an earlier pass wrote to their values again.
+        """Restore the constants that an earlier pass wrote to.
 
-        Not right after that pass: its backward pass needs what it wrote.
+        This is not done right after that pass, since its backward pass needs what it wrote.
         """
         for name, constant in self.constants.items():
             if constant._version == self._versions[name] and name not in self._written:
@@ -174,9 +186,9 @@ class Network:
             self._versions[name] = constant._version
 
     def find_writes(self) -> list[str]:
-        """Names of the constants that passes so far have changed, also past their version counters (``.data``).
+        """Return the names of the constants that passes have changed so far, also through ``.data``.
 
-        From now on these are given their values again before every pass.
+        From now on these are restored before every pass.
         """
         for name, constant in self.constants.items():
             original = self._get_original(name)
@@ -185,7 +197,7 @@ class Network:
         return [name for name in self.constants if name in self._written]
 
     def _get_original(self, name: str) -> Tensor | None:
-        """The user's own tensor, unless it was changed since it was copied."""
+        """Return the user's own tensor, or None if it was changed after it was copied."""
         value, version = self._originals[name]
         return value.detach() if get_tensor_version(value) == version else None
 
@@ -204,8 +216,8 @@ class Network:
 
 
 def _make_tapped_forward(module: nn.Module, rule: LayerRule, tap: Tap, plain: bool) -> Callable[..., Tensor]:
-    # What the session has put into the module. A model may put something else there for a call (functional_call): the
-    # rule does not know what that was made of, autograd does.
+    # What the network has put into the module. If the model replaces it for a call (functional_call), the rule does not
+    # know how the replacement was computed, but autograd does.
     expected = {**module._parameters, **module._buffers}
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -231,53 +243,8 @@ def _make_tapped_forward(module: nn.Module, rule: LayerRule, tap: Tap, plain: bo
     return forward
 
 
-class _BatchNormRewriter(TorchFunctionMode):
-    """Computes BatchNorm with fixed statistics, and InstanceNorm, by elementary operations wherever they are called.
-
-    GroupNorm whose input has the channels last and no gradient gets a copy of it in the usual layout: on a CPU torch's
-    backward pass of the rest ends the process.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _BATCH_NORMS:
-            given = dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs
-            x, mean, variance = given["input"], given.get("running_mean"), given.get("running_var")
-            weight, bias = given.get("weight"), given.get("bias")
-            fixed = mean is not None and variance is not None
-            of_batch = given.get("training", False) or given.get("use_input_stats", func is F.instance_norm)
-            fixed = fixed and not of_batch
-            if func in (torch.instance_norm, F.instance_norm) and of_batch and mean is None and variance is None:
-                return _normalize_instances(x, weight, bias, given.get("eps", 1e-5))
-            if fixed and all(each is None or each.dtype == x.dtype for each in (mean, variance, weight, bias)):
-                return normalize_with_fixed_statistics(x, mean, variance, weight, bias, given.get("eps", 1e-5))
-        elif func in (torch.group_norm, F.group_norm) and args and not args[0].requires_grad:
-            args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
-        return func(*args, **kwargs)
-
-
-def _normalize_instances(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``(examples, channels, *space)`` with the statistics of each channel of each example."""
-    along = [1] * (x.dim() - 2)
-    variance, mean = torch.var_mean(x, list(range(2, x.dim())), correction=0, keepdim=True)
-    y = (x - mean) * (variance + eps).rsqrt()
-    y = y if weight is None else y * weight.reshape(-1, *along)
-    return y if bias is None else y + bias.reshape(-1, *along)
-
-
-# The parameters of each function, in their order. F.instance_norm takes statistics of the batch unless told otherwise.
-_INPUTS = ("input", "weight", "bias", "running_mean", "running_var")
-_BATCH_NORMS: dict[Any, tuple[str, ...]] = {
-    torch.batch_norm: (*_INPUTS, "training", "momentum", "eps"),
-    torch.instance_norm: (*_INPUTS, "use_input_stats", "momentum", "eps"),
-    F.batch_norm: tuple(signature(F.batch_norm).parameters),
-    F.instance_norm: tuple(signature(F.instance_norm).parameters),
-}
-
-
-def _convert_channels_last(x: Any) -> Any:
-    images = isinstance(x, Tensor) and x.dim() == 4
-    return x.contiguous(memory_format=torch.channels_last) if images else x
+def _convert_channels_last(x: T) -> T | Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
 
 
 def _iterate_members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -286,9 +253,9 @@ def _iterate_members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _copy_constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Detached copies of all parameters and buffers: a forward pass may write to any of them, also past torch's back.
+    """Return detached copies of all parameters and buffers: a forward pass may write to any of them.
 
-    That takes as much memory as the model, which is less than the statistics of its parameters take.
+    They take as much memory as the model, which is less than the statistics of its parameters take.
     """
 
     def copy_tensor(value: Tensor) -> Tensor:
@@ -310,7 +277,7 @@ def _select_parameters(model: nn.Module, layers: Sequence[str] | str | None) -> 
         names = [name for name, p in parameters.items() if p.requires_grad]
         if not names:
             raise ParameterError(
-                f"Expected at least one to measure, but got a model with {len(parameters)} parameters, none of which "
+                f"Expected at least one parameter to measure, but got a model with {len(parameters)}, none of which "
                 "requires a gradient. Try calling requires_grad_() on what you train, or naming parameters with "
                 "layers=[...]."
             )
@@ -326,7 +293,7 @@ def _select_parameters(model: nn.Module, layers: Sequence[str] | str | None) -> 
             kind = "complex" if parameter.is_complex() else "integer"
             raise ParameterError(
                 f"Expected real floating-point parameters, but got the {kind} parameter {name!r} "
-                f"({parameter.dtype}). Others have no curvature here. Try leaving it out by naming the others with "
+                f"({parameter.dtype}), for which curvature is not defined here. Try naming the other layers with "
                 "layers=[...]."
             )
     return names
@@ -342,23 +309,23 @@ def _find_named_parameters(model: nn.Module, layers: Sequence[str], parameters: 
         if not inside:
             if layer in modules:
                 raise ParameterError(
-                    f"Expected one that has, but got the layer {layer!r}, which has no parameters. Try naming another."
+                    f"Expected a layer with parameters, but got {layer!r}, which has none. Try naming another."
                 )
             raise make_unknown_name_error("layer", layer, {*every, *modules})
         found.update(dict.fromkeys(inside))
     if not found:
         raise ParameterError(
-            "Expected at least one name, but got layers=[], which leaves nothing to measure. Try passing None for all."
+            "Expected at least one name, but got layers=[], which leaves nothing to measure. Try layers=None for all."
         )
     return [name for name in parameters if name in found]
 
 
 def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Curvature needs at least float32."""
+    """Check that the precision is at least float32, which curvature needs."""
     if dtype is not None:
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
-                f"Expected torch.float32 or torch.float64, but got dtype={dtype}. Try leaving dtype out or passing "
+                f"Expected torch.float32 or torch.float64, but got dtype={dtype}. Try leaving dtype out, or passing "
                 "one of these."
             )
         return
@@ -366,27 +333,28 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
         if value.is_floating_point() and value.dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
                 f"Expected float32 or float64, but got {name!r} in {value.dtype}. Squares of gradients underflow in "
-                "half precision. Try passing dtype=torch.float32; the model itself stays as it is."
+                "half precision. Try passing dtype=torch.float32; the model itself is not changed."
             )
 
 
-def extract_logits(outputs: Any) -> Tensor:
-    """The tensor the loss is taken of, also from outputs that carry it as ``logits``."""
-    if isinstance(outputs, Mapping):
-        outputs = outputs.get("logits", outputs)
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
-        got = outputs.dtype if isinstance(outputs, Tensor) else type(outputs).__name__
+def extract_logits(outputs: ModelOutput) -> Tensor:
+    """Return the tensor the loss is computed from, also if the outputs hold it as ``logits``."""
+    logits: Any = outputs
+    if isinstance(logits, Mapping):
+        logits = logits.get("logits", logits)
+    logits = getattr(logits, "logits", logits)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise ModelError(
             f"Expected a floating-point tensor, or an object with one as .logits or ['logits'], but got {got} from "
-            "the model. Try wrapping the model in a module that returns the outputs the loss is taken of."
+            "the model. Try wrapping the model in a module that returns the outputs the loss is computed from."
         )
-    check_dense_outputs(outputs)
-    return outputs
+    check_dense_outputs(logits)
+    return logits
 
 
 def check_dense_outputs(outputs: Tensor) -> None:
-    """Refuse outputs that are not dense tensors."""
+    """Check that outputs are a dense tensor."""
     kind = find_unsupported_kind(outputs)
     if kind is not None:
         raise ModelError(

@@ -1,7 +1,7 @@
 """Random directions in the space of all parameters, and the error of averages over them.
 
-A draw belongs to the seed, the parameter's name and the number of the draw: neither the other parameters nor the
-batches nor the device change it.
+A draw is determined by the seed, the parameter's name and the number of the draw. It does not depend on the other
+parameters, the batches or the device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from saltflat.results.jackknife import compute_student_factor
 
 
 def draw_normals(context: Context, draw: int) -> dict[str, Tensor]:
-    """Standard normal numbers in the shape of every parameter, float64."""
+    """Return standard normal numbers in the shape of every parameter, in float64."""
     return _draw_per_parameter(context, draw, lambda generator, shape: generator.standard_normal(shape))
 
 
 def draw_signs(context: Context, draw: int) -> dict[str, Tensor]:
-    """Plus or minus one, alike likely, in the shape of every parameter, float64."""
+    """Return 1 or -1 with equal probability in the shape of every parameter, in float64."""
     return _draw_per_parameter(context, draw, lambda generator, shape: 1.0 - 2.0 * generator.integers(2, size=shape))
 
 
@@ -40,10 +40,10 @@ def _draw_per_parameter(
 
 
 def compute_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of independent numbers, and the error e for which mean +- 1.96 e holds the truth 95 % of the time.
+    """Return the mean of independent numbers, and the error e such that mean +- 1.96 e is a 95 % interval.
 
-    The scatter of a few numbers is itself uncertain: the error is stretched by the ratio of Student's t to the normal
-    quantile.
+    The scatter of a few numbers is itself uncertain, so the error is multiplied by the ratio of Student's t to the
+    normal quantile.
 
     >>> compute_mean_and_error([1.0, 3.0])  # 1 sqrt(2) / sqrt(2), stretched by 12.71 / 1.96
     (2.0, 6.48287...)

@@ -1,4 +1,4 @@
-"""Columns whose squares add up to the curvature of the loss at the outputs: what a sweep propagates."""
+"""Columns whose outer products sum to the curvature of the loss at the outputs, which a sweep propagates back."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SoftmaxCurvature:
     shape: torch.Size
 
     def compute_quadratic_form(self, direction: Tensor) -> Tensor:
-        """The sum of direction' B direction over the examples."""
+        """Return the sum of direction' B direction over the examples."""
         u = direction.movedim(self.axis, -1).reshape_as(self.p)
         mean = (self.p * u).sum(-1, keepdim=True)
         return (self.mass * (self.p * (u - mean).square()).sum(-1)).sum()
 
     def reshape_to_outputs(self, columns: Tensor) -> Tensor:
-        """``(..., positions, classes)`` back to ``(..., *outputs)``."""
+        """Reshape ``(..., positions, classes)`` to ``(..., *outputs)``."""
         lead = columns.shape[:-2]
         positions = [size for axis, size in enumerate(self.shape[1:], start=1) if axis != self.axis]
         return columns.reshape(*lead, *positions, columns.shape[-1]).movedim(-1, len(lead) - 1 + self.axis)
@@ -45,6 +45,7 @@ class DiagonalCurvature:
     values: Tensor
 
     def compute_quadratic_form(self, direction: Tensor) -> Tensor:
+        """Return the sum of direction' B direction over the examples."""
         return (self.values * direction.square()).sum()
 
 
@@ -56,6 +57,8 @@ class FactoredCurvature:
     negative: Tensor | None
 
     def compute_quadratic_form(self, direction: Tensor) -> Tensor:
+        """Return the sum of direction' B direction over the examples."""
+
         def sum_squares(columns: Tensor) -> Tensor:
             return (columns * direction).reshape(*columns.shape[:2], -1).sum(2).square().sum()
 
@@ -64,21 +67,22 @@ class FactoredCurvature:
 
 Curvature = SoftmaxCurvature | DiagonalCurvature | FactoredCurvature
 
-TOP = 3
-DRAWS = 4
-SAMPLED = 8
-MOST = 10**6  # columns: the scatter of so many draws is a thousandth of that of one
+TOP = 3  # default number of classes of "top"
+DRAWS = 4  # random draws for the remaining classes of "top"
+SAMPLED = 8  # default number of draws of "sampled"
+MOST = 10**6  # columns: the scatter of this many draws is a thousandth of that of one
 
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """Which columns to take: ``kind`` and how many of them."""
+    """Which columns to use: ``kind`` and their number."""
 
     kind: str
     count: int = 0
 
     @property
     def is_random(self) -> bool:
+        """Return whether random numbers are drawn."""
         return self.kind != "exact"
 
     def __str__(self) -> str:
@@ -86,7 +90,8 @@ class ColumnPlan:
 
 
 def parse_column_plan(given: str | ColumnPlan) -> ColumnPlan:
-    """
+    """Return the plan given by a string such as ``"exact"`` or ``"top:3"``.
+
     >>> parse_column_plan("top")
     ColumnPlan(kind='top', count=3)
     >>> parse_column_plan("sampled:16")
@@ -102,15 +107,21 @@ def parse_column_plan(given: str | ColumnPlan) -> ColumnPlan:
     is_number = count.isascii() and count.isdigit() and len(count) <= len(str(MOST))
     if colon and (least is None or not is_number or not least <= int(count) <= MOST):
         raise OptionError(
-            "Expected 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws (two show their "
-            f"scatter); neither has more than {MOST:,}, but got columns={given!r}. Try columns='top:3'."
+            "Expected 'exact', 'top:r' with r >= 1 classes, or 'sampled:m' with m >= 2 draws, to see their scatter "
+            f"(both at most {MOST:,}), but got columns={given!r}. Try columns='top:3'."
         )
     return ColumnPlan(kind, int(count) if colon else defaults[kind])
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of one batch, made in blocks when asked for, and whether their squares are added or subtracted."""
+    """Columns of one batch.
+
+    Attributes:
+        layout: of the columns.
+        block: returns the columns from a start to a stop.
+        sign: whether their outer products are added (1) or subtracted (-1).
+    """
 
     layout: ColumnLayout
     block: Callable[[int, int], Tensor]
@@ -119,24 +130,25 @@ class Columns:
 
 @dataclass(frozen=True)
 class ExampleRNG:
-    """Random numbers that depend on the seed and the place of the example in the data alone."""
+    """Random numbers that depend only on the seed and the position of the example in the data."""
 
     seed: int
     first: int
-    places: Tensor | None = None  # of the examples, where they are not first, first + 1, ...
+    places: Tensor | None = None  # positions of the examples, if they are not first, first + 1, ...
 
     def draw_uniform(self, examples: int, *shape: int) -> Tensor:
-        """``(examples, *shape)`` in [0, 1)."""
+        """Return numbers in [0, 1), ``(examples, *shape)``."""
         numbers = range(self.first, self.first + examples) if self.places is None else self.places.tolist()
         each = [np.random.Generator(np.random.Philox(key=[self.seed, n])).random(shape) for n in numbers]
         return torch.from_numpy(np.stack(each))
 
     def draw_signs(self, examples: int, *shape: int) -> Tensor:
+        """Return 1 or -1 with equal probability, ``(examples, *shape)``."""
         return torch.where(self.draw_uniform(examples, *shape) < 0.5, -1.0, 1.0).double()
 
 
 def make_columns(curvature: Curvature, plan: ColumnPlan, dice: ExampleRNG) -> list[Columns]:
-    """The columns of a batch; two sets where the curvature has negative parts."""
+    """Return the columns of a batch, in two sets if the curvature has negative parts."""
     if isinstance(curvature, SoftmaxCurvature):
         return [_make_softmax_columns(curvature, plan, dice)]
     if isinstance(curvature, DiagonalCurvature):
@@ -148,6 +160,7 @@ def make_columns(curvature: Curvature, plan: ColumnPlan, dice: ExampleRNG) -> li
 
 
 def wrap_columns(columns: Tensor, layout: ColumnLayout, sign: int = 1) -> Columns:
+    """Return columns that are already computed."""
     return Columns(layout, lambda start, stop: columns[start:stop], sign)
 
 
@@ -161,12 +174,13 @@ def _make_softmax_columns(curvature: SoftmaxCurvature, plan: ColumnPlan, dice: E
 
 
 def compute_softmax_root(p: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-    r"""A square root of :math:`\mathrm{diag}\, p - p p^T` with one column fewer than classes.
+    r"""Return a square root of :math:`\mathrm{diag}\, p - p p^T` with one column fewer than classes.
 
-    With :math:`q = \sqrt p` the matrix is :math:`D_q (I - q q^T) D_q`, and the Householder reflection that takes
-    :math:`q` to a coordinate gives an orthonormal basis of the complement of q. Reflected at the likeliest class c
-    nothing cancels, however close p is to one-hot: column k is :math:`q_k e_k - \frac{q_k}{1 + q_c} p` outside of c,
-    and :math:`-q_c q_k` at c. The result is ``(..., classes, classes - 1)``.
+    With :math:`q = \sqrt p` the matrix is :math:`D_q (I - q q^T) D_q`, and the Householder reflection that maps
+    :math:`q` to a coordinate gives an orthonormal basis of the complement of q. With the most likely class c as that
+    coordinate nothing cancels, however close p is to one-hot: column k is
+    :math:`q_k e_k - \frac{q_k}{1 + q_c} p` outside of c, and :math:`-q_c q_k` at c. The result is
+    ``(..., classes, classes - 1)``.
 
     >>> p = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     >>> root = compute_softmax_root(p)
@@ -189,8 +203,8 @@ def _make_exact_softmax_columns(curvature: SoftmaxCurvature) -> Columns:
     rank = classes - 1
 
     def make_block(start: int, stop: int) -> Tensor:
-        # A column lives at one position: column j is number j % rank of position j // rank.
-        # Only those asked for are made.
+        # Each column belongs to one position: column j is number j % rank of position j // rank.
+        # Only the requested ones are computed.
         columns = curvature.p.new_zeros(stop - start, examples, positions, classes)
         for t in range(start // rank, (stop - 1) // rank + 1):
             low, high = max(start, t * rank), min(stop, (t + 1) * rank)
@@ -203,24 +217,24 @@ def _make_exact_softmax_columns(curvature: SoftmaxCurvature) -> Columns:
 
 
 def _compute_class_column(p: Tensor, index: Tensor) -> Tensor:
-    """``e_k - p`` for the classes ``index``."""
+    """Return ``e_k - p`` for the classes ``index``."""
     return torch.zeros_like(p).scatter_(-1, index.unsqueeze(-1), 1.0) - p
 
 
 def _mix_class_columns(p: Tensor, part: Tensor, signs: Tensor) -> Tensor:
-    r"""One column for many classes: :math:`\sum_k \epsilon_k \sqrt{q_k} (e_k - p)` with random signs.
+    r"""Return one column for many classes: :math:`\sum_k \epsilon_k \sqrt{q_k} (e_k - p)` with random signs.
 
-    ``part`` holds the masses q of these classes. On average the outer product is that of all the classes' columns.
-    Drawing a single class y ~ p instead is unbiased too, but at a trained minimum nearly every draw is the likeliest
-    class, whose column is nearly zero: rare large values, and errors that do not know of them. Signs have the same
-    relative scatter however sure the network is.
+    ``part`` holds the masses q of these classes. The expected outer product is the sum over the classes' columns.
+    Drawing a single class y ~ p instead is unbiased too, but at a trained minimum nearly every draw is the most likely
+    class, whose column is nearly zero: large values are rare, and error estimates miss them. The relative scatter of
+    signs does not depend on how confident the network is.
     """
     root = part.sqrt() * signs
     return root - p * root.sum(-1, keepdim=True)
 
 
 def _sample_softmax_columns(curvature: SoftmaxCurvature, draws: int, dice: ExampleRNG) -> Columns:
-    # Signs of different positions are independent, so one column serves all of them.
+    # Signs of different positions are independent, so one column covers all of them.
     p = curvature.p
     signs = dice.draw_signs(p.shape[0], draws, *p.shape[1:]).to(p).transpose(0, 1)
     scale = (curvature.mass / draws).sqrt().unsqueeze(-1)
@@ -240,7 +254,7 @@ def _make_top_softmax_columns(curvature: SoftmaxCurvature, count: int, dice: Exa
     tails = [_mix_class_columns(p, rest, sign[..., :classes]) * scale / DRAWS**0.5 for sign in signs]
     if positions == 1:
         return wrap_columns(curvature.reshape_to_outputs(torch.stack(kept + tails)), ColumnLayout(count, DRAWS, 1))
-    # The kept columns of different positions may be added too, with signs of their own for every draw.
+    # The kept columns of different positions can be added too, with their own signs for every draw.
     columns = []
     for sign, tail in zip(signs, tails, strict=True):
         columns += [column * sign[..., classes + k, None] / DRAWS**0.5 for k, column in enumerate(kept)]

@@ -1,15 +1,15 @@
-"""From a chunk of examples and columns to the factored per-example gradients of every parameter.
+"""Factored per-example gradients of every parameter, for a chunk of examples and columns.
 
-There are three ways to get them, and they give the same numbers:
+Three strategies compute the same numbers:
 
-* ``single``: one example at a time. Everything a layer sees belongs to that example, so this is right for any model: it
-  is the definition of the other two.
-* ``together``: the examples of a chunk in one forward and one backward pass. Needs the examples along the first axis of
-  what every layer is given, and every measured parameter to be used by a layer with a rule.
-* ``mapped``: the pass for one example, vectorised by ``torch.func.vmap``. Needs nothing of the layers, but operations
-  that can be vectorised.
+* ``single``: one example at a time. Everything a layer receives belongs to that example, so this is correct for any
+  model and defines the other two.
+* ``together``: the examples of a chunk in one forward and one backward pass. It requires that the first axis of every
+  layer's input counts the examples, and that every measured parameter is used by a layer with a rule.
+* ``mapped``: the pass for one example, vectorized by ``torch.func.vmap``. It requires operations that can be
+  vectorized, and nothing of the layers.
 
-Which of them a model allows is not guessed: see :mod:`saltflat.engine.reference_gradients`.
+Which of them a model allows is determined by running it: see :mod:`saltflat.engine.strategy`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._ops import OpOverload
+from torch.autograd.function import FunctionCtx
 from torch.func import vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,39 +39,49 @@ Receive = Callable[[Tensor], None]
 
 
 class NotBatchableError(Exception):
-    """The examples of a chunk cannot be told apart in what a layer was given."""
+    """Raised if a layer's input cannot be split into the examples of a chunk."""
 
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """What the layers are given for one example: the same for all, unless the model routes examples by their values."""
+    """The calls of layers for one example, the same for all unless the model routes examples by their values.
+
+    Attributes:
+        inputs: the shapes of the model's inputs.
+        shapes: the ids of the modules called, and the shapes of their inputs.
+    """
 
     inputs: tuple[torch.Size, ...]
     shapes: tuple[tuple[int, torch.Size], ...]
 
     @classmethod
     def from_batch(cls, batch: Batch, calls: Sequence[tuple[nn.Module, torch.Size]]) -> LayerCalls:
+        """Return the calls of modules with inputs of these shapes for one example of a batch."""
         inputs = tuple(t.shape[1:] if batch.has_example_axis(t) else t.shape for t in batch.list_tensors())
         return cls(inputs, tuple((id(module), shape) for module, shape in calls))
 
 
+class _TapContext(FunctionCtx):
+    receive: Receive
+
+
 class _GradientTap(torch.autograd.Function):
-    """The identity, watched in the backward pass."""
+    """The identity, which passes the gradients of the backward pass to a function."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, anchor: Tensor, receive: Receive) -> Tensor:
+    def forward(ctx: _TapContext, y: Tensor, anchor: Tensor, receive: Receive) -> Tensor:
         ctx.receive = receive
-        # A copy, because a model may go on to overwrite this in place, and an identity may not be overwritten.
+        # A copy, because the model may overwrite this in place, which an identity does not allow.
         return y.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: _TapContext, g: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.receive(unwrap_columns(g))
         return g, g.new_zeros(()), None
 
 
 class GradientCollector:
-    """Collects the calls of one pass and emits each parameter's form when all of its uses are known."""
+    """Collects the gradients of one pass, and emits those of each parameter when all of its uses are known."""
 
     def __init__(self, network: Network, emit: Emit) -> None:
         self.network, self.emit = network, emit
@@ -77,25 +89,29 @@ class GradientCollector:
         self.forms: dict[str, FactoredGradient] = {}
 
     def expect_call(self, module: nn.Module) -> None:
+        """Announce a use of the module's parameters."""
         self.waiting.update(self.network.layers[module].names.values())
 
     def expect_use(self, name: str) -> None:
+        """Announce a use of a parameter outside of layers with a rule."""
         self.waiting[name] += 1
 
     def receive_gradient(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
+        """Add the gradients of a module's parameters, from its input and the gradients at its output."""
         layer = self.network.layers[module]
         forms = layer.rule.factor(layer.constants, x, g)
         for key, name in layer.names.items():
             self.add(name, forms[key])
 
     def add(self, name: str, form: FactoredGradient) -> None:
+        """Add the gradients of one use of a parameter."""
         self.forms[name] = self.forms[name].add(form) if name in self.forms else form
         self.waiting[name] -= 1
         if self.waiting[name] == 0:
             self.emit(name, self.forms.pop(name))
 
     def finish(self) -> None:
-        """Emit what had uses that do not reach the outputs."""
+        """Emit the gradients of parameters that have uses without effect on the outputs."""
         for name, form in self.forms.items():
             self.emit(name, form)
 
@@ -108,15 +124,15 @@ def run_batched(
     expected: LayerCalls | None = None,
     record: list[tuple[nn.Module, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Backward]:
-    """One forward pass over a batch; the backward pass is returned as a function of the columns.
+    """Run a forward pass over a batch; return the outputs, and the backward pass as a function of the columns.
 
     Args:
         network: the model.
         batch: the examples.
-        loop: propagate the columns one after the other instead of vectorised.
-        rules: take the gradients of layers by their rules; without them autograd differentiates every parameter.
-        expected: what one example alone shows the layers. A batch of the same kind of inputs that shows them something
-            else is one whose examples cannot be told apart.
+        loop: propagate the columns one after the other, not vectorized.
+        rules: compute the gradients of layers by their rules; otherwise autograd differentiates every parameter.
+        expected: the calls of layers for one example alone. If a batch of inputs of the same shapes has other calls,
+            its examples cannot be separated.
         record: filled with the calls of layers that have a rule.
     """
     anchor = torch.zeros((), device=get_device(network), requires_grad=True)
@@ -137,7 +153,7 @@ def run_batched(
 
         def receive(g: Tensor) -> None:
             receiver = receivers[number]
-            if receiver is not None:  # a forward pass may differentiate on its own
+            if receiver is not None:  # the forward pass itself may differentiate
                 receiver(g)
 
         watched: Tensor = _GradientTap.apply(y, anchor, receive)  # type: ignore[no-untyped-call]
@@ -172,9 +188,9 @@ def run_batched(
         for (module, x), version in zip(calls, versions, strict=True):
             if x._version != version:
                 raise ModelError(
-                    "Expected the layer's input to stay: its gradient is made of it (training refuses this too), "
-                    f"but got a model that overwrites what it gave to a {type(module).__name__} in place. Try "
-                    "replacing the in-place operation."
+                    "Expected a layer's input to stay unchanged until the backward pass, as in training, but got a "
+                    f"model that overwrites the input of a {type(module).__name__} in place. Try replacing the "
+                    "in-place operation."
                 )
         gradients = GradientCollector(network, emit)
         for module, _ in calls:
@@ -206,7 +222,7 @@ Backward = Callable[[Tensor, Emit, bool], None]
 
 
 def run_vmapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
-    """The same for all examples of a batch by one vectorised pass each."""
+    """Do the same as :func:`run_batched` with passes for one example that are vectorized over the batch."""
     with torch.no_grad():
         outputs = network(batch)
     modules: list[nn.Module] = []
@@ -250,7 +266,7 @@ def run_vmapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
         except SaltflatError:
             raise
         except Exception as error:
-            # What could be mapped in the probe need not be in every batch.
+            # Not every batch can be mapped if the probed one could.
             raise NotBatchableError(str(error)) from error
         gradients = GradientCollector(network, emit)
         for module in modules:
@@ -267,26 +283,32 @@ def run_vmapped(network: Network, batch: Batch) -> tuple[Tensor, Backward]:
 
 
 def make_leaves(network: Network) -> dict[str, Tensor]:
-    """The measured parameters as leaves of a graph."""
+    """Return the measured parameters as leaves of a graph."""
     return {name: value.detach().requires_grad_() for name, value in network.measured.items()}
 
 
 def check_hidden_parameters(network: Network, outputs: Tensor) -> None:
-    """Refuse a model that reaches its parameters past its modules: what it does with them cannot be measured."""
+    """Check that a model reads its parameters from its modules, where they can be replaced."""
     own = {name: value for name, value in network.model.named_parameters() if name in network.measured}
     found = find_reached_leaves(outputs, own)
     if found:
         raise ModelError(
-            f"Expected parameters to be read from modules, but got a forward pass that uses {found[0]!r} by a "
+            f"Expected parameters to be read from modules, but got a forward pass that uses {found[0]!r} through a "
             "reference that is not among the module's attributes, lists and dicts (a closure, say). Try registering "
             f"{found[0]!r} where it is used, and reading it from there."
         )
 
 
 class UnanimousBranching(TorchFunctionMode):
-    """While it is entered, ``if mask.all():`` is decided for all mapped examples at once where they agree."""
+    """Evaluates ``if mask.all():`` inside of ``vmap`` if all mapped examples agree."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is Tensor.__bool__ and is_functorch_wrapped_tensor(args[0]):
             value = args[0]
             while is_functorch_wrapped_tensor(value):
@@ -298,11 +320,12 @@ class UnanimousBranching(TorchFunctionMode):
 
 
 def get_device(network: Network) -> torch.device:
+    """Return the device of the measured parameters."""
     return next(iter(network.measured.values())).device
 
 
 def _split_examples(values: Tensor, examples: int, axis: int) -> Tensor:
-    """Give the examples an axis of their own, in front of what a batch of one would have shown."""
+    """Give the examples an axis of their own, in front of the axes that a batch of one has."""
     if examples == 1:
         return values.unsqueeze(axis)
     if values.dim() <= axis or values.shape[axis] % examples or values.shape[axis] == 0:
@@ -312,7 +335,7 @@ def _split_examples(values: Tensor, examples: int, axis: int) -> Tensor:
 
 
 def find_reached_leaves(outputs: Tensor, leaves: Mapping[str, Tensor]) -> list[str]:
-    """Names of the leaves that the outputs depend on outside of layers with a rule."""
+    """Return the names of the leaves that the outputs depend on outside of layers with a rule."""
     names = {id(leaf): name for name, leaf in leaves.items()}
     found, seen, stack = set(), set(), [outputs.grad_fn]
     if id(outputs) in names:
@@ -330,10 +353,13 @@ def find_reached_leaves(outputs: Tensor, leaves: Mapping[str, Tensor]) -> list[s
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Notices operations that may treat the examples of a batch by their values.
+    """Records operations that may treat the examples of a batch differently depending on their values.
 
-    ``sizes``: results whose size depends on values (masks, experts). ``order``: sorting, and numbers read from tensors.
-    ``coarsest``: the shortest floating-point type among all results. ``bytes``: of all results.
+    Attributes:
+        sizes: whether there are results whose size depends on values (masks, experts).
+        order: whether values are sorted, or read from tensors.
+        coarsest: the shortest floating-point type among all results.
+        bytes: of all results.
     """
 
     def __init__(self) -> None:
@@ -341,10 +367,16 @@ class OperationRecorder(TorchDispatchMode):
         self.sizes = self.order = False
         self.coarsest, self.bytes = torch.float64, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         aten = torch.ops.aten
         if torch.Tag.dynamic_output_shape in func.tags:
-            # Indexing by numbers has the size of the numbers.
+            # Indexing by integers gives a result of the index's size.
             masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
             self.sizes |= masks
         elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk) or (

@@ -1,40 +1,37 @@
-"""The problem: a model, a loss and data, checked once before any work."""
+"""The problem: a model, a loss and data, checked once before any work, and notes about doubtful inputs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import log
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch, Data, prepare_data, read_batches
-from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, NegativeLogLikelihood, parse_loss
+from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, LossLike, NegativeLogLikelihood, parse_loss
 from saltflat.engine.network import Network, check_precision
 from saltflat.engine.progress import count_examples
 from saltflat.errors import DeviceError, EmptyDataError, ModelError, NonFiniteError, PrecisionError
 from saltflat.results.caveats import GUESSING
 
-CONVERTED = 4 << 20  # bytes of a batch at most to convert to another precision at once
+CONVERTED = 4 << 20  # largest number of bytes of a batch to convert to another precision at once
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, a loss and data that have been looked at and fit together.
+    """A model, a loss and data that have been checked and fit together.
 
-    Args:
-        model: any module; it is left as it is.
-        data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or any collection of batches that
-            can be read again.
-        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.custom_losses`, the matching module
-            of torch, or a function ``loss(outputs, targets)``.
-        layers: names of modules or parameters to measure; all that require a gradient if None.
+    Attributes:
+        model: the module.
+        data: the data, prepared so that it can be read again.
+        loss: the loss.
+        network: runs the model.
+        mode: ``"eval"`` or ``"keep"``.
         dtype: precision to work in; the model's own if None.
-        mode: ``"eval"``, or ``"keep"`` to measure in the modes the modules are in.
     """
 
     model: nn.Module
@@ -48,13 +45,24 @@ class Problem:
     def build(
         cls,
         model: nn.Module,
-        data: Any,
-        loss: Any = "cross_entropy",
-        layers: Any = None,
+        data: Data,
+        loss: LossLike = "cross_entropy",
+        layers: Sequence[str] | str | None = None,
         dtype: torch.dtype | None = None,
         mode: str = "eval",
     ) -> Problem:
-        """Check the parts that can be checked without running the model."""
+        """Check everything that can be checked without running the model, and return the problem.
+
+        Args:
+            model: any module; it is not changed.
+            data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or any collection of batches
+                that can be read again.
+            loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.losses`, the
+                matching module of torch, or a function ``loss(outputs, targets)``.
+            layers: names of modules or parameters to measure; all that require a gradient if None.
+            dtype: precision to work in; the model's own if None.
+            mode: ``"eval"``, or ``"keep"`` to leave the modules in their current modes.
+        """
         chosen = parse_loss(loss)
         check_precision(model, dtype)
         network = Network(model, layers, dtype)
@@ -63,8 +71,14 @@ class Problem:
         problem._check_modes()
         return problem
 
+    def to_float64(self) -> Problem:
+        """Return the same problem in float64, in the same session. Nothing is checked a second time."""
+        self.network.attributes.restore(thorough=True)  # passes in this precision may have written to them
+        network = Network(self.model, list(self.network.measured), torch.float64)
+        return replace(self, network=network, dtype=torch.float64)
+
     def read_batches(self) -> Iterator[Batch]:
-        """One pass over the data, every batch checked."""
+        """Read the data once, and check every batch."""
         found = 0
         for number, batch in enumerate(read_batches(self.data)):
             self._check_batch(batch, number)
@@ -73,11 +87,11 @@ class Problem:
                 yield part.to(self.dtype)
         if not found:
             raise EmptyDataError(
-                "Expected at least one, but got data without examples. Check the path, the split and drop_last."
+                "Expected at least one example, but got empty data. Check the path, the split and drop_last."
             )
 
     def _split_batch(self, batch: Batch) -> Iterator[Batch]:
-        """A batch as it is, or cut where a copy of it in another precision would be large."""
+        """Return the batch, in parts if its copy in another precision would be large."""
         floats = [each for each in batch.list_tensors() if each.is_floating_point() and each.dtype != self.dtype]
         size = 8 * sum(each.numel() for each in floats) if self.dtype is not None else 0
         parts = min(batch.examples, -(-size // CONVERTED)) or 1
@@ -87,10 +101,11 @@ class Problem:
 
     @property
     def num_examples(self) -> int | None:
-        """Number of examples, where it is known without reading them."""
+        """Return the number of examples, or None if it is not known without reading them."""
         return count_examples(self.data)
 
     def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
+        """Check that the model's outputs are finite, in full precision, and have one entry per example."""
         if outputs.dim() == 0 or outputs.shape[0] != batch.examples:
             raise ModelError(
                 "Expected one output (of any shape) per example, along the first axis, but got outputs of shape "
@@ -100,7 +115,7 @@ class Problem:
         if outputs.dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
                 f"Expected float32 or float64, but got outputs in {outputs.dtype}. Half precision underflows in "
-                "squares. Try taking autocast out of the model's forward."
+                "squares. Try removing autocast from the model's forward."
             )
         if not is_finite(outputs):
             masked = outputs == -torch.inf
@@ -119,7 +134,7 @@ class Problem:
     def _check_weights(self) -> None:
         members = [*self.model.named_parameters(), *self.model.named_buffers()]
         values = {name: v.detach() for name, v in members if v.is_floating_point()}
-        # One answer for all of them first: on a GPU every single one would be waited for.
+        # All of them are checked at once first: on a GPU, each separate answer would have to be waited for.
         if not values or bool(all(flags.all() for flags in _stack_finite_flags(values.values()))):
             return
         name, bad = next(
@@ -131,7 +146,7 @@ class Problem:
         )
 
     def _check_modes(self) -> None:
-        """Only with ``mode="keep"`` is any module still in train mode here."""
+        """Check that no module in train mode is random or couples examples; with ``mode="eval"`` there is none."""
         for name, module in self.model.named_modules():
             if not module.training:
                 continue
@@ -140,13 +155,11 @@ class Problem:
                 module, nn.modules.instancenorm._InstanceNorm
             )
             if dropout or statistics:
-                why = (
-                    "drops at random" if dropout else "takes its statistics from the batch, which couples the examples"
-                )
+                why = "drops units at random" if dropout else "normalizes by the batch, which couples the examples"
                 raise ModelError(
                     f"Expected a fixed function of each example, but got {name!r} ({type(module).__name__}) in train "
-                    f"mode with mode='keep': it {why}. Try leaving mode out; the model is then measured in eval mode "
-                    "and given back as it was."
+                    f"mode with mode='keep': it {why}. Try leaving mode out to measure in eval mode; the model is "
+                    "given back as it was."
                 )
 
     def _check_batch(self, batch: Batch, number: int) -> None:
@@ -154,19 +167,19 @@ class Problem:
         for tensor in [*batch.list_tensors(), batch.targets]:
             if tensor.device != device:
                 raise DeviceError(
-                    f"Expected both on one device, but got batch {number} on {tensor.device} and the model on "
-                    f"{device}. Try moving the batches with .to('{device}'), or the model with "
+                    f"Expected model and data on one device, but got batch {number} on {tensor.device} and the model "
+                    f"on {device}. Try moving the batches with .to('{device}'), or the model with "
                     f".to('{tensor.device}')."
                 )
             if tensor.is_floating_point() and not is_finite(tensor):
                 raise NonFiniteError(
                     f"Expected finite inputs and targets, but got NaN or infinity in batch {number} (examples "
-                    f"{batch.first} to {batch.first + batch.examples - 1}). Try cleaning or drop these examples."
+                    f"{batch.first} to {batch.first + batch.examples - 1}). Try cleaning or dropping these examples."
                 )
 
 
 def _stack_finite_flags(values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Whether each tensor is finite, one array per device."""
+    """Yield flags that say whether each tensor is finite, one array per device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for value in values:
         flags.setdefault(value.device, []).append(_widen_float8(value).isfinite().all())
@@ -174,18 +187,18 @@ def _stack_finite_flags(values: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite; the sum tells it without an array of their size, unless it overflows itself."""
+    """Return whether all values are finite. The sum shows it without a large array, unless it overflows itself."""
     values = _widen_float8(values)
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def _widen_float8(values: Tensor) -> Tensor:
-    """Numbers of eight bits as float32: torch does not compute with them."""
+    """Convert 8-bit floating-point numbers to float32, since torch does not compute with them."""
     return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
 def cast_targets(targets: Tensor) -> Tensor:
-    """Targets in the precision that losses are taken in; class numbers stay what they are."""
+    """Convert real targets to float64, the precision of losses. Class numbers are returned as they are."""
     return targets.double() if targets.is_floating_point() else targets
 
 
@@ -194,11 +207,11 @@ OTHER_SLOPE = (
     "is detached). Gradients, curvature and certificate are those of the backward pass, as in training; they do not "
     "say how the loss changes with the weights."
 )
-FEW_OUTPUTS = 32  # so few may lie between 0 and 1 by chance
+FEW_OUTPUTS = 32  # fewer may lie between 0 and 1 by chance
 
 
 def find_input_notes(problem: Problem, batch: Batch, mean_loss: float) -> list[str]:
-    """Sentences for the reader of a report.
+    """Return notes about inputs, outputs and loss that suggest a mistake.
 
     Args:
         problem: model, loss and data.
@@ -220,7 +233,7 @@ def find_input_notes(problem: Problem, batch: Batch, mean_loss: float) -> list[s
 
 
 def _find_pixel_note(inputs: Tensor) -> str:
-    """Images of bytes have values up to 255, whatever type they were converted to."""
+    """Return a note if the inputs look like pixel values from 0 to 255, whatever their type."""
     if inputs.dtype == torch.bool or inputs.is_complex() or not inputs.numel():
         return ""
     low, high = float(inputs.min()), float(inputs.max())
@@ -258,7 +271,7 @@ def _find_probability_note(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
 
 
 def _find_chance_note(loss: Loss, outputs: Tensor, targets: Tensor, mean_loss: float) -> str:
-    """Equal probabilities for all classes have this loss whatever the class weights and the label smoothing."""
+    """Return a note if the loss exceeds that of equal probabilities, log(classes) for any weights and smoothing."""
     if isinstance(loss, CrossEntropy):
         classes = outputs.shape[loss.find_class_axis(outputs, targets)]
     elif isinstance(loss, BinaryCrossEntropy) and loss.pos_weight is None:
@@ -295,12 +308,12 @@ def _find_linear_loss_note(loss: Loss, outputs: Tensor, targets: Tensor) -> str:
 
 
 def _differentiate(value: Tensor, by: Tensor) -> Tensor | None:
-    """The derivative; None where it is zero because nothing depends on it."""
+    """Return the derivative, or None if the value does not depend on ``by``."""
     return torch.autograd.grad(value, by, allow_unused=True)[0] if value.requires_grad else None
 
 
 def can_accept_labels(model: nn.Module, batch: Batch) -> bool:
-    """Whether forward takes labels by name; wrappers that pass on whatever they get may, if inputs go by name, too."""
+    """Return whether forward accepts ``labels``. One with ``**kwargs`` may, if the inputs are passed by name."""
     try:
         parameters = inspect.signature(model.forward).parameters
     except (TypeError, ValueError):  # some callables have none

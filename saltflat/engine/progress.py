@@ -1,4 +1,4 @@
-"""How far a long pass has come."""
+"""Progress of long passes: bars, lines of text, calls of the user's function, and remaining time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from saltflat.engine.data import RepeatableData
+from saltflat.engine.data import Data, RepeatableData
 from saltflat.engine.read_data import DataSelection
 from saltflat.errors import OptionError
 
-EVERY = 10.0  # seconds between two lines of progress in a file
+EVERY = 10.0  # seconds between two lines of text
 
 Progress = Callable[[int, int | None], None]
 
 
 @contextmanager
-def show_progress(progress: bool | Progress | None, data: Any) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of examples done."""
+def show_progress(progress: bool | Progress | None, data: Data) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the number of examples done."""
     total = count_examples(data)
     if callable(progress) and not isinstance(progress, type):
         yield lambda done: progress(done, total)
@@ -48,16 +48,16 @@ def show_progress(progress: bool | Progress | None, data: Any) -> Iterator[Calla
 
 
 class Forecast:
-    """How long the steps of a run take together, from the speed of a forward pass and of the steps themselves.
+    """Estimates the remaining time of a run from the speed of a forward pass and of the steps so far.
 
     Args:
-        passes: about how many forward passes over the data each step takes, by its name and in their order; None where
-            only the step itself can tell.
-        clock: seconds.
+        passes: about how many forward passes over the data each step takes, by its name and in order; None if only the
+            step itself can tell.
+        clock: returns the time in seconds.
 
     Attributes:
-        per_example: seconds that a forward pass takes for one example; None where that is not known.
-        examples: how many there are; None where that is not known.
+        per_example: seconds that a forward pass takes per example; None if unknown.
+        examples: number of examples; None if unknown.
     """
 
     def __init__(self, passes: Mapping[str, float | None], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -68,17 +68,20 @@ class Forecast:
         self._passes: float | None = None
         self._done, self._started = 0, clock()
         self._total: int | None = None
-        # Of the steps that are over: seconds that were expected, and that it took.
+        # Of the finished steps: the expected and the actual number of seconds.
         self._expected = self._taken = 0.0
 
     def begin(self, step: str) -> None:
+        """Start a step."""
         self._step, self._passes = step, self._waiting.pop(step, 0.0)
         self._done, self._total, self._started = 0, None, self._clock()
 
     def advance(self, done: int, total: int | None) -> None:
+        """Record how much of the current step is done."""
         self._done, self._total = done, total
 
     def end(self) -> None:
+        """Finish the current step."""
         expected = self._estimate_seconds(self._passes)
         if expected:
             self._expected += expected
@@ -86,7 +89,7 @@ class Forecast:
         self._step, self._passes = "", 0.0
 
     def estimate_seconds_left(self) -> float | None:
-        """About how many seconds are left of all the steps together; None as long as nobody knows."""
+        """Return about how many seconds all remaining steps take together, or None if that is not known yet."""
         later = [self._estimate_seconds(passes) for passes in self._waiting.values()]
         now = self._estimate_step_left() if self._step else 0.0
         if now is None or any(each is None for each in later):
@@ -107,17 +110,16 @@ class Forecast:
         if self._done and self._total:
             return elapsed * max(self._total / self._done - 1, 0.0)
         expected = self._estimate_seconds(self._passes)
-        # A step that takes longer than it should is hardly at its end.
+        # A step that takes longer than expected is unlikely to be near its end.
         return None if expected is None else max(expected - elapsed, 0.1 * elapsed)
 
 
 class StepProgress:
-    """A function to call with the step at hand, how much of it is done, and how much there is.
+    """A function to call with the current step, the amount done, and the total.
 
     Attributes:
-        shown: whether anybody looks.
-        forecast: of the whole run, where there is one.
-        error: of the user's function, kept so that it is not taken for one of the model.
+        forecast: of the whole run, if there is one.
+        error: raised by the user's function, kept so that it is not mistaken for one of the model.
     """
 
     def __init__(self, show: Callable[[str, int, int | None, float | None], None] | None) -> None:
@@ -127,6 +129,7 @@ class StepProgress:
 
     @property
     def is_visible(self) -> bool:
+        """Return whether progress is shown at all."""
         return self._show is not None
 
     def __call__(self, step: str, done: int, total: int | None) -> None:
@@ -145,7 +148,7 @@ class StepProgress:
 
 @contextmanager
 def show_steps(progress: bool | Callable[..., None] | None) -> Iterator[StepProgress]:
-    """Tell the user's function, or a bar on the terminal, of every step."""
+    """Yield a function that reports every step to the user's function or to a bar on the terminal."""
     if callable(progress) and not isinstance(progress, type):
         yield StepProgress(_adapt_callback(progress))
         return
@@ -172,7 +175,7 @@ def show_steps(progress: bool | Callable[..., None] | None) -> Iterator[StepProg
 
 
 def _adapt_callback(progress: Callable[..., None]) -> Callable[[str, int, int | None, float | None], None]:
-    """The user's function, with the seconds left if it has a parameter for them."""
+    """Return the user's function, called with the seconds left if it has a parameter for them."""
     try:
         takes = "seconds_left" in inspect.signature(progress).parameters
     except (TypeError, ValueError):  # builtins may have no signature
@@ -183,7 +186,7 @@ def _adapt_callback(progress: Callable[..., None]) -> Callable[[str, int, int | 
 
 
 class _LineProgress:
-    """Progress as lines of text, for files and pipes: one for every step, and one every few seconds."""
+    """Prints lines of text, for files and pipes: one for every step, and one every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._step, self._last = clock, "", 0.0
@@ -199,7 +202,7 @@ class _LineProgress:
 
 
 class _RunRemainingColumn(TimeRemainingColumn):
-    """The time left of the whole run where that is known, else of the step."""
+    """Shows the remaining time of the whole run if it is known, and of the step otherwise."""
 
     def render(self, task: Task) -> Text:
         left = task.fields.get("left")
@@ -207,7 +210,8 @@ class _RunRemainingColumn(TimeRemainingColumn):
 
 
 def format_duration(seconds: float) -> str:
-    """
+    """Return a duration in words.
+
     >>> format_duration(0.4), format_duration(95), format_duration(3700)
     ('1 s', '2 min', '1 h 2 min')
     """
@@ -217,26 +221,27 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def _check_progress(progress: object) -> None:
+def _check_progress(progress: bool | Callable[..., None] | None) -> None:
     if progress is not None and not isinstance(progress, bool):
         raise OptionError(
             f"Expected True, False, None or a function, but got progress={progress!r}. Try leaving it out."
         )
 
 
-def count_examples(data: Any) -> int | None:
-    """About how many examples there are, where that is known without reading them."""
+def count_examples(data: Data) -> int | None:
+    """Return about how many examples there are, or None if that is not known without reading them."""
     if isinstance(data, DataSelection):
         return data.count_examples(count_examples(data.data))
     if isinstance(data, RepeatableData):
         data = data.data
+    counted: Any = None
     if isinstance(data, DataLoader):
-        data = data.dataset
+        counted = data.dataset
     elif isinstance(data, tuple | list) and data and isinstance(data[0], Tensor):
-        data = data[0]
-    elif not isinstance(data, Tensor):
-        return None
+        counted = data[0]
+    elif isinstance(data, Tensor):
+        counted = data
     try:
-        return len(data)
-    except TypeError:
+        return len(counted)
+    except TypeError:  # unknown
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,26 +19,25 @@ from torch.utils.data import (
     Subset,
 )
 
-from saltflat.engine.data import Batch, _compute_digests, find_unsupported_kind, prepare_data, read_batches
+from saltflat.engine.data import Batch, Data, _compute_digests, find_unsupported_kind, prepare_data, read_batches
 from saltflat.errors import EmptyDataError, NondeterministicError, OptionError
 from saltflat.validation import parse_integer
 
-HELD = 1 << 30  # bytes of data to hold in memory at most, where a loader's order cannot be fixed
+HELD = 1 << 30  # largest number of bytes to hold in memory if a loader's order cannot be fixed
 
 
 def _fix_loader_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A shuffled loader's data in the order of its dataset, where nothing but torch's own shuffling orders them.
+    """Return a loader in the order of its dataset, if nothing but torch's own shuffling orders the examples.
 
-    What a loader of another class, a sampler or a batch sampler of the user's own yields is up to them: these are
-    read as they are.
+    Loaders of other classes, and loaders with the user's own sampler or batch sampler, are returned as they are.
     """
     groups: Any = loader.batch_sampler
     sampler = _find_sampler(loader)
-    random = type(sampler) is RandomSampler
-    waits = getattr(loader, "in_order", True)  # else workers' batches come as they are done
-    if sampler is None or (not random and waits):
+    in_order = getattr(loader, "in_order", True)  # otherwise workers' batches come as they are done
+    is_random = type(sampler) is RandomSampler
+    if sampler is None or (not is_random and in_order):
         return loader
-    if random:
+    if is_random:
         _check_draws_all(loader, sampler, groups)
         sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "generator")
@@ -53,18 +52,18 @@ def _fix_loader_order(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _find_sampler(loader: DataLoader[Any]) -> Any:
-    """What numbers the examples of a loader; None where its class, its dataset or its batch sampler has a say in it."""
+    """Return the sampler that alone orders the examples of a loader, or None if something else does."""
     groups = loader.batch_sampler
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
     return groups.sampler if type(groups) is BatchSampler else loader.sampler if groups is None else None
 
 
-def _has_fixed_order(data: Any) -> bool:
+def _has_fixed_order(data: Data) -> bool:
     return isinstance(data, DataLoader) and type(_find_sampler(data)) is SequentialSampler
 
 
-def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: Any) -> None:
+def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: BatchSampler | None) -> None:
     count = len(loader.dataset)  # type: ignore[arg-type]
     lost = count % groups.batch_size if groups is not None and groups.drop_last else 0
     part = sampler.num_samples != count
@@ -72,14 +71,14 @@ def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: An
         how = f"and drops the last {lost} examples of each pass"
         how = "with replacement" if sampler.replacement else f"{sampler.num_samples} of {count}" if part else how
         raise NondeterministicError(
-            f"Expected the same examples every time, but got a DataLoader that samples at random {how}: every pass "
+            f"Expected the same examples every time, but got a DataLoader that samples at random {how}: each pass "
             "holds other examples. Try measuring with shuffle=False, or passing list(loader) to measure what one "
             "pass yields."
         )
 
 
-def _load_into_memory(data: Any) -> list[Batch]:
-    """The examples of a loader whose readings differ in nothing but the order, in an order of their own."""
+def _load_into_memory(data: Data) -> list[Batch]:
+    """Read data whose readings differ only in the order of the examples, and return it in a fixed order."""
     held: list[Batch] = []
     marks: list[bytes] = []
     size = 0
@@ -104,14 +103,14 @@ def _load_into_memory(data: Any) -> list[Batch]:
     whole = _try_join_batches(held)
     if whole is None:
         return held
-    # Sorted by content, so that the result does not depend on the state of a random generator.
+    # Sorted by content, so that the result does not depend on the state of a random number generator.
     order = torch.tensor(sorted(range(len(marks)), key=marks.__getitem__))
     largest = max(batch.examples for batch in held)
     return [whole.take(order[start : start + largest], start) for start in range(0, whole.examples, largest)]
 
 
 def _copy_batch(batch: Batch) -> Batch:
-    """A batch in memory of its own: an iterable may use that of its batches again."""
+    """Return a copy of a batch: an iterable may reuse the memory of its batches."""
     args, kwargs, targets = tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (batch.args, batch.kwargs, batch.targets)
     )
@@ -119,7 +118,7 @@ def _copy_batch(batch: Batch) -> Batch:
 
 
 def _try_join_batches(held: Sequence[Batch]) -> Batch | None:
-    """All batches as one; None where they have different shapes or hold something that belongs to no example."""
+    """Return all batches as one, or None if their shapes differ or an input belongs to no single example."""
     leaves, specs = zip(*(tree_flatten((each.args, each.kwargs, each.targets)) for each in held), strict=True)
     columns = list(zip(*leaves, strict=False))
     if any(spec != specs[0] for spec in specs) or not all(
@@ -132,13 +131,13 @@ def _try_join_batches(held: Sequence[Batch]) -> Batch | None:
     return Batch(args, kwargs, targets, 0, len(targets))
 
 
-def select_examples(data: Any, skip: int = 0, limit: int | None = None) -> Any:
-    """The examples after the first ``skip``, at most ``limit`` of them, in the order in which data is measured.
+def select_examples(data: Data, skip: int = 0, limit: int | None = None) -> Any:
+    """Return the examples after the first ``skip``, at most ``limit`` of them, in the order in which data is measured.
 
     Args:
         data: as for :func:`saltflat.measure`.
-        skip: how many examples to leave out.
-        limit: how many to take; all if None.
+        skip: number of examples to skip.
+        limit: largest number of examples to take; all if None.
 
     Example:
         >>> import torch
@@ -149,7 +148,7 @@ def select_examples(data: Any, skip: int = 0, limit: int | None = None) -> Any:
     if skip == 0 and limit is None:
         return data
     stop = None if limit is None else skip + limit
-    # A pair that does not fit together stays as it is: cut, nobody could tell any more.
+    # A pair of different lengths is not cut, so that the mismatch is reported later.
     if _is_dense_pair(data) and len(data[0]) == len(data[1]):
         _check_some_left(skip, len(data[0]))
         return tuple(part[skip:stop] for part in data)
@@ -160,12 +159,12 @@ def select_examples(data: Any, skip: int = 0, limit: int | None = None) -> Any:
 
 
 class DataSelection:
-    """Batches with some of the examples of other data; can be read as often as that."""
+    """Batches with some of the examples of other data."""
 
-    def __init__(self, data: Any, skip: int, limit: int | None) -> None:
+    def __init__(self, data: Data, skip: int, limit: int | None) -> None:
         self.data, self.skip, self.limit = data, skip, limit
         self._source: Any = None
-        # Where random generators are looked for that reading moves on.
+        # The session looks here for the random generators that reading advances.
         for name in ("generator", "sampler", "batch_sampler"):
             setattr(self, name, getattr(data, name, None))
 
@@ -189,14 +188,14 @@ class DataSelection:
             _check_some_left(self.skip, seen)
 
     def count_examples(self, available: int | None) -> int | None:
-        """How many examples there are, if the data has ``available``."""
+        """Return the number of selected examples if the data has ``available``."""
         if available is None:
             return None
         rest = max(available - self.skip, 0)
         return rest if self.limit is None else min(rest, self.limit)
 
 
-def _is_dense_pair(data: Any) -> bool:
+def _is_dense_pair(data: Data) -> TypeGuard[Sequence[Tensor]]:
     return (
         isinstance(data, tuple | list)
         and len(data) == 2
@@ -204,12 +203,12 @@ def _is_dense_pair(data: Any) -> bool:
     )
 
 
-def check_skip_and_limit(skip: Any, limit: Any) -> tuple[int, int | None]:
-    """Both as whole numbers, if they are."""
+def check_skip_and_limit(skip: SupportsIndex, limit: SupportsIndex | None) -> tuple[int, int | None]:
+    """Return both as integers, after checking that they are numbers of examples."""
     return _check_example_count("skip", skip, 0), None if limit is None else _check_example_count("limit", limit, 1)
 
 
-def _check_example_count(name: str, value: Any, least: int) -> int:
+def _check_example_count(name: str, value: SupportsIndex, least: int) -> int:
     number = parse_integer(value)
     if number is None or number < least:
         raise OptionError(
@@ -222,5 +221,5 @@ def _check_example_count(name: str, value: Any, least: int) -> int:
 def _check_some_left(skip: int, count: int) -> None:
     if 0 < count <= skip:
         raise EmptyDataError(
-            f"Expected some to be left, but got skip={skip} for data of {count} examples. Try skipping fewer."
+            f"Expected at least one example after skip={skip}, but got data of {count} examples. Try skipping fewer."
         )

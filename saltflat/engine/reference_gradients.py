@@ -1,8 +1,8 @@
-"""Gradients of single examples by plain autograd: what every strategy must reproduce."""
+"""Reference gradients: those of single examples by plain autograd, which every strategy must reproduce."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
@@ -19,14 +19,14 @@ from saltflat.engine.data import Batch
 from saltflat.engine.problem import Problem
 from saltflat.errors import CoupledExamplesError, ModelError, SaltflatError, format_error_line
 
-# What torch and Python raise when shapes, types or arguments do not fit.
+# The errors that torch and Python raise if shapes, types or arguments do not fit.
 USUAL = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
-QUOTIENTS = (3.0, 1.0, 0.3)  # times the usual step
-PAIRS = 4  # of examples at most, looked at while the first have no gradient
-GROUP = 6  # examples, taken together to see whether the model changes their order: two times three, three times two
+QUOTIENTS = (3.0, 1.0, 0.3)  # step sizes of difference quotients, in multiples of the default
+PAIRS = 4  # largest number of pairs of examples to run while some parameter has no gradient
+GROUP = 6  # examples to run together to see whether the model changes their order: 2 times 3, 3 times 2
 
-# Largest difference between two ways that is still rounding. A wrong split of the examples differs in the first digit.
+# Largest relative difference that counts as rounding. Examples that are split wrongly differ in the first digit.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
@@ -36,16 +36,16 @@ def _split_singles(batch: Batch) -> list[Batch]:
 
 @dataclass(frozen=True)
 class _ReferenceGradients:
-    """What the gradients of some examples must be, for a random column each.
+    """The correct gradients of some examples, for a random column each.
 
     Attributes:
         batch: the examples.
         columns: ``(1, examples, *outputs)``.
         outputs: of each example alone.
-        gradients: by parameter, each example's own, ``(examples, *parameter)``; empty where only ``along`` is known.
-        directions: by parameter, random, such that every parameter has about the same share of ``along``.
+        gradients: of each example, by parameter, ``(examples, *parameter)``; empty if only ``along`` is known.
+        directions: random, by parameter, such that every parameter contributes about equally to ``along``.
         along: the derivative of each example's output along all directions at once, times its column.
-        coarsest: the shortest floating-point type that the model computes in: what rounding there is to expect.
+        coarsest: the shortest floating-point type that the model computes in, which determines the rounding.
     """
 
     batch: Batch
@@ -58,7 +58,7 @@ class _ReferenceGradients:
 
     @classmethod
     def compute(cls, problem: Problem, batch: Batch, coarsest: torch.dtype) -> _ReferenceGradients:
-        """The definition: one example at a time, by autograd alone."""
+        """Compute the gradients by their definition: one example at a time, by autograd alone."""
         taken = [_differentiate_example(problem, single) for single in _split_singles(batch)]
         outputs = [outputs for outputs, _, _ in taken]
         same = all(each.shape[1:] == outputs[0].shape[1:] for each in outputs)
@@ -73,7 +73,7 @@ class _ReferenceGradients:
         for number, (name, value) in enumerate(gradients.items()):
             noise = torch.Generator().manual_seed(number)
             direction = torch.randn(value.shape[1:], generator=noise).to(value)
-            # Gradients that are nothing but rounding stay small; where all are, they stay below the tolerance.
+            # Gradients that are only rounding stay small; if all are, they stay below the tolerance.
             size = torch.maximum(norms[name], 0.01 * largest.to(value)) if largest > rounding else rounding / tolerance
             directions[name] = direction / size
         along = torch.stack(
@@ -82,6 +82,7 @@ class _ReferenceGradients:
         return cls(batch, columns, torch.cat(outputs), gradients, directions, along, coarsest)
 
     def select_example(self, n: int) -> _ReferenceGradients:
+        """Return the gradients of example ``n``."""
         gradients = {name: value[n : n + 1] for name, value in self.gradients.items()}
         columns, outputs, along = self.columns[:, n : n + 1], self.outputs[n : n + 1], self.along[n : n + 1]
         batch = self.batch.cut(n, n + 1)
@@ -89,17 +90,17 @@ class _ReferenceGradients:
 
     @cached_property
     def squares(self) -> dict[str, Tensor]:
-        """By parameter, the squared gradients, summed over the examples."""
+        """Return the squared gradients, summed over the examples, by parameter."""
         return {name: value.square().sum(0) for name, value in self.gradients.items()}
 
     @cached_property
     def projections(self) -> dict[str, Tensor]:
-        """By parameter, each example's gradient along the direction."""
+        """Return each example's gradient along the direction, by parameter."""
         return {name: _project_gradients(value, self.directions[name]) for name, value in self.gradients.items()}
 
     @cached_property
     def sizes(self) -> dict[str, Tensor]:
-        """By parameter, what the projections are about as large as."""
+        """Return the approximate size of the projections, by parameter."""
         return {
             name: value.flatten(1).norm(dim=1) * self.directions[name].square().mean().sqrt()
             if value.dim() > 1
@@ -110,13 +111,14 @@ class _ReferenceGradients:
 
     @property
     def tolerance(self) -> float:
+        """Return the largest relative difference that counts as rounding."""
         return TOLERANCE.get(self.coarsest, TOLERANCE[torch.float32])
 
 
 def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _ReferenceGradients:
-    """The definition, compared with other ways to the same numbers.
+    """Return the reference gradients after comparing them with other computations of the same numbers.
 
-    Single examples go through other kernels and memory layouts than batches do, and torch's are not all right.
+    Single examples use other kernels and memory layouts than batches, and not all of torch's are correct.
     """
     wrong = _find_contradiction(problem, truth)
     if wrong is not None and not problem.network.rewrites_batch_norm:
@@ -128,19 +130,19 @@ def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _Referenc
         if written:
             raise ModelError(
                 "Expected a function of the parameters, but got a forward pass that writes to its own parameter "
-                f"{written[0]!r}, which gradients do not know of. Try computing the changed weight without writing "
-                "to it, or writing before measuring instead."
+                f"{written[0]!r}, which gradients ignore. Try computing the changed weight without writing to it, or "
+                "writing before measuring instead."
             )
         raise ModelError(
-            f"Expected both to agree, but got gradients of {wrong} from torch's backward pass that are not those of "
-            "the model's forward pass. The numbers would be wrong. Try taking out hooks that change gradients; if "
-            "there are none, report the operation to PyTorch."
+            f"Expected the derivatives of the model's forward pass, but got other gradients of {wrong} from torch's "
+            "backward pass. The numbers would be wrong. Try removing hooks that change gradients; if there are none, "
+            "report the operation to PyTorch."
         )
     return truth
 
 
 def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | None:
-    """A parameter whose gradient is another one in a batch, or for which the forward derivative is another one."""
+    """Return parameters whose gradients differ in a batch or by forward differentiation, or None."""
     network, batch, columns = problem.network, truth.batch, truth.columns
     if batch.examples == 1:
         batch, columns = batch.take(torch.tensor([0, 0]), batch.first), columns.expand(1, 2, *columns.shape[2:])
@@ -153,7 +155,7 @@ def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | N
     except Exception as error:
         if truth.batch.examples > 1:
             raise _make_not_differentiable_error(error, "a batch") from error
-        found = {}  # a model that takes one example at a time
+        found = {}  # a model that accepts one example at a time
     repeats = batch.examples // truth.batch.examples
     wanted = {name: repeats * value.sum(0) for name, value in truth.gradients.items()}
     sizes = {name: value.abs().sum(0) * repeats for name, value in truth.gradients.items()}
@@ -161,24 +163,24 @@ def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | N
         return repr(name)
     every = ", ".join(map(repr, list(truth.gradients)[:3]))
     if _find_written_parameters(problem):
-        # No kind of differentiation knows of that, but a difference quotient does.
+        # No kind of differentiation sees that, but a difference quotient does.
         off = (_compute_difference_quotient(problem, truth) - truth.along).abs().max()
         return every if off > 0.05 * truth.along.abs().max() else None
     forward = _compute_forward_derivative(problem, truth)
     if forward is None:
-        # Backward passes are what training uses, and cutting off a part is a convention: no error, but a note.
+        # Training uses backward passes, and detaching a part is a convention: no error, but a note.
         network.has_other_slope = network.has_other_slope or _has_other_slope(problem, truth)
         return None
     if _is_near_reference(forward, truth):
         return None
-    # Derivatives of either kind may be wrong. A difference quotient is coarse, but tells which.
+    # Either derivative may be wrong. A difference quotient is coarse, but shows which.
     quotient = _compute_difference_quotient(problem, truth)
-    # Where the two differ by rounding alone, it is as far from one as from the other.
+    # If the two differ by rounding alone, it is as far from one as from the other.
     return every if (quotient - forward).abs().max() < (quotient - truth.along).abs().max() / 2 else None
 
 
 def _find_written_parameters(problem: Problem) -> list[str]:
-    """Measured parameters that the forward pass writes to, except for embeddings with a largest norm."""
+    """Return the measured parameters that the forward pass writes to, except embeddings with ``max_norm``."""
     network = problem.network
     bounded = {id(m.weight) for m in network.modules if getattr(m, "max_norm", None) is not None}
     known = {network.names[key] for key in bounded}
@@ -186,14 +188,20 @@ def _find_written_parameters(problem: Problem) -> list[str]:
 
 
 def _is_near_reference(found: Tensor, truth: _ReferenceGradients) -> bool:
-    scale = truth.along.abs().max().clamp_min(1.0)  # every parameter's share is about one
+    scale = truth.along.abs().max().clamp_min(1.0)  # every parameter contributes about one
     return bool((found - truth.along).abs().max() <= truth.tolerance * scale)
 
 
 class _BackwardConventions(TorchFunctionMode):
-    """Forward differentiation that leaves out what backward differentiation leaves out by convention."""
+    """Makes forward differentiation ignore what backward differentiation ignores by convention."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():
             with forward_ad._set_fwd_grad_enabled(False):
@@ -213,19 +221,19 @@ class _BackwardConventions(TorchFunctionMode):
 
 
 def _compute_forward_derivative(problem: Problem, truth: _ReferenceGradients) -> Tensor | None:
-    """Derivatives of each example's output along the directions, by forward differentiation; None if there is none."""
+    """Return each example's derivative along the directions by forward differentiation, or None if torch has none."""
     network = problem.network
     try:
         with forward_ad.dual_level(), torch.enable_grad(), _BackwardConventions():
             level = forward_ad._current_level
-            # As forward_ad.make_dual, which first loads decompositions of rare operations for half a second.
+            # Same as forward_ad.make_dual, which first loads decompositions of rare operations for half a second.
             duals = {
                 name: torch._VF._make_dual(value.detach(), truth.directions[name], level=level)
                 for name, value in network.measured.items()
             }
             tangent = forward_ad.unpack_dual(network(truth.batch, leaves=duals)).tangent
     except Exception:
-        # Some operations have no such derivative. Other comparisons have to do then.
+        # Some operations have no such derivative. Other comparisons are used then.
         return None
     if tangent is None:
         return truth.along.new_zeros(truth.batch.examples)
@@ -233,9 +241,9 @@ def _compute_forward_derivative(problem: Problem, truth: _ReferenceGradients) ->
 
 
 def _has_other_slope(problem: Problem, truth: _ReferenceGradients) -> bool:
-    """Whether difference quotients contradict a backward pass that nothing else could be compared with.
+    """Return whether difference quotients contradict a backward pass that has no other reference.
 
-    They can be trusted where two steps agree: then there is no kink between them.
+    They can be trusted if two step sizes agree: then there is no kink between them.
     """
     before: Tensor | None = None
     for shrink in QUOTIENTS:
@@ -254,7 +262,7 @@ def _compute_difference_quotient(problem: Problem, truth: _ReferenceGradients, s
     for module in network.modules:
         padding = getattr(module, "padding_idx", None)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and padding is not None:
-            name = network.names.get(id(module.weight), "")  # none of its own if it is computed from others
+            name = network.names.get(id(module.weight), "")  # it has no name if it is computed from others
             if name in steps:  # by convention the row of padding has no gradient
                 steps[name] = steps[name].index_fill(0, torch.tensor([padding], device=steps[name].device), 0.0)
     ratio = max(
@@ -275,7 +283,7 @@ def _compute_difference_quotient(problem: Problem, truth: _ReferenceGradients, s
 
 
 def _make_group_references(problem: Problem, batch: Batch, truth: _ReferenceGradients) -> list[_ReferenceGradients]:
-    """More examples at once than a pair: a model may change an order that two examples do not have."""
+    """Return references for more examples than a pair: a model may reorder larger batches."""
     group = replace(truth, batch=batch, columns=_draw_random_column(truth.outputs, batch), gradients={})
     along = _compute_forward_derivative(problem, group)
     if along is None:
@@ -284,7 +292,7 @@ def _make_group_references(problem: Problem, batch: Batch, truth: _ReferenceGrad
 
 
 def _find_silent_parameters(truths: list[_ReferenceGradients]) -> list[str]:
-    """Parameters whose gradient was zero so far."""
+    """Return the parameters whose gradients were all zero."""
     return [
         name
         for name, value in truths[0].gradients.items()
@@ -294,8 +302,8 @@ def _find_silent_parameters(truths: list[_ReferenceGradients]) -> list[str]:
 
 def _make_coupled_error() -> CoupledExamplesError:
     return CoupledExamplesError(
-        "Expected a model that treats examples independently, but got other outputs for an example in a batch than "
-        "for the same example alone. Per-example gradients mean nothing otherwise. Try replacing layers that mix "
+        "Expected a model that treats examples independently, without which per-example gradients are undefined, but "
+        "got other outputs for an example in a batch than for the same example alone. Try replacing layers that mix "
         "the batch (BatchNorm without running statistics, attention across the batch)."
     )
 
@@ -305,12 +313,12 @@ def _project_gradients(gradients: Tensor, direction: Tensor) -> Tensor:
 
 
 def _compute_rounding(columns: Tensor, coarsest: torch.dtype) -> float:
-    """The size of gradients that can be rounding alone: of what a norm over a single feature leaves, say."""
+    """Return the largest size of gradients that may be rounding alone, such as those of a norm of one feature."""
     return 300 * torch.finfo(coarsest).eps * float(columns.norm())
 
 
 def _sum_per_example(values: Tensor) -> Tensor:
-    """Sums over everything but the first axis."""
+    """Return sums over all axes but the first."""
     return values.reshape(len(values), values[0].numel()).sum(1)
 
 
@@ -322,10 +330,10 @@ def _find_differences(
     rounding: float,
     degree: int = 1,
 ) -> list[str]:
-    """Parameters with differences that are more than rounding.
+    """Return the parameters with differences larger than rounding.
 
-    ``sizes`` are what the values were summed up from; where none is above ``rounding``, there is nothing to compare.
-    ``degree`` is 2 for squares.
+    ``sizes`` are the sizes of the summands; if none exceeds ``rounding``, there is nothing to compare. ``degree`` is 2
+    for squares.
     """
     names = [name for name in found if name in sizes and wanted[name].numel() and sizes[name].numel()]
     if not names:
@@ -334,8 +342,8 @@ def _find_differences(
     size = torch.stack([sizes[name].max().double() for name in names])
     if size.max() <= rounding:
         return []
-    # A parameter without effect (a key's bias) has nothing but rounding to compare: of others' gradients, or of sums
-    # that cancel.
+    # The gradient of a parameter without effect (a key's bias) is only rounding, of other gradients or of sums that
+    # cancel.
     floor = ((100 * torch.finfo(truth.coarsest).eps) ** degree * size.max()).clamp_min(rounding / 30**degree)
     bad = ~(off <= torch.maximum(truth.tolerance * size, floor))
     return [name for name, each in zip(names, bad.tolist(), strict=True) if each]
@@ -350,7 +358,7 @@ def _draw_random_column(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def _differentiate_example(problem: Problem, single: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """One example by the definition: its outputs, a random column and the gradients for that."""
+    """Return the outputs of one example, a random column, and the gradients for that column."""
     network = problem.network
     try:
         leaves = per_example.make_leaves(network)
@@ -367,8 +375,8 @@ def _differentiate_example(problem: Problem, single: Batch) -> tuple[Tensor, Ten
 def _make_not_differentiable_error(error: Exception, what: str) -> ModelError:
     if "modified by an inplace operation" in str(error):
         return ModelError(
-            "Expected it to stay (training refuses this too), but got a model that overwrites in place what its "
-            f"backward pass needs: {format_error_line(error)}. Try replacing the in-place operation."
+            "Expected a model that can be trained, but got one that overwrites in place what its backward pass needs: "
+            f"{format_error_line(error)}. Try replacing the in-place operation."
         )
     return ModelError(
         f"Expected a model that can be differentiated for a single example, but got an error for {what} from a model "

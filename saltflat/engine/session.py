@@ -1,4 +1,4 @@
-"""Plain tensors and containers on modules: restored after forward passes that write to them."""
+"""The session: it lends the model to a measurement under fixed conditions, and gives it back as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,25 +17,27 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import checkpoint
 
-from saltflat.engine.data import find_unsupported_kind
+from saltflat.engine.data import Data, find_unsupported_kind
 from saltflat.errors import DeviceError, ModelError, OptionError
 from saltflat.results.caveats import TRAIN_MODE
 from saltflat.validation import _reset_in_child, borrow_model, is_choice
 
-# What every module has: parameters, buffers, submodules and hooks, which others take care of.
+# Attributes of every module: parameters, buffers, submodules and hooks, which are handled elsewhere.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-# Containers with more entries are compared by their length between passes, and entry by entry only at the end.
+# Larger containers are compared by length between passes, and entry by entry only at the end.
 FEW = 64
 
-Container = list[Any] | dict[Any, Any] | set[Any] | deque[Any]
+Container: TypeAlias = list[Any] | dict[Any, Any] | set[Any] | deque[Any]
+Contents: TypeAlias = list[Any] | dict[Any, Any]  # a copy of a container's entries
+Attribute: TypeAlias = Tensor | np.ndarray[Any, Any] | Container | tuple[Any, ...] | SimpleNamespace | None
 
 
 class AttributeSnapshot:
-    """The lists, dicts, sets, arrays and tensors that modules hold beside their parameters and buffers.
+    """A copy of the lists, dicts, sets, arrays and tensors that modules hold beside their parameters and buffers.
 
-    A forward pass may append to a list or write into a tensor. Attributes that are bound anew need nothing of this:
-    whoever runs the module keeps its ``vars``.
+    A forward pass may append to a list or write into a tensor. Attributes that are rebound are not covered here:
+    :class:`saltflat.engine.network.Network` restores the modules' ``vars`` after each pass.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -46,7 +48,7 @@ class AttributeSnapshot:
             for value in (*module._parameters.values(), *module._buffers.values())
             if value is not None
         }
-        self._containers: list[tuple[Container, Any]] = []
+        self._containers: list[tuple[Container, Contents]] = []
         self._tensors: list[tuple[Tensor, Tensor, list[int]]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._aliases: list[Container] = []
@@ -58,7 +60,7 @@ class AttributeSnapshot:
             for value in own.values():
                 self._visit_value(value)
 
-    def _visit_value(self, value: Any) -> None:
+    def _visit_value(self, value: Attribute) -> None:
         if id(value) in self._seen or id(value) in self._registered:
             return
         if isinstance(value, Tensor):
@@ -81,7 +83,7 @@ class AttributeSnapshot:
             self._visit_value(getattr(value, "__dict__", None))
 
     def replace_aliases(self, values: Mapping[int, Tensor]) -> None:
-        """Put other tensors in the place of parameters that are held by an attribute or a container as well."""
+        """Replace parameters that attributes and containers hold by other tensors, given by the parameters' ids."""
         for container in self._aliases:
             keys = container.keys() if isinstance(container, dict) else range(len(container))
             for key in list(keys):
@@ -89,34 +91,34 @@ class AttributeSnapshot:
                     container[key] = values[id(container[key])]  # type: ignore[index]
 
     def restore_aliases(self) -> None:
-        """Undo :meth:`replace_aliases` in containers; a module's are put back with all of its attributes."""
+        """Undo :meth:`replace_aliases` in containers. The modules' own attributes are restored by the network."""
         kept = {id(container): copy for container, copy in self._containers}
         for container in self._aliases:
             if id(container) in kept:
                 _refill_container(container, kept[id(container)])
 
     def restore(self, thorough: bool = False) -> None:
-        """Give everything its contents again; ``thorough`` also finds writes that leave no trace."""
+        """Restore all contents; ``thorough`` also finds writes that bypass version counters and lengths."""
         for container, copy in self._containers:
             if len(container) != len(copy) or (
                 (thorough or len(copy) <= FEW) and not _has_same_entries(container, copy)
             ):
                 _refill_container(container, copy)
-        for tensor, copy, version in self._tensors:
+        for tensor, value, version in self._tensors:
             if (
                 get_tensor_version(tensor) != version[0]
-                or tensor.shape != copy.shape
-                or (thorough and not _is_same_tensor(tensor, copy))
+                or tensor.shape != value.shape
+                or (thorough and not _is_same_tensor(tensor, value))
             ):
-                _write_tensor(tensor, copy)
+                _write_tensor(tensor, value)
                 version[0] = get_tensor_version(tensor)
         if thorough:
-            for array, saved in self._arrays:
-                np.copyto(array, saved)
+            for array, numbers in self._arrays:
+                np.copyto(array, numbers)
 
 
 def get_tensor_version(tensor: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count that."""
+    """Return how often a tensor was written to, or -1 for inference tensors, which do not count it."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -132,29 +134,29 @@ def _write_tensor(tensor: Tensor, copy: Tensor) -> None:
             tensor.detach().copy_(copy)
 
 
-def _copy_container(container: Container) -> Any:
+def _copy_container(container: Container) -> Contents:
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _has_same_entries(container: Container, copy: Any) -> bool:
+def _has_same_entries(container: Container, copy: Contents) -> bool:
     def is_identical(one: Iterable[Any], two: Iterable[Any]) -> bool:
         return all(a is b for a, b in zip(one, two, strict=True))
 
-    if isinstance(container, dict):
+    if isinstance(container, dict) and isinstance(copy, dict):
         return is_identical(container, copy) and is_identical(container.values(), copy.values())
     if isinstance(container, set):
         return all(entry in container for entry in copy)
     return is_identical(container, copy)
 
 
-def _refill_container(container: Container, copy: Any) -> None:
+def _refill_container(container: Container, copy: Contents) -> None:
     add: Callable[[Any], Any] = container.extend if isinstance(container, list | deque) else container.update
     container.clear()
     add(copy)
 
 
 def snapshot_rng() -> Callable[[], None]:
-    """A function that puts Python's, NumPy's and torch's random states back to what they are now.
+    """Return a function that restores the current random states of Python, NumPy and torch.
 
     Example:
         >>> restore = snapshot_rng()
@@ -180,12 +182,16 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 @contextmanager
-def open_session(model: nn.Module, mode: str, data: Any = None) -> Iterator[list[str]]:
-    """Measure under fixed conditions: eval mode (unless ``mode="keep"``), gradients on, autocast and fused kernels off.
+def open_session(model: nn.Module, mode: str, data: Data | None = None) -> Iterator[list[str]]:
+    """Lend the model under fixed conditions, and give it back bit for bit as it was.
 
-    Parameters and buffers are never handed out themselves (see :class:`saltflat.engine.network.Network`), so what is left to
-    give back is the modes of the modules, the random states and a few global switches. Yields notes for the reader of
-    the result.
+    Inside, the model belongs to this thread and is in eval mode (unless ``mode="keep"``). Gradients are on; autocast,
+    fused kernels, TF32, checkpointing and compilation are off. The session restores the modes of the modules, their
+    plain attributes, the random states (also those of the generators of ``data``) and torch's global settings.
+    Parameters and buffers are never written to: :class:`saltflat.engine.network.Network` runs the model with copies.
+
+    Yields:
+        Notes for the reader of the result.
     """
     check_module(model)
     _check_no_transforms()
@@ -214,7 +220,7 @@ def open_session(model: nn.Module, mode: str, data: Any = None) -> Iterator[list
         stack.enter_context(use_full_precision(model))
         stack.enter_context(remove_accelerate_autocast(model))
         stack.enter_context(disable_checkpointing())
-        # A compiled model would compile our taps into its graphs.
+        # A compiled model would compile the network's taps into its graphs.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             if mode == "eval":
@@ -230,7 +236,7 @@ def open_session(model: nn.Module, mode: str, data: Any = None) -> Iterator[list
 
 @contextmanager
 def use_full_precision(model: nn.Module) -> Iterator[None]:
-    """Convolutions and products with all the digits of float32: TF32 leaves three of them, bfloat16 two."""
+    """Run convolutions and matrix products in full float32 precision: TF32 keeps three digits, bfloat16 two."""
     # cuDNN's recurrent kernels have no backward pass in eval mode.
     cudnn, recurrent = torch.backends.cudnn, any(isinstance(module, nn.RNNBase) for module in model.modules())
     enabled, back = cudnn.enabled, snapshot_precision()
@@ -244,18 +250,18 @@ def use_full_precision(model: nn.Module) -> Iterator[None]:
         back()
 
 
-# Which precision each backend takes for each kind of operation; "all" stands in for the kinds that say "none", and
-# the generic setting for backends that do.
+# The precision of each kind of operation in each backend; kinds that are "none" follow "all", and backends that are
+# "none" follow the generic setting.
 _PRECISIONS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn", "all")]
 _GENERIC = ("generic", "all")
 
 
 def snapshot_precision() -> Callable[[], None]:
-    """A function that puts torch's precision settings back, old and new ones, in whatever order they were set.
+    """Return a function that restores torch's precision settings, old and new, in whatever order they were set.
 
-    The new settings (torch 2.9, ``fp32_precision``) show what is in force, not what was set, and the old ones
-    (``allow_tf32``, ``set_float32_matmul_precision``) cannot be read where the new ones say something else. So what was
-    set is read from the outermost setting inward, each setting out of the way of the next.
+    The new settings (torch 2.9, ``fp32_precision``) show the effective value, not the one that was set, and the old
+    ones (``allow_tf32``, ``set_float32_matmul_precision``) cannot be read while the new ones contradict them. So the
+    settings are read from the outermost inward, and each one is cleared before the next is read.
     """
     kept: dict[tuple[str, str], str] = {}
     if hasattr(torch._C, "_get_fp32_precision_getter"):
@@ -265,11 +271,11 @@ def snapshot_precision() -> Callable[[], None]:
     products = torch.get_float32_matmul_precision()
     try:
         allowed = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # it is set, and the new settings, which are out of the way, say that it is not
+    except RuntimeError:  # it is set, and contradicts the new settings, which have just been cleared
         allowed = True
 
     def restore_precision() -> None:
-        # Each of these writes to new settings, too.
+        # Each of these also writes to the new settings.
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = allowed
         for key, value in kept.items():
@@ -280,7 +286,7 @@ def snapshot_precision() -> Callable[[], None]:
 
 
 def set_precision(products: str) -> None:
-    """Set all of torch's precision settings: ``"highest"`` for all digits of float32, ``"high"`` for TF32."""
+    """Set all of torch's precision settings: ``"highest"`` for full float32, ``"high"`` for TF32."""
     torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.allow_tf32 = products != "highest"
     if hasattr(torch._C, "_set_fp32_precision_setter"):
@@ -291,11 +297,11 @@ def set_precision(products: str) -> None:
 
 @contextmanager
 def remove_accelerate_autocast(model: nn.Module) -> Iterator[None]:
-    """The model without the autocast that Accelerate puts around its forward pass: curvature needs all the digits."""
+    """Remove the autocast that Accelerate wraps around the forward pass: curvature needs full precision."""
     with ExitStack() as stack:
         for held in map(vars, model.modules()):
             wrapped = held.get("forward")
-            # Others keep an original forward, too, for reasons of their own.
+            # Other libraries keep an original forward too, for their own reasons.
             if type(getattr(wrapped, "__wrapped__", None)).__name__ == "ConvertOutputsToFp32":
                 stack.callback(held.__setitem__, "forward", wrapped)
                 held["forward"] = held["_original_forward"]
@@ -304,10 +310,10 @@ def remove_accelerate_autocast(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
-    """Run checkpointed functions as if they were not: ``torch.utils.checkpoint`` in either of its kinds.
+    """Run functions under ``torch.utils.checkpoint``, reentrant or not, as if they were not checkpointed.
 
-    The backward pass would run them again, when the model has its own parameters back, and take what that saves for
-    what the forward pass saved: by position, so that tensors of the same shape are mistaken for each other.
+    The backward pass would run them again after the model got its own parameters back, and match the tensors saved then
+    by position with those of the forward pass, so that tensors of equal shape would be mistaken for each other.
     """
 
     class PlainFunction:
@@ -327,13 +333,13 @@ def disable_checkpointing() -> Iterator[None]:
 def _check_no_transforms() -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise OptionError(
-            "Expected a call outside, but got a call inside of a torch.func transform (vmap, grad, vjp, jvp). "
+            "Expected a call outside of torch.func transforms, but got one inside (vmap, grad, vjp, jvp). "
             "Measuring differentiates the model itself. Try calling it before or after, once per model."
         )
 
 
-def check_module(model: Any) -> None:
-    """Refuse what is no module, or only holds the one that is meant."""
+def check_module(model: nn.Module) -> None:
+    """Check that the model is a module, and not a wrapper for data-parallel training."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"Expected a torch.nn.Module, but got a model of type {type(model).__name__}. Try wrapping the function "
@@ -341,16 +347,16 @@ def check_module(model: Any) -> None:
         )
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ModelError(
-            f"Expected the model inside of it, but got a {type(model).__name__}. Try passing model.module."
+            f"Expected the model itself, but got the wrapper {type(model).__name__}. Try passing model.module."
         )
 
 
 def check_tensors(model: nn.Module, buffers: bool = True) -> None:
-    """Refuse modules whose tensors cannot be swapped or moved: TorchScript's, and all but dense ones with values.
+    """Check that all tensors of a model can be replaced: no TorchScript, only dense tensors with values.
 
     Args:
         model: any module.
-        buffers: whether its buffers are looked at, too; training leaves them to the model.
+        buffers: whether to check its buffers too. Training does not touch them.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -359,7 +365,7 @@ def check_tensors(model: nn.Module, buffers: bool = True) -> None:
     for name, value in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
         if isinstance(value, UninitializedParameter | UninitializedBuffer):
             raise ModelError(
-                f"Expected initialised layers, but got {name!r} without a shape yet. Try running a batch through the "
+                f"Expected initialized layers, but got {name!r} without a shape yet. Try running a batch through the "
                 "model."
             )
         kind = find_unsupported_kind(value)
@@ -375,8 +381,8 @@ def check_tensors(model: nn.Module, buffers: bool = True) -> None:
             )
 
 
-def _find_generators(data: Any) -> list[torch.Generator]:
-    """Random generators that reading the data would move on."""
+def _find_generators(data: Data | None) -> list[torch.Generator]:
+    """Return the random generators that reading the data would advance."""
     holders = [data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)]
     found = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
     return list(found.values())

@@ -1,4 +1,4 @@
-"""What a statistic is, and the registry of all of them."""
+"""Statistics: what a sweep or a function computes from a problem, and the registry of all of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from saltflat.layers import Geometry
 
 @dataclass(frozen=True)
 class ParameterSite:
-    """The parameter that a contraction is about.
+    """The parameter of a contraction.
 
     Attributes:
         name: of the parameter.
         value: the parameter itself.
         geometry: how it is a matrix; None for a vector.
-        deviation: standard deviation of each input channel, for statistics that ask for ``features``.
+        deviation: standard deviation of each input channel, for statistics with ``features``.
     """
 
     name: str
@@ -35,12 +35,12 @@ class ParameterSite:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A contraction that the shared sweep sums.
+    """A contraction of per-example gradients that the shared sweep sums.
 
     Attributes:
-        name: how measures ask for it.
-        of: which columns it is about.
-        total: from the gradients of some examples to their part of the sum.
+        name: by which measures request it.
+        of: the columns it is computed from.
+        total: maps the gradients of some examples to their part of the sum.
         spread: the scatter of ``total`` due to random columns.
         meaning: for the reader.
         kind: ``"entries"`` (the parameter's shape), ``"scalar"``, ``"matrix"`` (for parameters with a geometry only;
@@ -63,18 +63,18 @@ class Statistic:
     by_group: bool = True
 
     def bind(self, key: str, options: Mapping[str, Any]) -> Statistic:
-        """The same with options filled in, under another name."""
+        """Return the statistic with these options, under another name."""
         total = partial(self.total, **options) if options else self.total
         return replace(self, name=key, total=total, options={})
 
 
-# What a measure costs, cheapest first.
+# The costs of measures, cheapest first.
 COSTS = {
     "sweep": "at most the one sweep over the data that all measures share",
     "passes": "also some forward passes over the data, a few dozen at most",
     "search": "also hundreds of passes, or a search for every single weight",
 }
-# Up to so many forward passes over the data are nearly free beside a sweep, and up to so many are a few sweeps.
+# Largest numbers of forward passes over the data that are nearly free beside a sweep, and that cost a few sweeps.
 NEARLY_FREE, FEW = 2, 50
 
 
@@ -83,9 +83,9 @@ class ComputedStatistic:
     """A statistic with passes of its own.
 
     Attributes:
-        name: how measures ask for it.
-        per: what its value has one part for.
-        function: of a setting.
+        name: by which measures request it.
+        per: whether it has one value per layer, or one for the network.
+        function: of a context.
         meaning: for the reader.
         options: keyword arguments of ``function``, with defaults.
         passes: about how much time it takes, in forward passes over the data; or a function of its options.
@@ -99,12 +99,12 @@ class ComputedStatistic:
     passes: float | Callable[..., float]
 
     def estimate_passes(self, options: Mapping[str, Any]) -> float:
-        """About how many forward passes over the data it takes with these options."""
+        """Return about how many forward passes over the data it takes with these options."""
         return self.passes(**{**self.options, **options}) if callable(self.passes) else self.passes
 
     @property
     def cost(self) -> str:
-        """One of :data:`COSTS`, for the usual options."""
+        """Return the cost with the default options, a key of :data:`COSTS`."""
         passes = self.estimate_passes({})
         return "sweep" if passes <= NEARLY_FREE else "passes" if passes <= FEW else "search"
 
@@ -114,6 +114,7 @@ COMPUTED: dict[str, ComputedStatistic] = {}
 
 
 def register_statistic(statistic: Statistic) -> Statistic:
+    """Register a statistic of the shared sweep."""
     STATISTICS[statistic.name] = statistic
     return statistic
 
@@ -121,10 +122,13 @@ def register_statistic(statistic: Statistic) -> Statistic:
 def statistic(
     per: Literal["layer", "network"], meaning: str, passes: float | Callable[..., float] = 100
 ) -> Callable[[Callable[..., StatisticResult]], Callable[..., StatisticResult]]:
-    """Register a statistic that is a function of a setting; its keyword-only arguments are its options.
+    """Register a statistic that is a function of a context. Its keyword-only arguments are its options.
 
-    ``passes`` says about how much time it takes, in forward passes over the data: a number, or a function of the
-    options. It decides what the measures cost that need it, and is what remaining times are estimated from.
+    Args:
+        per: whether it has one value per layer, or one for the network.
+        meaning: for the reader.
+        passes: about how much time it takes, in forward passes over the data; a number, or a function of the options.
+            It determines the cost of the measures that need the statistic, and the estimates of the remaining time.
     """
 
     def register_function(function: Callable[..., StatisticResult]) -> Callable[..., StatisticResult]:
@@ -136,13 +140,13 @@ def statistic(
 
 
 def find_keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Keyword-only arguments with their defaults."""
+    """Return the keyword-only arguments of a function with their defaults."""
     arguments = inspect.signature(function).parameters.values()
     return {each.name: each.default for each in arguments if each.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def find_statistics(names: str | Sequence[str]) -> list[Statistic]:
-    """The statistics of these names, each once."""
+    """Return the statistics of these names, without duplicates."""
     if not isinstance(names, str) and not (isinstance(names, Sequence) and all(isinstance(n, str) for n in names)):
         raise OptionError(f"Expected a name or a list of names, but got names={names!r}. Try 'curvature_trace'.")
     wanted = [names] if isinstance(names, str) else list(names)

@@ -42,9 +42,9 @@ from saltflat.errors import (
 )
 from saltflat.gradients.base import FactoredGradient
 
-Strategy = Callable[..., tuple[Tensor, per_example.Backward]]  # of a network and a batch
+Strategy = Callable[..., tuple[Tensor, per_example.Backward]]  # called with a network and a batch
 
-# The strategies to take a chunk's gradients, the quickest first; `single` is `together` with chunks of one example.
+# How to compute a chunk's gradients, the fastest strategy first; `single` is `together` with chunks of one example.
 LOOPED = "single, columns in a loop"
 PLAIN = "single, without rules of layers"
 STRATEGIES: dict[str, Strategy] = {
@@ -54,23 +54,23 @@ STRATEGIES: dict[str, Strategy] = {
     LOOPED: partial(per_example.run_batched, loop=True),
     PLAIN: partial(per_example.run_batched, loop=True, rules=False),
 }
-# Chunks whose largest array of gradients has about this size run from the caches of a CPU; larger ones wait for memory.
+# The size in bytes of a chunk's largest array of gradients up to which it stays in the caches of a CPU.
 CPU_CHUNK = 6 << 20
 OVERHEAD = 16 << 20  # bytes
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How to sweep a problem, and what that takes.
+    """How to sweep inputs of one kind, and the memory that needs.
 
     Attributes:
         strategy: a key of :data:`STRATEGIES`.
-        fallback: the same for an example of a chunk whose examples turn out not to be told apart by ``strategy``.
-        fixed: bytes per example, whatever the number of columns.
+        fallback: the same for single examples of a chunk for which ``strategy`` turns out not to work.
+        fixed: bytes per example that do not depend on the number of columns.
         moving: bytes per example and column.
         widest: bytes of the largest activation of one example.
-        calls: what one example shows the layers.
-        tolerance: of differences between outputs that are still rounding.
+        calls: the calls of layers for one example.
+        tolerance: largest relative difference between outputs that counts as rounding.
     """
 
     strategy: str
@@ -82,7 +82,7 @@ class Probe:
     tolerance: float
 
     def choose_num_examples(self, batch: Batch, columns: int, limit: int) -> int:
-        """How many examples of a batch to take at once."""
+        """Return how many examples of a batch to process at once."""
         fit = compute_working_memory(limit) // (
             self.fixed + self.moving * min(columns, self.choose_num_columns(1, limit))
         )
@@ -91,13 +91,13 @@ class Probe:
         return max(1, fit)
 
     def choose_num_columns(self, examples: int, limit: int) -> int:
-        """How many columns to propagate at once with so many examples."""
+        """Return how many columns to propagate at once with this many examples."""
         return max(1, (compute_working_memory(limit) // examples - self.fixed) // self.moving)
 
     def forward(
         self, problem: Problem, batch: Batch, strategy: str | None = None
     ) -> tuple[Tensor, per_example.Backward]:
-        """Outputs, checked, and the backward pass."""
+        """Return the outputs, checked, and the backward pass."""
         strategy = strategy or self.strategy
         if strategy == "together" and batch.examples > 1:
             outputs, backward = per_example.run_batched(problem.network, batch, expected=self.calls)
@@ -108,14 +108,14 @@ class Probe:
 
 
 def compute_working_memory(limit: int) -> int:
-    """What is left of the working memory for examples, beside kernels' own and Python's objects."""
+    """Return the part of the working memory that is for examples, not for kernels and Python objects."""
     return limit - min(limit // 4, OVERHEAD)
 
 
 def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
-    """Run examples of a batch in pairs and alone, and choose the quickest strategy that gives what single examples give.
+    """Run examples of a batch in pairs and alone, and choose the fastest strategy that agrees with single examples.
 
-    More than two are run at once only if as many fit into ``limit`` bytes: else no chunk will have them.
+    More than two are run at once only if they fit into ``limit`` bytes; otherwise no chunk will have as many.
     """
     pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
     outputs, noticed = compute_checked_outputs(problem, pairs[0])
@@ -126,7 +126,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     truths = [_ReferenceGradients.compute(problem, pairs[0], coarsest)]
     _check_fixed_function(problem, truths[0], outputs)
     truths[0] = _verify_reference(problem, truths[0])
-    # A gradient of zero agrees with everything: look at more examples as long as some parameter has no other.
+    # A gradient of zero agrees with everything: run more examples while some parameter has no other.
     for pair in pairs[1:]:
         if not _find_silent_parameters(truths):
             break
@@ -134,22 +134,22 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     checks = [truth for truth in truths if truth.batch.examples > 1]
     strategies = ["together", "mapped"]
     if not checks or len(_find_silent_parameters(truths)) == len(problem.network.measured) or noticed.sizes:
-        # Examples that take different paths through the layers have to take them alone.
+        # Examples that take different paths through the layers have to be run alone.
         strategies = []
     elif noticed.order:
-        # Ones that are put into another order can be mapped.
+        # Examples that are reordered can be mapped.
         strategies.remove("together")
     first = truths[0].select_example(0)
     results = noticed.bytes // pairs[0].examples
     needs, fallback = _measure_example_cost(problem, first, LOOPED, results), LOOPED
     if needs is None:
-        # What a rule says of its layer is not all that the model does with it.
+        # The model uses a layer's parameters in a way that its rule does not cover.
         needs, fallback, strategies = _measure_example_cost(problem, first, PLAIN, results), PLAIN, []
     assert needs is not None
-    # What a CPU's heap holds is up to four times what is in use: arrays of many sizes leave gaps. On a GPU the kernels
-    # of convolutions take working memory of their own.
+    # On a CPU the heap holds up to four times the memory in use, since arrays of many sizes leave gaps. On a GPU the
+    # kernels of convolutions need working memory of their own.
     held = 4 if outputs.device.type == "cpu" else 1.3
-    # A backward pass holds a few activations' gradients at a time, a vectorised or a looped one all of them.
+    # A backward pass holds the gradients of a few activations at a time, a vectorized or a looped one all of them.
     few, all_of_them = 5 * needs.widest, needs.activations + needs.factors
     # The columns themselves are made in float64.
     columns = 2 * needs.moving + 24 * outputs[0].numel()
@@ -169,9 +169,9 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
 
 
 def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
-    """Refuse examples that have other outputs in this batch than they had in others; ``scales`` are the sizes of those.
+    """Check that examples have the same outputs in this batch as in others; ``scales`` are the sizes of those outputs.
 
-    The first examples, which are probed, need not show that others are coupled.
+    The first examples, which are probed, need not reveal that others are coupled.
     """
     with torch.no_grad():
         found = problem.network(batch)
@@ -183,7 +183,7 @@ def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: 
 
 
 def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, OperationRecorder]:
-    """Outputs of a few examples, and what was noticed; what model, data or loss do not fit is said."""
+    """Return the outputs of a few examples and a record of the operations, after checking model, data and loss."""
     outputs, noticed = _compute_first_outputs(problem, pair)
     problem.check_outputs(outputs, pair)
     try:
@@ -192,15 +192,15 @@ def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, Oper
         raise
     except USUAL as error:
         raise OptionError(
-            "Expected a function of (outputs, targets) that fits them; outputs and real targets come in float64, "
-            f"but got {format_error_line(error)} from the loss on the first examples. Check it on one batch of the "
-            "model's outputs, and convert what it holds with .to(outputs)."
+            "Expected a loss that accepts these outputs and targets (real ones in float64), but got "
+            f"{format_error_line(error)} from the loss on the first examples. Check it on one batch of the model's "
+            "outputs, and convert its own tensors with .to(outputs)."
         ) from error
     return outputs, noticed
 
 
 def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, OperationRecorder]:
-    """Outputs of the model as it is, and what was noticed."""
+    """Return the outputs of the model, run without rewriting anything, and a record of the operations."""
     network = problem.network
     try:
         try:
@@ -226,7 +226,7 @@ def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, Opera
 
 
 def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Batch) -> None:
-    """A loss that reads the model's parameters has a curvature of its own, which outputs know nothing of."""
+    """Check that a loss does not use the model's parameters, since that curvature would be missed."""
     if not isinstance(problem.loss, CustomLoss):
         return
     with torch.enable_grad():
@@ -234,14 +234,13 @@ def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Bat
     found = per_example.find_reached_leaves(value, dict(problem.model.named_parameters()))
     if found:
         raise OptionError(
-            "Expected a function of outputs and targets, but got a loss that uses the model's parameter "
-            f"{found[0]!r} itself (a penalty, say). The curvature of anything else would be lost. Try measuring "
-            "without that term."
+            "Expected a function of outputs and targets only, but got a loss that uses the model's parameter "
+            f"{found[0]!r} (a penalty, say), whose curvature would be missed. Try measuring without that term."
         )
 
 
 def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> None:
-    """More than two examples together: some models mix examples only where there are more, or in another order."""
+    """Check more than two examples together: some models mix only larger batches, or reorder them."""
     if batch.examples < 3:
         return
     with torch.no_grad():
@@ -255,13 +254,13 @@ def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> N
 
 
 def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs: Tensor) -> None:
-    """The outputs of a batch are those of its examples alone."""
+    """Check that the outputs of a batch are those of its examples alone."""
     if _is_allclose(outputs, truth.outputs, truth.tolerance):
         return
     if torch.finfo(truth.coarsest).bits < 32:
         raise PrecisionError(
-            f"Expected float32 or float64 throughout, but got operations in {truth.coarsest} inside of the model, "
-            "whose outputs then depend on the batch. Try taking casts to half precision out of the model's forward."
+            f"Expected float32 or float64 throughout, but got operations in {truth.coarsest} inside the model, "
+            "whose outputs then depend on the batch. Try removing casts to half precision from the model's forward."
         )
     with torch.no_grad():
         again = problem.network(truth.batch, as_is=True)
@@ -271,7 +270,7 @@ def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs:
     raise NondeterministicError(
         "Expected a fixed function, but got different outputs from the same inputs: the model draws random numbers "
         f"even in eval mode{(' (it has dropout: ' + ', '.join(names[:3]) + ')' if names else '')}. Try making its "
-        "randomness depend on self.training, or turn it off."
+        "randomness depend on self.training, or turning it off."
     )
 
 
@@ -282,12 +281,12 @@ def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
         problem.loss.gradient(outputs.double(), targets)
     if not bool(problem.loss.total(outputs.double(), targets).isfinite().all()):
         raise NonFiniteError(
-            "Expected a finite one, but got a NaN or infinite loss on the first examples. Check loss and targets."
+            "Expected a finite loss, but got NaN or infinity on the first examples. Check loss and targets."
         )
 
 
 def _is_consistent(problem: Problem, strategy: str, truth: _ReferenceGradients) -> bool:
-    """Whether a strategy gives every example its own gradients, for each parameter."""
+    """Return whether a strategy computes the reference gradients of every example, for each parameter."""
     comparison = _GradientComparison(problem, truth)
     try:
         _, backward = STRATEGIES[strategy](problem.network, truth.batch)
@@ -295,14 +294,14 @@ def _is_consistent(problem: Problem, strategy: str, truth: _ReferenceGradients) 
     except SaltflatError:
         raise
     except Exception:
-        # Whatever keeps this strategy from working (an operation without a vectorised form, examples that cannot be told
-        # apart, control flow on values), the slower strategies are there for it.
+        # If anything keeps this strategy from working (an operation that cannot be vectorized, examples that cannot be
+        # separated, control flow on values), a slower one is used.
         return False
     return comparison.is_consistent()
 
 
 class _GradientComparison:
-    """Gradients as they are emitted, beside what they must be."""
+    """Compares gradients with the reference as they are emitted."""
 
     def __init__(self, problem: Problem, truth: _ReferenceGradients) -> None:
         self.truth, measured = truth, problem.network.measured
@@ -310,25 +309,27 @@ class _GradientComparison:
         self.along = {name: value.new_zeros(truth.batch.examples) for name, value in measured.items()}
 
     def emit(self, name: str, form: FactoredGradient) -> None:
+        """Receive the gradients of a parameter."""
         self.along[name] = form.project(self.truth.directions[name])[0]
         if self.truth.gradients:
             self.squares[name] = form.sum_squares()
 
     def is_consistent(self) -> bool:
+        """Return whether all gradients agree with the reference up to rounding."""
         truth, squares, along = self.truth, self.squares, self.along
         if not truth.gradients:
             return _is_near_reference(torch.stack([each.double() for each in along.values()]).sum(0), truth)
         rounding = _compute_rounding(truth.columns, truth.coarsest)
         if _find_differences(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
             return False
-        # Sums over the examples do not notice examples that were taken for each other.
-        # Directions are such that rounding is below the tolerance.
+        # Sums over the examples do not show that examples were swapped, but projections do. The directions are scaled
+        # so that rounding is below the tolerance.
         return not _find_differences(along, truth.projections, truth.sizes, truth, truth.tolerance)
 
 
 @dataclass(frozen=True)
 class _ExampleCost:
-    """What one example takes, in bytes, and shows the layers."""
+    """The memory one example needs, in bytes, and the calls of layers."""
 
     fixed: int
     moving: int
@@ -341,7 +342,7 @@ class _ExampleCost:
 def _measure_example_cost(
     problem: Problem, truth: _ReferenceGradients, strategy: str, results: int
 ) -> _ExampleCost | None:
-    """What an example takes, from a pass of it alone in one of the looped strategies; None if that gives other gradients.
+    """Return the cost of an example, from a pass of it alone in a looped strategy, or None if its gradients are wrong.
 
     ``results`` are the bytes of all results of its forward pass.
     """
@@ -374,7 +375,7 @@ def _measure_example_cost(
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            # Transforms of torch.func inside of a model do not allow them. No more is saved than there are results.
+            # torch.func transforms inside the model do not allow hooks. At most all results are saved.
             record.clear()
             outputs, backward = STRATEGIES[strategy](network, single, record=record)
             saved[0] = results

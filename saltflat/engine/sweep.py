@@ -1,4 +1,4 @@
-"""The sweep: one pass over the data that averages every statistic asked for, chunk by chunk."""
+"""The sweep: one pass over the data that averages all requested statistics, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from saltflat.errors import EmptyDataError, NonFiniteError
 from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient, use_scratch
 from saltflat.results.jackknife import compute_standard_error
 
-PIECES = 64  # of each parameter's values for single examples, before they are put together
+PIECES = 64  # tensors of single examples' values per parameter, before they are concatenated
 
 
 @dataclass
 class GroupCounts:
-    """What has been read of a group of examples."""
+    """The number of examples of a group that were swept, and their loss."""
 
     examples: int = 0
     loss: float = 0.0
     share: float = 0.0
 
 
-class SweepTotals:
-    """Sums over the examples seen so far, in float64.
+class Sweep:
+    """A pass over the data that sums statistics over the examples, in float64.
 
     Args:
-        context: what is measured.
+        context: the problem and the conditions.
         wanted: the statistics.
-        deviations: standard deviations of the layers' inputs, for statistics that ask for them.
+        deviations: standard deviations of the layers' inputs, for statistics that need them.
         replicate: keep every random draw's part of a sum, instead of the scatter within single examples.
-        only: the parameters to look at; all that are measured if None.
-        groups: keep the sums of each group of examples apart, for :meth:`leave_out_draw`.
+        only: the parameters to sum for; all that are measured if None.
+        groups: keep the sums of each group of examples apart, for :meth:`make_leave_one_out`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SweepTotals:
     ) -> None:
         self.context, self.problem, self.wanted, self.replicate = context, context.problem, wanted, replicate
         self.groups, self.group = groups, 0
-        # Which axes count what is asked for by statistics of rows or columns only.
+        # Only statistics of rows or columns need to know what the axes count.
         by_unit = any(each.kind == "matrix" for each in wanted)
         shapes = context.geometries if by_unit else find_geometries(self.problem.network)
         deviations = deviations or {}
@@ -67,8 +67,8 @@ class SweepTotals:
         self.column_counts: dict[tuple[torch.Size, ...], int] = {}
         self.draws = self.emitted = 0
         self.seen = [GroupCounts() for _ in range(groups.count if groups else 1)]
-        # Sums of every group of examples; of all examples in one place where they would not fit in memory. Half of it
-        # is for them, an eighth for the examples of a window and their group, the rest for passes.
+        # One sum per group of examples, or a single one if they would not fit in memory. Half of the memory is for
+        # them, an eighth for the examples of a window and their group, the rest for passes.
         self.window = context.limit // 16 if groups else 0
         self.room = context.limit - 2 * self.window
         self.sums: dict[str, list[dict[str, Tensor]]] = {each.name: self._make_sums(each) for each in wanted}
@@ -89,28 +89,31 @@ class SweepTotals:
 
     @property
     def examples(self) -> int:
+        """Return the number of examples swept so far."""
         return sum(each.examples for each in self.seen)
 
     @property
     def loss(self) -> float:
+        """Return the sum of their losses."""
         return math.fsum(each.loss for each in self.seen)
 
     @property
     def share(self) -> float:
+        """Return the divisor of the loss."""
         return math.fsum(each.share for each in self.seen)
 
     def add_batch(self, batch: Batch) -> Iterator[None]:
-        """Cut a batch into chunks that fit and add them one by one."""
+        """Split a batch into chunks that fit in memory, and add them one by one."""
         found = self.context.get_probe(batch)
         start, size = 0, self._compute_chunk_size(batch, found)
-        size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small rest would cost as much
+        size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small last one would cost as much
         while start < batch.examples:
             chunk = batch.cut(start, start + size)
             counted = self.emitted
             try:
                 self._add_chunk(chunk, found)
             except per_example.NotBatchableError:
-                if self.emitted != counted:  # running out of memory half-way, say: taking it again would count twice
+                if self.emitted != counted:  # failed half-way: adding it again would count twice
                     raise
                 for n in range(chunk.examples):
                     self._add_chunk(chunk.cut(n, n + 1), found, found.fallback)
@@ -121,7 +124,7 @@ class SweepTotals:
             self.context.heap.release()
 
     def _join_rows(self) -> None:
-        """Keep single examples' values in few tensors: one takes half a kilobyte beside its numbers."""
+        """Keep single examples' values in few tensors: each takes half a kilobyte beside its numbers."""
         for statistic, rows in self.rows.items():
             if len(rows) < PIECES * len(self.sites):
                 continue
@@ -133,8 +136,8 @@ class SweepTotals:
                 for name, each in parts.items()
             ]
 
-    def sweep(self, report: Callable[[int], None] = lambda done: None) -> SweepTotals:
-        """Add all the data."""
+    def run(self, report: Callable[[int], None] = lambda done: None) -> Sweep:
+        """Sweep all the data; ``report`` is called with the number of examples done."""
         batches = self._probe_batches()
         grouped = iterate_groups(batches, self.groups, self.window) if self.groups else ((0, b) for b in batches)
         with use_scratch():
@@ -145,7 +148,7 @@ class SweepTotals:
         return self
 
     def _probe_batches(self) -> Iterator[Batch]:
-        """The data, looked at before groups take single examples out of batches."""
+        """Yield the data, probed before groups take single examples out of batches."""
         for batch in self.problem.read_batches():
             self.context.get_probe(batch)
             yield batch
@@ -153,7 +156,7 @@ class SweepTotals:
     def _compute_chunk_size(self, batch: Batch, found: Probe) -> int:
         if found.strategy.startswith("single"):
             return 1
-        # How many columns there are is known once one example of these shapes has been seen.
+        # The number of columns is known once one example of these shapes has been run.
         inputs = per_example.LayerCalls.from_batch(batch, []).inputs
         if inputs not in self.column_counts:
             single = batch.cut(0, 1)
@@ -165,7 +168,7 @@ class SweepTotals:
         return found.choose_num_examples(batch, self.column_counts[inputs], self.room)
 
     def _make_column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
-        """The sets of columns the wanted statistics are about."""
+        """Return the sets of columns that the statistics need."""
         targets, sets = cast_targets(batch.targets), []
         kinds = {each.of for each in self.wanted}
         if "curvature" in kinds:
@@ -185,14 +188,14 @@ class SweepTotals:
         loss = self.problem.loss.total(outputs, targets).sum()
         if not bool(loss.isfinite()):
             raise NonFiniteError(
-                f"Expected a finite one, but got a NaN or infinite loss on examples {batch.first} to "
+                f"Expected a finite loss, but got NaN or infinity on examples {batch.first} to "
                 f"{batch.first + batch.examples - 1}. Check these targets."
             )
         sets = self._make_column_sets(outputs, batch)
         for number, (kind, columns) in enumerate(sets):
             layout = columns.layout
             self.draws = max(self.draws, layout.draws)
-            # Random draws are compared with each other and stay in one block.
+            # Random draws are compared with each other, so they stay in one block.
             step = layout.total if layout.draws else found.choose_num_columns(batch.examples, self.room)
             for start in range(0, layout.total, step):
                 stop = min(start + step, layout.total)
@@ -205,7 +208,7 @@ class SweepTotals:
         self._record_chunk(batch, outputs, targets)
 
     def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
-        """Called once with every chunk that was added."""
+        """Handle a chunk that was added; for subclasses."""
 
     def _make_collector(self, kind: str, layout: ColumnLayout, sign: int, batch: Batch) -> per_example.Emit:
         def emit(name: str, form: FactoredGradient) -> None:
@@ -228,7 +231,7 @@ class SweepTotals:
         return emit
 
     def _get_current_sums(self, statistic: Statistic) -> dict[str, Tensor]:
-        """The sums that the examples at hand belong to."""
+        """Return the sums that the current examples belong to."""
         sums = self.sums[statistic.name]
         return sums[self.group if len(sums) > 1 else 0]
 
@@ -245,13 +248,14 @@ class SweepTotals:
             _accumulate(sums, name, value, sign)
 
     def compute_mean_loss(self) -> float:
+        """Return the mean loss of the data."""
         return self.loss / self._check_share()
 
     def _check_share(self) -> float:
         if self.share <= 0:
             raise EmptyDataError(
-                "Expected at least one that counts, but got targets that are all ignored or have no weight. Check "
-                "ignore_index and the class weights."
+                "Expected at least one target that counts, but got targets that are all ignored or have no weight. "
+                "Check ignore_index and the class weights."
             )
         return self.share
 
@@ -267,7 +271,7 @@ class SweepTotals:
         return per_gradient if statistic.kind == "example" else per_gradient / examples
 
     def _sum_groups(self, statistic: Statistic) -> dict[str, Tensor]:
-        """The sums over all examples."""
+        """Return the sums over all examples."""
         first, *others = self.sums[statistic.name]
         if not others:
             return first
@@ -278,7 +282,7 @@ class SweepTotals:
         return total
 
     def compute_values(self) -> dict[str, dict[str, Tensor]]:
-        """Every wanted statistic of every parameter."""
+        """Return every statistic of every parameter."""
         found = {
             each.name: self._scale_sums(each, self._sum_groups(each), self._compute_scale(each)) for each in self.wanted
         }
@@ -286,13 +290,13 @@ class SweepTotals:
             for name, value in values.items():
                 if not is_finite(value):
                     raise NonFiniteError(
-                        f"Expected finite numbers, but got NaN or infinity in {statistic} of {name!r}. The squares "
+                        f"Expected finite numbers, but got NaN or infinity in {statistic} of {name!r}: squares "
                         "overflowed. Try measuring with dtype=torch.float64."
                     )
         return found
 
     def compute_errors(self) -> dict[str, dict[str, Tensor]]:
-        """Standard errors of what random columns had a part in."""
+        """Return the standard errors of the statistics that random columns contribute to."""
         values = self.compute_values()
         return {
             name: {
@@ -305,12 +309,12 @@ class SweepTotals:
         }
 
     def make_leave_one_out(self, statistic: Statistic) -> Callable[[int], dict[str, Tensor]] | None:
-        """The statistic with one group of examples left out, as a function of the group's number.
+        """Return a function of a group's number that computes the statistic without this group of examples.
 
-        The groups are those that have examples. None where the groups' sums did not fit in memory.
+        Groups without examples are not counted. None if the groups' sums did not fit in memory.
         """
         kept = [(seen, number) for number, seen in enumerate(self.seen) if seen.examples]
-        # A group that holds all the share (every other example is ignored) leaves nothing to divide by.
+        # Without a group that holds the whole share (all other examples are ignored) there is nothing to divide by.
         if len(kept) < 2 or any(self._check_share() - seen.share <= 0 for seen, _ in kept):
             return None
         if statistic.kind == "example":
@@ -339,7 +343,7 @@ class SweepTotals:
         return subtract_group
 
     def compute_replicates(self, statistic: Statistic) -> tuple[dict[str, Tensor], ...] | None:
-        """The values with one draw left out at a time; None if nothing was drawn."""
+        """Return the values with one draw left out at a time, or None if nothing was drawn."""
         parts = self.parts[statistic.name]
         if not parts:
             return None
@@ -356,7 +360,7 @@ class SweepTotals:
         return tuple({name: leave_out_draw(part, name, value) for name, value in values.items()} for part in parts)
 
     def _scale_sums(self, statistic: Statistic, sums: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-        """In the order of the model's parameters; one that no output depends on has zeros."""
+        """Return the scaled sums in the order of the model's parameters; those without effect have zeros."""
         kept = [name for name, site in self.sites.items() if statistic.kind != "matrix" or site.geometry is not None]
         if statistic.kind == "example":
             device = next(iter(self.sites.values())).value.device
@@ -367,7 +371,7 @@ class SweepTotals:
 
         def make_zeros(site: ParameterSite) -> Tensor:
             if statistic.kind == "matrix":
-                # Its shape is what the contraction makes of it.
+                # The contraction determines its shape.
                 nothing = site.value.new_zeros((1, 1, *site.value.shape), dtype=torch.float64)
                 return statistic.total(DenseGradient(nothing), site).double()
             shape = () if statistic.kind == "scalar" else site.value.shape
@@ -377,7 +381,7 @@ class SweepTotals:
 
 
 def count_sum_bytes(statistic: Statistic, sites: Iterable[ParameterSite]) -> int:
-    """Bytes of a sum of this statistic over examples."""
+    """Return the bytes that a sum of this statistic over examples needs."""
     shapes = [site.value.shape for site in sites]
     if statistic.kind == "matrix":
         return 8 * sum(shape[0] ** 2 for shape in shapes if len(shape) > 1)

@@ -1,11 +1,12 @@
-"""Per-example gradients of one parameter, kept factored, and what can be contracted from them.
+"""Factored per-example gradients of one parameter, and their contractions.
 
-A form stands for the array ``gradient[k, n, ...]``: for column ``k`` and example ``n`` the gradient, with respect to
-one parameter, of the inner product of the column with that example's outputs. ``to_dense`` builds that array and is the
-definition; every other method has a default made from it, which a form replaces where it knows something quicker.
+A factored gradient represents the array ``gradient[k, n, ...]``: for column ``k`` and example ``n``, the gradient with
+respect to one parameter of the inner product of the column with that example's outputs. ``to_dense`` computes that
+array and is the definition. Every other method has a default based on it, which a class overrides if it has a faster
+formula.
 
 The last columns may be random draws of one quantity, ``draws`` of them with equally many columns each;
-``compute_spread`` says how far their average scatters (:mod:`saltflat.results.jackknife`).
+``compute_spread`` estimates the scatter of their average (:mod:`saltflat.results.jackknife`).
 """
 
 from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient

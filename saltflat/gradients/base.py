@@ -1,4 +1,4 @@
-"""Per-example gradients of one parameter: what every factored form can do."""
+"""The base class of factored per-example gradients, dense gradients, and working memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from torch._C import _functorch
 
 from saltflat.results.jackknife import compute_variance_of_mean
 
-# Intermediate products are taken in pieces of about this many elements: on a CPU they then stay in the second-level
-# cache (the difference is a factor of two for convolutions), on a GPU it only bounds memory.
+# Intermediate products are computed in pieces of about this many elements. On a CPU they then stay in the second-level
+# cache, which makes convolutions twice as fast; on a GPU this only bounds memory.
 CPU_PIECE = 1 << 18
 GPU_PIECE = 1 << 26
 
 
 class MatrixGeometry(Protocol):
-    """How an array of the parameter's shape is ``(groups, out, in, positions)``; see :mod:`saltflat.layers.geometry`."""
+    """How an array of the parameter's shape is a stack of matrices; see :class:`saltflat.layers.Geometry`."""
 
     @property
-    def inputs_first(self) -> bool: ...
+    def inputs_first(self) -> bool:
+        """Return whether the first axis counts inputs."""
 
-    def view_as_matrices(self, values: Tensor) -> Tensor: ...
+    def view_as_matrices(self, values: Tensor) -> Tensor:
+        """Return an array of the parameter's shape as ``(groups, out, in, positions)``."""
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """How the columns are arranged: ``fixed`` ones first, then ``draws`` equal groups of random ones."""
+    """How the columns are arranged: ``fixed`` ones first, then ``draws`` groups of ``size`` random ones."""
 
     fixed: int
     draws: int = 0
@@ -43,15 +45,23 @@ class ColumnLayout:
 
     @property
     def total(self) -> int:
+        """Return the number of columns."""
         return self.fixed + self.draws * self.size
 
     def make_group_slices(self) -> list[slice]:
+        """Return the slice of columns of each draw."""
         start = self.fixed
         return [slice(start + d * self.size, start + (d + 1) * self.size) for d in range(self.draws)]
 
 
 class FactoredGradient(ABC):
-    """Gradients of one parameter for ``columns`` columns and ``examples`` examples."""
+    """Gradients of one parameter for several columns and examples.
+
+    Attributes:
+        shape: of the parameter.
+        columns: number of columns.
+        examples: number of examples.
+    """
 
     shape: torch.Size
     columns: int
@@ -59,28 +69,28 @@ class FactoredGradient(ABC):
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """``(columns, examples, *shape)``: the definition."""
+        """Return the gradients as an array, ``(columns, examples, *shape)``: the definition."""
 
     @abstractmethod
     def select_examples(self, examples: slice) -> FactoredGradient:
-        """The same for some of the examples."""
+        """Return the gradients of some of the examples."""
 
     @abstractmethod
     def select_columns(self, columns: slice) -> FactoredGradient:
-        """The same for some of the columns."""
+        """Return the gradients of some of the columns."""
 
     def add(self, other: FactoredGradient) -> FactoredGradient:
-        """The sum of two uses of one parameter, before anything is squared."""
+        """Return the sum of the gradients of two uses of one parameter."""
         return DenseGradient(self.to_dense() + other.to_dense())
 
     def sum_squares(self) -> Tensor:
-        """``shape``: sum over columns and examples of the squared gradient."""
+        """Return the sum over columns and examples of the squared gradient, ``shape``."""
         return reduce(torch.add, (sum_column_squares(part.to_dense()).sum(0) for part in self.split_examples()))
 
     def compute_spread(self, layout: ColumnLayout) -> Tensor:
-        """``(2, *shape)``: how random columns scatter :meth:`sum_squares`.
+        """Return the scatter of :meth:`sum_squares` due to random columns, ``(2, *shape)``.
 
-        Sums over examples of the variances, and of their squares.
+        These are the sums over examples of the variances, and of their squares.
         """
 
         def compute_part(part: FactoredGradient) -> Tensor:
@@ -93,17 +103,17 @@ class FactoredGradient(ABC):
         return reduce(torch.add, (compute_part(part) for part in self.split_examples()))
 
     def compute_squared_norms(self, groups: Sequence[slice]) -> Tensor:
-        """``(groups, examples)``: squared length of the gradient, summed over each group of columns."""
+        """Return the squared norm of the gradient, summed over each group of columns, ``(groups, examples)``."""
         parts = [compute_squared_lengths(_flatten_gradients(part.to_dense()), 2) for part in self.split_examples()]
         return sum_groups(torch.cat(parts, 1), groups)
 
     def project(self, direction: Tensor) -> Tensor:
-        """``(columns, examples)``: inner products of the gradients with one direction."""
+        """Return the inner products of the gradients with one direction, ``(columns, examples)``."""
         flat = direction.reshape(-1)
         return torch.cat([_flatten_gradients(part.to_dense()) @ flat for part in self.split_examples()], 1)
 
     def sum_weighted(self, coefficients: Tensor) -> Tensor:
-        """``shape``: the sum over columns and examples of coefficient times gradient."""
+        """Return the sum over columns and examples of coefficient times gradient, ``shape``."""
         parts, start = [], 0
         for part in self.split_examples():
             weights = coefficients[:, start : start + part.examples]
@@ -113,9 +123,9 @@ class FactoredGradient(ABC):
         return total
 
     def sum_unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
-        """``(units,)``: inner products with a direction, unit by unit, squared and summed over columns and examples.
+        """Return the squared inner products with a direction for each unit, summed over columns and examples.
 
-        ``unit`` has the parameter's shape and says which unit each entry belongs to.
+        ``unit`` has the parameter's shape and contains the unit of each entry. The result is ``(units,)``.
         """
         weight, unit, total = direction.reshape(-1), unit.reshape(-1), direction.new_zeros(units)
         for part in self.split_examples():
@@ -125,9 +135,9 @@ class FactoredGradient(ABC):
         return total
 
     def compute_row_products(self, geometry: MatrixGeometry, scale: Tensor | None) -> Tensor:
-        """``(groups, out, out)``: inner products between the gradients of output units, over columns and examples.
+        """Return the inner products between the gradients of output units, over columns and examples.
 
-        ``scale`` has the parameter's shape and multiplies the gradients first.
+        ``scale`` has the parameter's shape and multiplies the gradients first. The result is ``(groups, out, out)``.
         """
         total = None
         for part in self.split_examples():
@@ -140,29 +150,30 @@ class FactoredGradient(ABC):
         return total
 
     def compute_gram(self, other: FactoredGradient) -> Tensor:
-        """``(examples, examples of other)``: inner products between gradients of two sets of examples, one column."""
+        """Return the inner products with other examples' gradients, one column, ``(examples, other examples)``."""
         return _flatten_gradients(self.to_dense())[0] @ _flatten_gradients(other.to_dense())[0].mT
 
     def split_examples(self) -> Iterator[FactoredGradient]:
-        """The form in slices of examples whose dense gradients have a bounded size."""
+        """Yield the gradients in slices of examples whose dense gradients have a bounded size."""
         step = compute_piece_size(self.columns * max(1, self.shape.numel()), self.device)
         for start in range(0, self.examples, step):
             yield self.select_examples(slice(start, start + step))
 
     @property
     @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Return the device of the gradients."""
 
     @abstractmethod
     def count_bytes(self) -> tuple[int, int]:
-        """Bytes held for one example: those that do not depend on the column, those of one column."""
+        """Return the bytes held for one example: those that do not depend on the column, and those of one column."""
 
     def _count_column_bytes(self, factor: Tensor) -> int:
         return factor.numel() * factor.element_size() // (self.examples * factor.shape[0])
 
 
 def compute_piece_size(elements: int, device: torch.device) -> int:
-    """How many examples of so many elements each are worked on at once."""
+    """Return how many examples of this many elements each are processed at once."""
     return max(1, (CPU_PIECE if device.type == "cpu" else GPU_PIECE) // max(1, elements))
 
 
@@ -171,7 +182,7 @@ def _flatten_gradients(gradients: Tensor) -> Tensor:
 
 
 def sum_column_squares(factor: Tensor) -> Tensor:
-    """Sum of squares over the columns, without the array of squares."""
+    """Return the sum of squares over the columns, without an array of all squares."""
     total = factor[0].square()
     for column in factor[1:]:
         total.addcmul_(column, column)
@@ -179,17 +190,18 @@ def sum_column_squares(factor: Tensor) -> Tensor:
 
 
 def compute_squared_lengths(vectors: Tensor, axes: int | tuple[int, ...]) -> Tensor:
-    """Squared lengths along some axes, without the array of squares."""
+    """Return squared norms along some axes, without an array of squares."""
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=axes)
     return lengths.square_()
 
 
 def sum_groups(per_column: Tensor, groups: Sequence[slice]) -> Tensor:
+    """Return the sums over groups of columns."""
     return torch.stack([per_column[group].sum(0) for group in groups])
 
 
 class DenseGradient(FactoredGradient):
-    """Gradients written out: ``(columns, examples, *shape)``."""
+    """Gradients as an array, ``(columns, examples, *shape)``."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -214,14 +226,14 @@ class DenseGradient(FactoredGradient):
 
 
 def unwrap_columns(g: Tensor) -> Tensor:
-    """``(columns, *g)``, one column if ``g`` is not vectorised."""
+    """Return a vectorized tensor as ``(columns, *g)``; one that is not vectorized has one column."""
     if not _functorch.is_batchedtensor(g):
         return g.unsqueeze(0)
     return _functorch.get_unwrapped(g).movedim(_functorch.maybe_get_bdim(g), 0)
 
 
 def apply_to_columns(change: Callable[[Tensor], Tensor], g: Tensor) -> Tensor:
-    """Apply ``change`` to the array of all columns."""
+    """Apply ``change`` to the array of all columns of a vectorized tensor."""
     changed = change(unwrap_columns(g))
     if not _functorch.is_batchedtensor(g):
         return changed.squeeze(0)
@@ -233,7 +245,7 @@ _ARRAYS: ContextVar[dict[tuple[str, torch.dtype, torch.device], Tensor] | None] 
 
 @contextmanager
 def use_scratch() -> Iterator[None]:
-    """Keep working arrays until the end of the block."""
+    """Reuse the arrays of :func:`get_scratch_array` until the end of the block."""
     token = _ARRAYS.set({})
     try:
         yield
@@ -242,25 +254,25 @@ def use_scratch() -> Iterator[None]:
 
 
 class HeapTrimmer:
-    """Keeps the heap from growing by gaps, where the C library and the system allow it (glibc on Linux).
+    """Returns unused memory of the heap to the system, if the C library and the system allow it (glibc on Linux).
 
-    Arrays of ever other sizes do not fit into the gaps that others left, so the heap grows though little of it is in
-    use. Handing gaps back to the system costs as much as touching new pages, and is done only when they add up.
+    Arrays of changing sizes do not fit into the gaps that others left, so the heap grows although little of it is in
+    use. Trimming costs as much as touching new pages, so it is done only when the gaps add up.
 
     Args:
-        room: bytes by which the process may grow before that.
+        room: bytes by which the process may grow before the heap is trimmed.
     """
 
     def __init__(self, room: int) -> None:
         self.room, self.low = room, _read_resident_bytes()
 
     def release(self) -> None:
-        """Hand gaps back if the process has grown too much since this was last done."""
+        """Trim the heap if the process has grown too much since the last time."""
         if self.low and _read_resident_bytes() - self.low > self.room:
             self.trim()
 
     def trim(self) -> None:
-        """Hand gaps back."""
+        """Trim the heap."""
         if self.low:
             _find_malloc_trim()(0)
             self.low = _read_resident_bytes()
@@ -276,7 +288,7 @@ def _find_malloc_trim() -> Callable[[int], int]:
 
 
 def _read_resident_bytes() -> int:
-    """Bytes of the process in memory; 0 where the system does not say."""
+    """Return the resident memory of the process in bytes, or 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * PAGESIZE
@@ -285,7 +297,7 @@ def _read_resident_bytes() -> int:
 
 
 def get_scratch_array(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """An uninitialised array; the next one asked for the same use may be the same memory."""
+    """Return an uninitialized array. The next one for the same use may share its memory."""
     arrays = _ARRAYS.get()
     size = torch.Size(shape).numel()
     # CUDA's own allocator keeps its memory.

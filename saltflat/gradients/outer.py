@@ -1,4 +1,4 @@
-"""Sums of outer products: what a matrix multiplication or a convolution leaves."""
+"""Gradients that are sums of outer products: those of matrix multiplications and convolutions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from saltflat.results.jackknife import compute_variance_of_mean
 
 
 class OuterProductGradient(FactoredGradient):
-    """A sum over positions of outer products: what a matrix multiplication or a convolution leaves.
+    """Gradients that are sums over positions of outer products, as of matrix multiplications and convolutions.
 
     For group ``c`` the gradient is ``sum_t left[k, n, c, t, :] right[k, n, c, t, :]'``, reshaped to the parameter. One
     of the two factors does not depend on the column and has size 1 there.
@@ -51,7 +51,7 @@ class OuterProductGradient(FactoredGradient):
         return self.left.device
 
     def reshape_to_parameter(self, core: Tensor, leading: int) -> Tensor:
-        """``(..., groups, rows, entries)`` to ``(..., *shape)``."""
+        """Reshape ``(..., groups, rows, entries)`` to ``(..., *shape)``."""
         head = core.shape[:leading]
         if self.inner is not None and self.order is not None:
             core = core.reshape(*head, self.groups, self.rows, *self.inner)
@@ -70,14 +70,14 @@ class OuterProductGradient(FactoredGradient):
 
     def count_bytes(self) -> tuple[int, int]:
         left, right = self._count_column_bytes(self.left), self._count_column_bytes(self.right)
-        # Which of the two changes with the column cannot be told from a single one.
+        # With a single column it is unknown which of the two depends on the column.
         return max(left, right), min(left, right) if self.columns == 1 else max(left, right)
 
     def _replace_factors(self, left: Tensor, right: Tensor) -> OuterProductGradient:
         return OuterProductGradient(left, right, self.shape, self.inner, self.order)
 
     def add(self, other: FactoredGradient) -> FactoredGradient:
-        # Two calls of one layer are one call with the positions of both.
+        # Two calls of one layer are equivalent to one call with the positions of both.
         if (
             isinstance(other, OuterProductGradient)
             and (other.shape, other.inner, other.order) == (self.shape, self.inner, self.order)
@@ -98,7 +98,7 @@ class OuterProductGradient(FactoredGradient):
         if self.positions == 1:
             varying, still = (self.left, self.right) if self.right.shape[0] == 1 else (self.right, self.left)
             per_draw = torch.stack([varying[group].square().sum(0) for group in layout.make_group_slices()])
-            # An example's variance is itself an outer product.
+            # The variance of an example is itself an outer product.
             factors = compute_variance_of_mean(per_draw), still[0].square().square()
             left, right = factors if self.right.shape[0] == 1 else factors[::-1]
             moments = [
@@ -108,7 +108,7 @@ class OuterProductGradient(FactoredGradient):
         return super().compute_spread(layout)
 
     def _sum_squared_products(self) -> Tensor:
-        """``(groups, rows, entries)``: squared gradients, a few examples at a time through one buffer."""
+        """Return the sum of squared gradients, ``(groups, rows, entries)``, computed in one buffer piece by piece."""
         left, right = self._stack_columns()
         left, right = left.flatten(0, 1), right.flatten(0, 1)  # examples and groups
         step = self.groups * compute_piece_size(self.columns * self.groups * self.rows * self.entries, self.device)
@@ -122,12 +122,12 @@ class OuterProductGradient(FactoredGradient):
         return self._sum_columns(total.unflatten(0, (-1, self.groups)).sum(0))
 
     def _stack_columns(self) -> tuple[Tensor, Tensor]:
-        """Columns laid beside the rows (or entries) they belong to: one large product per example and group."""
+        """Return both factors with columns beside their rows (or entries), for one product per example and group."""
 
         def stack_factor(factor: Tensor, use: str) -> Tensor:
             if factor.shape[0] == 1:
                 return factor[0]
-            # Copied in the order it lies in memory, and turned afterwards: the products take either.
+            # Copied in memory order and transposed afterwards: the products accept either.
             turned = factor.stride(3) < factor.stride(4)
             order = (1, 2, 0, 4, 3) if turned else (1, 2, 3, 0, 4)
             moved = factor.permute(order)
@@ -137,7 +137,7 @@ class OuterProductGradient(FactoredGradient):
         return stack_factor(self.left, "left"), stack_factor(self.right, "right")
 
     def _sum_columns(self, product: Tensor) -> Tensor:
-        """Columns beside rows (or entries), summed."""
+        """Sum over the columns beside the rows (or entries)."""
         axis, size = (1, self.rows) if self.right.shape[0] == 1 else (2, self.entries)
         parted: Tensor = product.unflatten(axis, (-1, size))
         return parted.sum(axis)
@@ -185,8 +185,10 @@ class OuterProductGradient(FactoredGradient):
         return torch.cat(parts).unsqueeze(0)
 
     def reshape_to_core(self, direction: Tensor) -> Tensor:
-        """An array of the parameter's shape as ``(groups, rows, entries)``; :meth:`reshape_to_parameter` is the "
-        "inverse."""
+        """Reshape an array of the parameter's shape to ``(groups, rows, entries)``.
+
+        This is the inverse of :meth:`reshape_to_parameter`.
+        """
         core = direction
         if self.inner is not None and self.order is not None:
             core = core.reshape([(self.groups, self.rows, *self.inner)[axis] for axis in self.order])
@@ -195,13 +197,13 @@ class OuterProductGradient(FactoredGradient):
 
     def project(self, direction: Tensor) -> Tensor:
         core = self.reshape_to_core(direction)
-        # The factor without columns is multiplied: one product for all of them.
+        # The factor without columns is multiplied first: one product for all columns.
         if self.right.shape[0] == 1:
             return torch.einsum("knctr,nctr->kn", self.left, self.right[0] @ core.mT)
         return torch.einsum("kncte,ncte->kn", self.right, self.left[0] @ core)
 
     def sum_weighted(self, coefficients: Tensor) -> Tensor:
-        # So is the sum over columns: it is taken before the product.
+        # The sum over columns is computed before the product.
         if self.right.shape[0] == 1:
             left, right = torch.einsum("kn,knctr->nctr", coefficients.to(self.left), self.left), self.right[0]
         else:
@@ -220,7 +222,7 @@ class OuterProductGradient(FactoredGradient):
         step = compute_piece_size(self.columns * width, self.device)
         for start in range(0, self.examples, step):
             part = self.select_examples(slice(start, start + step))
-            # What the other side sends to each entry (or row), times what was there.
+            # The direction times the other factor, times this factor at each entry (or row).
             each = (part.left @ core) * part.right if by_entry else (part.right @ core.mT) * part.left
             flat = each.sum(3).flatten(0, 1).flatten(1)
             total += flat.new_zeros(len(flat), units).index_add_(1, number, flat).square().sum(0)

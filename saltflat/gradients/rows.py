@@ -1,4 +1,4 @@
-"""Gradients that touch few rows of a table: an embedding."""
+"""Gradients that are nonzero in few rows of a table: those of embeddings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from saltflat.results.jackknife import compute_variance_of_mean
 
 
 class RowSparseGradient(FactoredGradient):
-    """Gradients that touch few rows of a table: an embedding.
+    """Gradients that are nonzero in few rows of a table, as of embeddings.
 
     Args:
-        index: ``(examples, positions)``, which row each position read.
-        values: ``(columns, examples, positions, width)``, the gradient at what it read.
+        index: ``(examples, positions)``, the row that each position reads.
+        values: ``(columns, examples, positions, width)``, the gradients at these rows.
+        shape: of the table.
     """
 
     def __init__(self, index: Tensor, values: Tensor, shape: torch.Size) -> None:
@@ -48,7 +49,7 @@ class RowSparseGradient(FactoredGradient):
         return super().add(other)
 
     def _merge_rows(self) -> tuple[Tensor, Tensor]:
-        """One row per (example, table row) that occurs: ``(pairs,)`` keys and ``(columns, pairs, width)`` gradients."""
+        """Sum the gradients of each (example, row) pair: keys ``(pairs,)`` and values ``(columns, pairs, width)``."""
         height = self.shape[0]
         key = self.index + torch.arange(self.examples, device=self.device)[:, None] * height
         pairs, where = torch.unique(key, return_inverse=True)
@@ -84,7 +85,7 @@ class RowSparseGradient(FactoredGradient):
 
     def sum_unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
         if units != self.shape[0] or not bool((unit == unit[:, :1]).all()):
-            # Units that run along the rows: few numbers for each example.
+            # Units are the columns of the table: few numbers for each example.
             return (self.values * direction[self.index]).sum(2).square().sum((0, 1))
         pairs, merged = self._merge_rows()
         row = pairs % self.shape[0]

@@ -1,19 +1,20 @@
-"""How the gradient of each type of layer factors, one file per type.
+"""Rules that factor the gradients of each type of layer, and the geometry of weights.
 
-A rule is a function ``factor(module, x, g)``: from what the layer was given and the gradients at what it gave it makes,
-for each parameter the layer owns, a :class:`~saltflat.gradients.FactoredGradient`. Both arrays have what a batch of *one*
-example would have shown the layer behind their leading axes: ``x`` is ``(examples, *input)`` and ``g`` is
-``(columns, examples, *output)``.
+A rule is a function ``factor(module, x, g)`` that returns a :class:`~saltflat.gradients.FactoredGradient` for each
+parameter of the layer, from the layer's input ``x`` and the gradients ``g`` at its output. ``x`` is ``(examples,
+*input)`` and ``g`` is ``(columns, examples, *output)``, where ``input`` and ``output`` are the shapes of a batch of
+*one* example.
 
     @layer(nn.Linear)
     def factor_linear(module, x, g):
         return {"weight": OuterProductGradient(...), "bias": DenseGradient(...)}
 
-A rule may name a ``forward``: the same values by operations whose backward pass is cheaper for many columns at once.
-Layers without a rule need none: their parameters are then differentiated example by example (``saltflat.engine.per_example``).
+A rule may have a ``forward``, which computes the same values by operations whose backward pass is cheaper for many
+columns at once. Layers without a rule are supported too: their parameters are differentiated example by example
+(:mod:`saltflat.engine.per_example`).
 
-What the axes of a weight count is known for layers of torch that use their own weight as usual (:class:`Geometry`). For
-all others it is determined from the operations that use the parameter: see :mod:`saltflat.symmetry.axes`.
+For torch's own layers, the meaning of a weight's axes is known (:class:`Geometry`). For all others it is determined
+from the operations that use the parameter: see :mod:`saltflat.symmetry.axes`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from saltflat.gradients.base import FactoredGradient
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# What an axis of a parameter counts: units that the parameter feeds, units that feed it, parts whose units do not see
-# each other, or places that share the units.
+# What an axis of a parameter counts: output units, input units, groups of units that are not connected with each other,
+# or positions that share the units.
 OUT, IN, GROUP, POSITION = "out", "in", "group", "position"
 
 
@@ -44,10 +45,10 @@ class Geometry:
 
     Attributes:
         shape: of the parameter.
-        groups: of channels that do not see each other.
+        groups: number of groups of channels that are not connected with each other.
         inputs_first: whether the first axis counts inputs, as in transposed convolutions and embeddings.
         doubt: why rescaling units may multiply its entries by more than factors of rows and columns; empty if not.
-        guessed: whether it is not known which axes count inputs.
+        guessed: whether it is unknown which axes count inputs.
     """
 
     shape: torch.Size
@@ -57,20 +58,20 @@ class Geometry:
     guessed: bool = False
 
     def view_as_matrices(self, values: Tensor) -> Tensor:
-        """An array of the parameter's shape as ``(groups, out, in, positions)``."""
+        """Return an array of the parameter's shape as ``(groups, out, in, positions)``."""
         stacked: Tensor = values.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], -1)
         return stacked.transpose(1, 2) if self.inputs_first else stacked
 
     def index_units(self, axis: str) -> tuple[Tensor, int]:
-        """For every entry of the parameter the number of its unit, and how many units there are.
+        """Return the unit of every entry of the parameter, and the number of units.
 
-        ``"column"`` counts the units that feed the layer, ``"row"`` those that the layer feeds.
+        ``"column"`` counts input units, ``"row"`` output units.
         """
         _check_unit_axis(axis)
         first, second = self.shape[:2]
         by_first = (axis == "column") == self.inputs_first
         leading = torch.arange(first)[:, None]
-        # Within a group the second axis counts on: group g's channels come after those of the groups before.
+        # The second axis counts within a group: group g's channels follow those of the groups before.
         following = leading // (first // self.groups) * second + torch.arange(second)
         number = leading.expand(first, second) if by_first else following
         spread = number.reshape(first, second, *([1] * (len(self.shape) - 2))).expand(self.shape)
@@ -79,10 +80,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class PermutedGeometry(Geometry):
-    """The same for any order of axes, some of which may be several in one.
+    """A geometry with any order of axes, each of which may combine several.
 
     Attributes:
-        sizes: of the axes, where an axis of the parameter may be split into several.
+        sizes: of the axes, after splitting those that combine several.
         roles: what each of them counts.
 
     Example:
@@ -98,7 +99,8 @@ class PermutedGeometry(Geometry):
 
     @classmethod
     def from_roles(cls, shape: torch.Size, sizes: tuple[int, ...], roles: tuple[str, ...]) -> PermutedGeometry:
-        # Forms of gradients with shortcuts for plain matrices must not take them.
+        """Return the geometry of a parameter whose axes have these sizes and roles."""
+        # ``inputs_first`` turns off the shortcuts of gradients for plain matrices.
         return cls(shape, inputs_first=True, sizes=sizes, roles=roles)
 
     @property
@@ -131,12 +133,12 @@ def _check_unit_axis(axis: str) -> None:
 
 
 def infer_geometry(owner: nn.Module, shape: torch.Size) -> Geometry:
-    """A parameter as the module sees it that owns its name."""
+    """Return the geometry of a parameter, determined by the module that owns it."""
     if isinstance(owner, Transposed):
         return Geometry(shape, owner.groups, inputs_first=True)
     if isinstance(owner, Convolution):
         return Geometry(shape, owner.groups)
-    # Reading row i of a table is multiplying it with the i-th unit vector from the left.
+    # Reading row i of a table is a multiplication with the i-th unit vector from the left.
     return Geometry(shape, inputs_first=isinstance(owner, nn.Embedding | nn.EmbeddingBag))
 
 
@@ -147,6 +149,14 @@ Guard = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class LayerRule:
+    """How the gradients of a module type factor.
+
+    Attributes:
+        factor: computes the factored gradients.
+        forward: a forward pass that is cheaper to differentiate for many columns; None for the module's own.
+        applies: whether the rule holds for a module of the type.
+    """
+
     factor: Factor
     forward: Forward | None
     applies: Guard
@@ -158,7 +168,7 @@ RULES: dict[type[nn.Module], LayerRule] = {}
 def layer(
     *types: type[nn.Module], forward: Forward | None = None, applies: Guard = lambda module: True
 ) -> Callable[[Factor], Factor]:
-    """Register how the gradients of these module types factor."""
+    """Register a rule for the gradients of these module types."""
 
     def register(factor: Factor) -> Factor:
         for kind in types:
@@ -169,10 +179,10 @@ def layer(
 
 
 def find_layer_rule(module: nn.Module) -> LayerRule | None:
-    """The rule of a module, if it computes what its type does.
+    """Return the rule of a module, or None if it has none or does not compute what its type does.
 
-    A subclass with a forward of its own, an instance with a patched one, and parameters that are computed from others
-    (``torch.nn.utils.parametrize``, pruning) are not what the rule was written for.
+    Rules do not apply to a subclass with its own forward, to an instance with a patched one, and to parameters that are
+    computed from others (``torch.nn.utils.parametrize``, pruning).
     """
     if "forward" in vars(module) or hasattr(module, "parametrizations") or set(module._parameters) - {"weight", "bias"}:
         return None

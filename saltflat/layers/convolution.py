@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from saltflat.gradients.base import DenseGradient, FactoredGradient, apply_to_columns
@@ -16,7 +17,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def extract_patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
-    """``(images, *space, channels)`` to a view ``(images, *positions, *kernel, channels)``.
+    """Return ``(images, *space, channels)`` as a view ``(images, *positions, *kernel, channels)``.
 
     Channels stay last, so that copying the view moves whole runs of memory.
     """
@@ -37,7 +38,7 @@ def extract_patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...],
 
 
 def pad_input(module: Convolution, x: Tensor) -> Tensor:
-    """What the kernel slides over, with channels last and contiguous."""
+    """Return the padded input, with channels last and contiguous."""
     padding = module._reversed_padding_repeated_twice
     if any(padding) and module.padding_mode != "zeros":
         x = F.pad(x, padding, mode=module.padding_mode)
@@ -47,17 +48,26 @@ def pad_input(module: Convolution, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+class _ConvolutionContext(FunctionCtx):
+    weight: Tensor
+    shape: torch.Size
+    options: tuple[Any, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class Convolve(torch.autograd.Function):
-    """A convolution with a constant weight; the backward pass folds the columns into the batch without a copy."""
+    """A convolution with a constant weight. The backward pass folds the columns into the batch without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+    def forward(
+        ctx: _ConvolutionContext, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]
+    ) -> Tensor:
         ctx.weight, ctx.shape, ctx.options = weight, x.shape, options
         stride, padding, dilation, groups = options
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: _ConvolutionContext, g: Tensor) -> tuple[Tensor | None, None, None, None]:
         gradient = None
         if ctx.needs_input_grad[0]:
             gradient = apply_to_columns(lambda g: compute_input_gradients(g, ctx.weight, ctx.shape, ctx.options), g)
@@ -65,7 +75,7 @@ class Convolve(torch.autograd.Function):
 
 
 def compute_input_gradients(g: Tensor, weight: Tensor, shape: torch.Size, options: tuple[Any, ...]) -> Tensor:
-    """Gradients at the input, ``(columns, *shape)``, from those at the output."""
+    """Return the gradients at the input, ``(columns, *shape)``, from those at the output."""
     stride, padding, dilation, groups = options
     folded = match_memory_format(g.flatten(0, 1), weight)
     nothing = g.new_empty(1).expand(len(folded), *shape[1:])  # only its shape is read
@@ -78,13 +88,14 @@ def compute_input_gradients(g: Tensor, weight: Tensor, shape: torch.Size, option
 
 
 def match_memory_format(x: Tensor, model: Tensor) -> Tensor:
-    """Images in the memory order of other images, which the kernels would otherwise bring about at every call."""
+    """Return images in the memory format of other images, so that the kernels need not convert them at every call."""
     if x.dim() == 4 and model.is_contiguous(memory_format=torch.channels_last):
         return x.contiguous(memory_format=torch.channels_last)
     return x
 
 
 def convolve(module: Convolution, x: Tensor) -> Tensor:
+    """Compute the forward pass of a convolution by :class:`Convolve`."""
     if x.dim() == len(module.kernel_size) + 1:
         return convolve(module, x.unsqueeze(0)).squeeze(0)
     padding: Any = module.padding
@@ -98,10 +109,10 @@ def convolve(module: Convolution, x: Tensor) -> Tensor:
 
 
 def is_kernel_faster(module: Convolution, g: Tensor) -> bool:
-    """Whether torch's own kernels give single gradients quicker than a product of patches.
+    """Return whether torch's own kernels compute single gradients faster than a product of patches.
 
-    On a CPU they do, by up to ten times, with blocks of eight channels; many columns are better served by one product
-    for all of them. Written out, the gradients should take no more room than the patches.
+    On a CPU they are up to ten times faster with blocks of eight channels; for many columns one product is faster.
+    Written out, the gradients should need no more memory than the patches.
     """
     channels = module.in_channels // module.groups, module.out_channels // module.groups
     blocks = g.device.type == "cpu" and all(channel % 8 == 0 for channel in channels)
@@ -109,7 +120,7 @@ def is_kernel_faster(module: Convolution, g: Tensor) -> bool:
 
 
 def compute_kernel_gradients(module: Convolution, x: Tensor, g: Tensor) -> Tensor:
-    """``(images, *weight)``: every image's gradient of the weight, as one convolution with the images as groups."""
+    """Return each image's gradient of the weight, ``(images, *weight)``, by a convolution with images as groups."""
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         x, padding = pad_input(module, x).movedim(-1, 1), [0] * len(module.kernel_size)
     else:
@@ -126,6 +137,7 @@ def compute_kernel_gradients(module: Convolution, x: Tensor, g: Tensor) -> Tenso
 
 @layer(nn.Conv1d, nn.Conv2d, nn.Conv3d, forward=convolve)
 def factor_convolution(module: Convolution, x: Tensor, g: Tensor) -> dict[str, FactoredGradient]:
+    """Factor the gradients of a convolution into outer products of patches and output gradients."""
     dims = len(module.kernel_size)
     columns, examples, groups = *g.shape[:2], module.groups
     if columns == 1 and is_kernel_faster(module, g):
@@ -145,7 +157,7 @@ def factor_convolution(module: Convolution, x: Tensor, g: Tensor) -> dict[str, F
     view = view.reshape(examples, -1, groups, view.shape[2 : 2 + dims].numel(), entries)
     right = view.transpose(1, 2).reshape(1, examples, groups, -1, entries)
 
-    # Channels last before anything is copied: that is how the gradient lies in memory on a CPU.
+    # Channels last before anything is copied: that is the gradient's memory order on a CPU.
     g = g.movedim(-dims - 1, -1)
     g = g.reshape(columns, examples, -1, view.shape[3], groups, module.out_channels // groups)
     left = g.permute(0, 1, 4, 2, 3, 5).reshape(columns, examples, groups, -1, module.out_channels // groups)
@@ -160,6 +172,7 @@ Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 @layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def factor_transposed_convolution(module: Transposed, x: Tensor, g: Tensor) -> dict[str, FactoredGradient]:
+    """Factor the gradients of a transposed convolution into outer products of inputs and patches of the gradients."""
     dims = len(module.kernel_size)
     columns, examples, groups = *g.shape[:2], module.groups
     rows, outputs = module.in_channels // groups, module.out_channels // groups
@@ -167,10 +180,10 @@ def factor_transposed_convolution(module: Transposed, x: Tensor, g: Tensor) -> d
     x = x.reshape(examples, -1, groups, rows, space.numel())
     left = x.permute(0, 2, 1, 4, 3).reshape(1, examples, groups, -1, rows)
 
-    # Input position t met the outputs t * stride + k * dilation - padding: the patches of the gradient,
-    # cut to the input's size.
+    # Input position t contributes to the outputs t * stride + k * dilation - padding: the patches of the gradient, cut
+    # to the input's size.
     flat = g.reshape(-1, *g.shape[-dims - 1 :]).movedim(1, -1)
-    sizes: Any = module.padding  # numbers: only ordinary convolutions take a word
+    sizes: Any = module.padding  # numbers: only ordinary convolutions accept a string
     padding = [p for size in reversed(sizes) for p in (int(size), int(size))]
     flat = F.pad(flat, [0, 0, *padding]).contiguous()
     view = extract_patches(flat, module.kernel_size, module.stride, module.dilation)

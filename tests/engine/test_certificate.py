@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import oracle
@@ -60,3 +61,57 @@ def test_the_examples_beyond_the_first_few_are_not_touched() -> None:
     net = nn.Linear(2, 3)
     certificate = saltflat.certify(net, (torch.randn(20, 2), torch.randint(3, (20,))), examples=5)
     assert certificate.examples == 5
+
+
+@pytest.mark.parametrize("name", ["gelu_mlp", "residual_with_batch_norm"])
+def test_a_report_has_the_certificate_of_its_model_in_float64(name: str) -> None:
+    case = CASES[name]()
+    alone = saltflat.certify(case.model.float(), case.batches, loss=case.loss, seed=3)
+    report = saltflat.measure(case.model, case.batches, case.loss, ["hessian_trace"], seed=3, dtype=torch.float32)
+    assert report.certificate is not None
+    assert report.certificate["gaps"] == {parameter: each.gap for parameter, each in alone.items()}
+
+
+class CountedBatches:
+    """Batches that count how often they are read."""
+
+    def __init__(self) -> None:
+        self.batch = torch.randn(10, 2), torch.randint(3, (10,))
+        self.readings = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.readings += 1
+        yield self.batch
+
+
+def test_the_certificate_of_a_report_reads_data_that_is_already_checked_once() -> None:
+    readings = []
+    for certificate in (False, True):
+        data = CountedBatches()
+        saltflat.measure(nn.Linear(2, 3), data, measures=["hessian_trace"], certificate=certificate)
+        readings.append(data.readings)
+    assert readings[1] == readings[0] + 1
+
+
+class Appending(nn.Module):
+    """Its outputs depend on how many passes a list has seen since it was last restored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+        self.passes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes.append(1)
+        scaled: Tensor = self.inner(x) * len(self.passes)
+        return scaled
+
+
+def test_the_certificate_of_a_report_starts_from_the_attributes_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, data = Appending().double(), (torch.randn(6, 2).double(), torch.arange(6) % 3)
+    alone = saltflat.certify(model, data)
+    report = saltflat.measure(model, data, measures=["hessian_trace"])
+    assert report.certificate is not None
+    assert report.certificate["gaps"] == {parameter: each.gap for parameter, each in alone.items()}
+    assert model.passes == []

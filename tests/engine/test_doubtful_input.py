@@ -102,7 +102,7 @@ def test_a_loss_above_chance_is_noted_with_both_numbers() -> None:
     assert len(notes(trained(), (inputs, wrong), weighted)) == 1
     assert not notes(trained(), (inputs, labels), weighted)
     assert not notes(trained(), (inputs, 1000 * F.one_hot(labels, 3).float()), "mse")
-    found = saltflat.compute_statistics(trained(), (inputs, wrong), "curvature_trace")
+    found = saltflat.compute_statistics(trained(), (inputs, wrong), names="curvature_trace")
     assert any("no better than guessing" in note for note in found.notes)
 
 

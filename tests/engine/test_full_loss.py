@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
 from itertools import product
 from math import isnan
 from typing import Any
@@ -13,9 +12,9 @@ import oracle
 import pytest
 import torch
 from cases import CASES, Batch, Case, batched, examples_of, joined, problem, reals
+from curvature_cases import Cube, CubeDetached, CubeOnce, cubed, dense
 from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -63,27 +62,6 @@ def setting_of(
         yield Context(Problem.build(case.model, data, case.loss, dtype=dtype), parse_column_plan("exact"), seed, limit)
 
 
-@cache
-def dense(name: str) -> tuple[float, Tensor, Tensor]:
-    """Loss, gradient and Hessian over all trainable parameters in a row."""
-    case = CASES[name]()
-    model, parameters = oracle.frozen_copy(case.model)
-    names = list(oracle.trainable(case.model))
-    sizes = [parameters[each].numel() for each in names]
-
-    def of_all(row: Tensor) -> Tensor:
-        parts = zip(names, row.split(sizes), strict=True)
-        shaped = {each: part.reshape(parameters[each].shape) for each, part in parts}
-        return oracle.loss_at(case, oracle.outputs_of(case, model, parameters | shaped))
-
-    row = torch.cat([parameters[each].flatten() for each in names])
-    at = row.clone().requires_grad_()
-    value = of_all(at)
-    (slope,) = torch.autograd.grad(value, at)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return float(value.detach()), slope, oracle.hessian(of_all, row)
-
-
 def in_a_row(vector: dict[str, Tensor]) -> Tensor:
     return torch.cat([each.flatten() for each in vector.values()])
 
@@ -129,52 +107,6 @@ def test_second_derivatives_that_torch_does_not_have_are_not_made_up(name: str) 
         with pytest.raises(NotDefinedError, match=NOT_TWICE[name]):
             finite_difference(context, kind="hutchinson")
         assert worst_rise(context).value["value"] > 0
-
-
-class Cube(torch.autograd.Function):
-    """x^3 with a backward pass that can be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        slope: Tensor = 3 * x**2 * g
-        return slope
-
-
-class CubeOnce(Cube):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return Cube.backward(ctx, g)
-
-
-class CubeDetached(Cube):
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        slope: Tensor = 3 * x.detach() ** 2 * g
-        return slope
-
-
-class Applied(nn.Module):
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.function.apply(x)
-        return out
-
-
-def cubed(function: type[torch.autograd.Function]) -> Case:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), Applied(function), nn.Linear(4, 2)).double()
-    return problem(model, reals(8, 3), torch.randint(2, (8,)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -18,7 +18,7 @@ from saltflat.engine.noise import draw_normals
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.landscape.directions import normalize_by_filter
-from saltflat.layers.geometry import PermutedGeometry
+from saltflat.layers import PermutedGeometry
 from saltflat.training import penalty
 
 BY_UNIT = (
@@ -280,8 +280,8 @@ def values_that_leave_torch() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "where", "why"),
     [
-        (masked, "0.weight_orig", "factors that are not one of a row times one of a column"),
-        (positions_with_sizes_of_their_own, "inner.weight", "factors that are not one of a row times one of a column"),
+        (masked, "0.weight_orig", "factors that are not products of a row factor"),
+        (positions_with_sizes_of_their_own, "inner.weight", "factors that are not products of a row factor"),
         (values_that_decide, "A, B", "could not be found"),
         (values_that_leave_torch, "A, B", "could not be found"),
     ],

@@ -29,13 +29,13 @@ def labels(count: int) -> Tensor:
 
 def check_with_single_examples(model: nn.Module, batches: list[Any], **options: Any) -> Statistics:
     """The batches as they are, against all examples one by one."""
-    whole = saltflat.compute_statistics(model, batches, NAMES, **options)
+    whole = saltflat.compute_statistics(model, batches, names=NAMES, **options)
     singles = [
         (tuple(x[n : n + 1] for x in inputs) if isinstance(inputs, tuple) else inputs[n : n + 1], y[n : n + 1])
         for inputs, y in batches
         for n in range(len(y))
     ]
-    alone = saltflat.compute_statistics(model, singles, NAMES, **options)
+    alone = saltflat.compute_statistics(model, singles, names=NAMES, **options)
     for name in NAMES:
         for parameter in whole[name]:
             torch.testing.assert_close(whole[name][parameter], alone[name][parameter], rtol=1e-11, atol=1e-15)
@@ -48,10 +48,10 @@ def test_a_module_under_two_names_keeps_its_parameters() -> None:
     net = nn.Sequential(shared, norm, nn.ReLU(), shared, norm, nn.Linear(6, 3))
     before = {id(p) for p in net.parameters()} | {id(b) for b in net.buffers()}
     data = random(7, 6).float(), labels(7)
-    saltflat.compute_statistics(net, data, NAMES)
+    saltflat.compute_statistics(net, data, names=NAMES)
     saltflat.certify(net, data)
     with pytest.raises(errors.LabelError):
-        saltflat.compute_statistics(net, (data[0], data[1] + 5), NAMES)
+        saltflat.compute_statistics(net, (data[0], data[1] + 5), names=NAMES)
     assert {id(p) for p in net.parameters()} | {id(b) for b in net.buffers()} == before
     assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in net.parameters())
     check_with_single_examples(net.double(), [(random(7, 6), labels(7))])
@@ -83,7 +83,7 @@ def test_what_a_forward_pass_leaves_behind_is_gone() -> None:
     net, x = Cached(), random(7, 6).float()
     kept = x.clone()
     for dtype in (None, torch.float64):
-        saltflat.compute_statistics(net, (x, labels(7)), NAMES, dtype=dtype)
+        saltflat.compute_statistics(net, (x, labels(7)), names=NAMES, dtype=dtype)
     saltflat.certify(net, (x, labels(7)))
     assert (net.table, net.seen, net.calls) == (None, None, 0)
     assert "late" not in dict(net.named_buffers())
@@ -94,7 +94,7 @@ def test_the_generator_of_a_loader_is_where_it_was() -> None:
     generator = torch.Generator().manual_seed(5)
     loader = DataLoader(TensorDataset(random(7, 6), labels(7)), 3, shuffle=True, generator=generator)
     before = generator.get_state()
-    saltflat.compute_statistics(nn.Linear(6, 3).double(), loader, "curvature_trace")
+    saltflat.compute_statistics(nn.Linear(6, 3).double(), loader, names="curvature_trace")
     assert torch.equal(generator.get_state(), before)
 
 
@@ -187,7 +187,7 @@ def test_an_input_overwritten_after_its_layer_is_refused_as_in_training() -> Non
             return hidden
 
     with pytest.raises(errors.ModelError, match="in place"):
-        saltflat.compute_statistics(Overwrites(), (random(4, 6).float(), labels(4)), "curvature_trace")
+        saltflat.compute_statistics(Overwrites(), (random(4, 6).float(), labels(4)), names="curvature_trace")
 
 
 def test_pruned_layers_and_subclasses_with_more_parameters_are_measured() -> None:
@@ -212,17 +212,17 @@ def test_torchs_loss_module_has_its_classes_at_the_second_place() -> None:
     model = nn.Sequential(nn.Linear(6, 9), net).double()
     x, y = random(4, 6), torch.arange(12).reshape(4, 3) % 3
     outputs = model(x).detach()
-    second = saltflat.compute_statistics(model, (x, y), "curvature_trace", loss=nn.CrossEntropyLoss())
+    second = saltflat.compute_statistics(model, (x, y), names="curvature_trace", loss=nn.CrossEntropyLoss())
     assert second.loss == pytest.approx(float(F.cross_entropy(outputs, y)))
-    last = saltflat.compute_statistics(model, (x, y), "curvature_trace", loss="cross_entropy")
+    last = saltflat.compute_statistics(model, (x, y), names="curvature_trace", loss="cross_entropy")
     assert last.loss == pytest.approx(float(F.cross_entropy(outputs.mT, y)))
 
 
 def test_inputs_of_several_tensors_are_one_batch() -> None:
     torch.manual_seed(0)
     net, a, b = Siamese().double(), random(5, 6, seed=1), random(5, 6, seed=2)
-    listed = saltflat.compute_statistics(net, [((a, b), labels(5))], "curvature_trace")
-    plain = saltflat.compute_statistics(net, ((a, b), labels(5)), "curvature_trace")
+    listed = saltflat.compute_statistics(net, [((a, b), labels(5))], names="curvature_trace")
+    plain = saltflat.compute_statistics(net, ((a, b), labels(5)), names="curvature_trace")
     torch.testing.assert_close(dict(plain["curvature_trace"]), dict(listed["curvature_trace"]))
 
 
@@ -236,15 +236,15 @@ def test_certificates_do_not_vouch_for_nothing() -> None:
 def test_squares_that_overflow_are_named() -> None:
     with pytest.raises(errors.NonFiniteError, match="float64"):
         saltflat.compute_statistics(
-            nn.Linear(6, 3), (random(4, 6).float() * 1e25, torch.zeros(4, 3)), "curvature_trace", loss="mse"
+            nn.Linear(6, 3), (random(4, 6).float() * 1e25, torch.zeros(4, 3)), names="curvature_trace", loss="mse"
         )
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.jit.script], ids=["parallel", "script"])
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_wrappers_are_refused_with_what_to_pass_instead(wrap: Any) -> None:
-    with pytest.raises(errors.ModelError, match="Do: pass"):
-        saltflat.compute_statistics(wrap(nn.Linear(6, 3)), (random(4, 6).float(), labels(4)), "curvature_trace")
+    with pytest.raises(errors.ModelError, match="Try passing"):
+        saltflat.compute_statistics(wrap(nn.Linear(6, 3)), (random(4, 6).float(), labels(4)), names="curvature_trace")
 
 
 def test_checkpoints_of_the_older_kind_are_measured_and_left_as_they_were() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CASES
 from chains import CHAINS
+from curvature_cases import matrix_with
 from torch import Tensor, nn
 
 import saltflat
@@ -40,13 +41,6 @@ def test_eigenvalues_are_those_of_the_dense_blocks(name: str) -> None:
         image = torch.from_numpy(block) @ top.vector.flatten()
         off = float((image - top.value * top.vector.flatten()).norm())
         assert off <= 1.01 * top.residual * abs(top.value) + 1e-14
-
-
-def matrix_with(values: Tensor, seed: int = 0) -> Tensor:
-    noise = torch.Generator().manual_seed(seed)
-    turn = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64, generator=noise)).Q
-    matrix: Tensor = turn @ torch.diag(values) @ turn.mT
-    return matrix
 
 
 SPECTRA = {

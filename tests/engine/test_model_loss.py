@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ def own_loss(model: nn.Module, given: Any) -> float:
 
 
 def measured(model: nn.Module, given: Any, loss: Any = "cross_entropy") -> float:
-    found = saltflat.compute_statistics(model, given, "curvature_trace", loss=loss)
+    found = saltflat.compute_statistics(model, given, names="curvature_trace", loss=loss)
     assert float(sum(value.sum() for value in found["curvature_trace"].values())) > 0
     return found.loss
 
@@ -67,7 +68,7 @@ def refusal(model: nn.Module, given: Any, loss: Any = "cross_entropy", **options
         saltflat.measure(model, given, loss, "hessian_trace", **options)
     message = str(caught.value)
     assert type(model).__name__ in message
-    assert all(part in message for part in ("Got ", "Want ", "Do: ")), message
+    assert re.fullmatch(r"Expected .+, but got .+\. (Try|Check) .+\.", message, re.DOTALL), message
     return message
 
 
@@ -92,7 +93,7 @@ def test_labels_that_end_in_ignored_ones_are_not_taken_for_shifted_ones() -> Non
     padded = ids.clone()
     padded[:, -2:] = -100
     padded[:2] = -100  # the first examples have no labels at all
-    assert "shift the labels" in refusal(model, batch(padded))
+    assert "Try shifting the labels" in refusal(model, batch(padded))
 
 
 def test_a_function_is_the_users_word() -> None:
@@ -101,7 +102,7 @@ def test_a_function_is_the_users_word() -> None:
 
     model, given = gpt(), batch(tokens())
     assert measured(model, given, shifted) == pytest.approx(own_loss(model, given), rel=1e-5)
-    assert "shift the labels" in refusal(model, given)
+    assert "Try shifting the labels" in refusal(model, given)
 
 
 def masked() -> Tensor:
@@ -166,7 +167,7 @@ def test_models_with_the_same_loss_are_measured_and_others_told_which_it_is(
     if labels.dim() == 2 and not labels.is_floating_point():
         # The same labels one place further are not the model's.
         model.forward = shifting(model)
-        assert "shift the labels" in refusal(model, given)
+        assert "Try shifting the labels" in refusal(model, given)
 
 
 def adding(model: Any) -> Callable[..., Any]:
@@ -214,7 +215,7 @@ class Extra(nn.Module):
 
 
 def test_wrappers_are_looked_through_and_other_losses_named() -> None:
-    assert "shift the labels" in refusal(Wrapped(gpt()), batch(tokens()))
+    assert "Try shifting the labels" in refusal(Wrapped(gpt()), batch(tokens()))
     data = {"x": torch.randn(COUNT, 4), "labels": torch.arange(COUNT) % 3}
     assert "as a function" in refusal(Extra(), data)
     # Smoothing and class weights are the user's choice.
@@ -222,4 +223,4 @@ def test_wrappers_are_looked_through_and_other_losses_named() -> None:
     chosen = nn.CrossEntropyLoss(weight, label_smoothing=0.1)
     model = bert(BertForSequenceClassification, num_labels=3)
     assert measured(model, batch(tokens()[:, 0] % 3), chosen) > 0
-    assert "shift the labels" in refusal(gpt(), batch(tokens()), nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert "Try shifting the labels" in refusal(gpt(), batch(tokens()), nn.CrossEntropyLoss(label_smoothing=0.1))

@@ -138,8 +138,8 @@ def trained() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def test_estimates_are_unbiased_and_their_intervals_cover(columns: str) -> None:
     net, data = trained()
     names = ["curvature_trace", "curvature_diagonal"]
-    exact = saltflat.compute_statistics(net, data, names)
-    runs = [saltflat.compute_statistics(net, data, names, columns=columns, seed=seed) for seed in range(200)]
+    exact = saltflat.compute_statistics(net, data, names=names)
+    runs = [saltflat.compute_statistics(net, data, names=names, columns=columns, seed=seed) for seed in range(200)]
 
     for parameter, truth in exact["curvature_trace"].items():
         values = torch.stack([run["curvature_trace"][parameter] for run in runs])
@@ -163,8 +163,10 @@ def test_estimates_are_unbiased_and_their_intervals_cover(columns: str) -> None:
 def test_random_columns_do_not_depend_on_the_batches(columns: str) -> None:
     net, (x, y) = trained()
     names = ["curvature_trace", "curvature_diagonal", "gradient_second_moment"]
-    whole = saltflat.compute_statistics(net, (x, y), names, columns=columns)
-    split = saltflat.compute_statistics(net, list(zip(x.split(7), y.split(7), strict=True)), names, columns=columns)
+    whole = saltflat.compute_statistics(net, (x, y), names=names, columns=columns)
+    split = saltflat.compute_statistics(
+        net, list(zip(x.split(7), y.split(7), strict=True)), names=names, columns=columns
+    )
     for name in names:
         for parameter in whole[name]:
             torch.testing.assert_close(split[name][parameter], whole[name][parameter], rtol=1e-12, atol=1e-18)
@@ -177,9 +179,9 @@ def test_random_columns_do_not_depend_on_the_batches(columns: str) -> None:
 
 def test_exact_statistics_have_no_errors_and_seeds_matter_only_for_random_ones() -> None:
     net, data = trained()
-    assert not saltflat.compute_statistics(net, data, "curvature_trace").stderr
+    assert not saltflat.compute_statistics(net, data, names="curvature_trace").stderr
     one, two, again = (
-        saltflat.compute_statistics(net, data, "curvature_trace", columns="top", seed=seed) for seed in (1, 2, 1)
+        saltflat.compute_statistics(net, data, names="curvature_trace", columns="top", seed=seed) for seed in (1, 2, 1)
     )
     for parameter in one["curvature_trace"]:
         assert one["curvature_trace"][parameter] != two["curvature_trace"][parameter]
@@ -189,7 +191,7 @@ def test_exact_statistics_have_no_errors_and_seeds_matter_only_for_random_ones()
 def test_as_many_top_classes_as_there_are_is_exact() -> None:
     net, data = trained()
     exact, top = (
-        saltflat.compute_statistics(net, data, "curvature_trace", columns=c)["curvature_trace"]
+        saltflat.compute_statistics(net, data, names="curvature_trace", columns=c)["curvature_trace"]
         for c in ("exact", "top:11")
     )
     torch.testing.assert_close(dict(top), dict(exact), rtol=1e-12, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES
+from promise_cases import Bomb, FaultError, network, snapshot
 from torch import Tensor, nn
 
 import saltflat
@@ -18,112 +18,11 @@ from saltflat.errors import ModelError
 NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
 
 
-class FaultError(Exception):
-    """Injected."""
-
-
-class Fuse(torch.autograd.Function):
-    """The identity; counts its backward passes and blows at one of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tick: Callable[[], None]) -> Tensor:
-        ctx.tick = tick
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        ctx.tick()
-        return g, None
-
-
-class Count:
-    """Passes left until the fault. An object of its own: dicts of a module are restored between passes."""
-
-    def __init__(self) -> None:
-        self.left: dict[str, float] = {"forward": float("inf"), "backward": float("inf")}
-
-
-class Bomb(nn.Module):
-    """Passes its input on, and raises at the k-th forward or backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = Count()
-
-    @property
-    def left(self) -> dict[str, float]:
-        return self.count.left
-
-    def tick(self, which: str) -> None:
-        self.left[which] -= 1
-        if self.left[which] < 0:
-            raise FaultError(which)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.tick("forward")
-        if not torch.is_grad_enabled() or not x.requires_grad:
-            return x
-        result: Tensor = Fuse.apply(x, lambda: self.tick("backward"))  # type: ignore[no-untyped-call]
-        return result
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    net = nn.Sequential(
-        nn.Conv2d(1, 2, 3),
-        nn.BatchNorm2d(2),
-        nn.ReLU(inplace=True),
-        Bomb(),
-        nn.Dropout(0.5),
-        nn.Flatten(),
-        nn.Linear(8, 3),
-    )
-    first, last = net[0], net[6]
-    assert isinstance(first, nn.Conv2d)
-    assert isinstance(last, nn.Linear)
-    last.weight.grad = torch.ones_like(last.weight)
-    assert first.bias is not None
-    first.bias.requires_grad_(False)
-    net[2].eval()  # mixed modes
-    net[6].register_forward_hook(lambda module, args, out: None)
-    net[6].register_full_backward_hook(lambda module, before, after: None)
-    return net
-
-
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    def bits(tensor: Tensor | None) -> Any:
-        return None if tensor is None else (id(tensor), tensor.detach().cpu().numpy().tobytes(), tensor._version)
-
-    modules = dict(model.named_modules())
-    parameters = dict(model.named_parameters())
-    return {
-        "parameters": {n: (bits(p), p.requires_grad, bits(p.grad), p.grad_fn, p.dtype) for n, p in parameters.items()},
-        "buffers": {n: bits(b) for n, b in model.named_buffers()},
-        "modes": {n: m.training for n, m in modules.items()},
-        "attributes": {n: sorted(vars(m)) for n, m in modules.items()},
-        "hooks": {
-            n: {
-                key: list(value.items())
-                for key, value in vars(m).items()
-                if key.endswith("hooks") and value is not None
-            }
-            for n, m in modules.items()
-        },
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "random": (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
-        "fast path": torch.backends.mha.get_fastpath_enabled(),
-        "attention": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "dtype": torch.get_default_dtype(),
-    }
-
-
 DATA = torch.randn(7, 1, 4, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 CALLS: dict[str, Callable[[nn.Module], Any]] = {
-    "statistics": lambda net: saltflat.compute_statistics(net, DATA, NAMES, memory="40kB"),
+    "statistics": lambda net: saltflat.compute_statistics(net, DATA, names=NAMES, memory="40kB"),
     "statistics in float64, sampled": lambda net: saltflat.compute_statistics(
-        net, DATA, NAMES, columns="sampled", dtype=torch.float64
+        net, DATA, names=NAMES, columns="sampled", dtype=torch.float64
     ),
     "certificate": lambda net: saltflat.certify(net, DATA),
 }
@@ -168,17 +67,17 @@ def test_a_fault_at_any_pass_leaves_everything_as_it_was(call: str, which: str) 
 def test_no_case_is_changed(name: str) -> None:
     case = CASES[name]()
     before = snapshot(case.model)
-    saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
+    saltflat.compute_statistics(case.model, case.batches, names=NAMES, loss=case.loss)
     assert snapshot(case.model) == before
 
 
 def test_the_callers_modes_do_not_matter_and_stay() -> None:
     net = network()
-    plain = saltflat.compute_statistics(net, DATA, "curvature_trace")
+    plain = saltflat.compute_statistics(net, DATA, names="curvature_trace")
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with context:
             before = snapshot(net)
-            found = saltflat.compute_statistics(net, DATA, "curvature_trace")
+            found = saltflat.compute_statistics(net, DATA, names="curvature_trace")
             assert snapshot(net) == before
         torch.testing.assert_close(dict(found["curvature_trace"]), dict(plain["curvature_trace"]))
 
@@ -200,16 +99,16 @@ def test_a_model_that_writes_to_its_buffers_and_tables_keeps_them() -> None:
 
     net = Counting()
     before = snapshot(net)
-    saltflat.compute_statistics(net, (torch.tensor([0, 1, 4]), torch.tensor([0, 1, 1])), "curvature_trace")
+    saltflat.compute_statistics(net, (torch.tensor([0, 1, 4]), torch.tensor([0, 1, 1])), names="curvature_trace")
     assert snapshot(net) == before
 
 
 def test_a_compiled_model_is_measured_as_it_is() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     data = torch.randn(5, 3), torch.randint(2, (5,))
-    plain = saltflat.compute_statistics(net, data, "curvature_trace")["curvature_trace"]
+    plain = saltflat.compute_statistics(net, data, names="curvature_trace")["curvature_trace"]
     model = cast(nn.Module, torch.compile(net, backend="eager"))
-    compiled = saltflat.compute_statistics(model, data, "curvature_trace")["curvature_trace"]
+    compiled = saltflat.compute_statistics(model, data, names="curvature_trace")["curvature_trace"]
     assert [name.removeprefix("_orig_mod.") for name in compiled] == list(plain)
     torch.testing.assert_close(list(compiled.values()), list(plain.values()))
 
@@ -219,7 +118,7 @@ def test_the_users_own_hooks_are_part_of_the_function() -> None:
     net = nn.Sequential(linear).double()
     data = torch.randn(5, 3, dtype=torch.float64), torch.randint(2, (5,))
     linear.register_forward_hook(lambda module, args, out: out * 0.5)
-    hooked = saltflat.compute_statistics(net, data, "curvature_diagonal")["curvature_diagonal"]["0.weight"]
+    hooked = saltflat.compute_statistics(net, data, names="curvature_diagonal")["curvature_diagonal"]["0.weight"]
 
     class Halved(nn.Module):
         def __init__(self) -> None:
@@ -229,7 +128,7 @@ def test_the_users_own_hooks_are_part_of_the_function() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 0.5 * (x @ self.weight.T + self.bias)
 
-    spelled = saltflat.compute_statistics(Halved(), data, "curvature_diagonal")["curvature_diagonal"]["weight"]
+    spelled = saltflat.compute_statistics(Halved(), data, names="curvature_diagonal")["curvature_diagonal"]["weight"]
     torch.testing.assert_close(hooked, spelled)
 
 
@@ -276,7 +175,7 @@ def test_a_model_that_writes_to_everything_keeps_it_and_is_one_function(width: i
     net = Writes(width)
     before, tensors = held_by(net)
     data = torch.randn(3, 4), torch.tensor([0, 1, 1])
-    found = saltflat.compute_statistics(net, data, "curvature_trace", layers=["head.bias"])
+    found = saltflat.compute_statistics(net, data, names="curvature_trace", layers=["head.bias"])
     after, now = held_by(net)
     assert after == before
     assert now.keys() == tensors.keys()
@@ -295,7 +194,7 @@ def test_parameters_that_are_written_to_where_it_matters_are_refused_by_name() -
     net = Writes()
     before, tensors = held_by(net)
     with pytest.raises(ModelError, match=r"writes to its own parameter 'layer\.weight'"):
-        saltflat.compute_statistics(net, data, "curvature_trace")
+        saltflat.compute_statistics(net, data, names="curvature_trace")
     after, now = held_by(net)
     assert after == before
     assert all(torch.equal(value, tensors[name]) for name, value in now.items())

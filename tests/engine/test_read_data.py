@@ -40,8 +40,8 @@ def net() -> nn.Sequential:
 def assert_measured_as(data: Any, inputs: Tensor, targets: Tensor, model: nn.Module | None = None) -> None:
     """The numbers are those of these examples, with random columns, too: they belong to an example's place."""
     for memory in ("1GiB", 4000):
-        found = saltflat.compute_statistics(model or net(), data, NAMES, memory=memory)
-        wanted = saltflat.compute_statistics(net(), (inputs, targets), NAMES)
+        found = saltflat.compute_statistics(model or net(), data, names=NAMES, memory=memory)
+        wanted = saltflat.compute_statistics(net(), (inputs, targets), names=NAMES)
         assert found.examples == len(targets)
         assert found.loss == pytest.approx(wanted.loss, rel=1e-12)
         for name in NAMES:
@@ -155,8 +155,8 @@ def test_what_differs_by_more_than_the_order_is_refused() -> None:
         Noisy(DATA, 4),
         DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 5, drop_last=True)),
     ):
-        with pytest.raises(NondeterministicError, match=r"Do: .*list\(loader\)"):
-            saltflat.compute_statistics(net(), data, "curvature_trace")
+        with pytest.raises(NondeterministicError, match=r"Try .*list\(loader\)"):
+            saltflat.compute_statistics(net(), data, names="curvature_trace")
         once = list(data)
         inputs, targets = zip(*once, strict=True)
         assert_measured_as(once, torch.cat(inputs), torch.cat(targets))
@@ -165,7 +165,7 @@ def test_what_differs_by_more_than_the_order_is_refused() -> None:
 def test_too_much_data_to_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "HELD", 100)
     with pytest.raises(NondeterministicError, match=r"too much data to hold.*shuffle=False"):
-        saltflat.compute_statistics(net(), DataLoader(DATA, 5, sampler=InAnotherOrder()), "curvature_trace")
+        saltflat.compute_statistics(net(), DataLoader(DATA, 5, sampler=InAnotherOrder()), names="curvature_trace")
 
 
 class Later(Dataset[Any]):
@@ -190,7 +190,7 @@ class NoisyInPlace:
 
 def test_noise_is_noticed_where_batches_share_their_memory() -> None:
     with pytest.raises(NondeterministicError, match="first batch differs"):
-        saltflat.compute_statistics(net(), NoisyInPlace(), "curvature_trace")
+        saltflat.compute_statistics(net(), NoisyInPlace(), names="curvature_trace")
 
 
 class Shrinking:
@@ -206,7 +206,7 @@ class Shrinking:
 
 @pytest.mark.parametrize("data", [DataLoader(Later()), Shrinking(-1), Shrinking(1)], ids=["mirrored", "fewer", "more"])
 def test_data_that_changes_after_the_first_batch_is_refused_when_it_is_read_again(data: Any) -> None:
-    with pytest.raises(NondeterministicError, match=r"whose readings differ in (batch|the number of batches).*Do: "):
+    with pytest.raises(NondeterministicError, match=r"whose readings differ in (batch|the number of batches).*Try "):
         saltflat.measure(net(), data, measures=["hessian_trace", "fisher_logdet"], memory=2000, certificate=False)
 
 
@@ -265,6 +265,6 @@ class Graph:
 
 def test_objects_that_cannot_be_cut_are_refused_and_mappings_without_labels_named() -> None:
     with pytest.raises(DataError, match=r"Graph with tensors.*collate_fn"):
-        saltflat.compute_statistics(net(), [((X, Graph(X)), Y)], "curvature_trace")
+        saltflat.compute_statistics(net(), [((X, Graph(X)), Y)], names="curvature_trace")
     with pytest.raises(DataError, match=r"keys \['target', 'x'\].*'labels'"):
-        saltflat.compute_statistics(net(), UserDict(x=X, target=Y), "curvature_trace")
+        saltflat.compute_statistics(net(), UserDict(x=X, target=Y), names="curvature_trace")

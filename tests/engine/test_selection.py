@@ -97,9 +97,9 @@ def test_a_limit_that_means_nothing_is_refused(limit: Any) -> None:
     for call in (
         lambda: saltflat.measure(net(), (X, Y), limit=limit),
         lambda: saltflat.audit_invariance(net(), (X, Y), limit=limit),
-        lambda: saltflat.compute_statistics(net(), (X, Y), "curvature_trace", limit=limit),
+        lambda: saltflat.compute_statistics(net(), (X, Y), names="curvature_trace", limit=limit),
     ):
-        with pytest.raises(OptionError, match=r"Got limit=.*Want .*Do: "):
+        with pytest.raises(OptionError, match=r"Expected .*, but got limit=.*Try "):
             call()
 
 
@@ -109,8 +109,8 @@ def test_a_limit_may_be_numpys() -> None:
 
 def test_audits_and_statistics_take_a_limit() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True)
-    found = saltflat.compute_statistics(net(), loader, "curvature_trace", limit=5)
-    wanted = saltflat.compute_statistics(net(), (X[:5], Y[:5]), "curvature_trace")
+    found = saltflat.compute_statistics(net(), loader, names="curvature_trace", limit=5)
+    wanted = saltflat.compute_statistics(net(), (X[:5], Y[:5]), names="curvature_trace")
     assert found.examples == 5
     for name, value in wanted["curvature_trace"].items():
         torch.testing.assert_close(found["curvature_trace"][name], value, rtol=1e-5, atol=0)

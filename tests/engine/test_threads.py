@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_promises import snapshot
+from promise_cases import snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -93,7 +93,9 @@ def calls_on(model: nn.Sequential) -> dict[str, Callable[[], Any]]:
         },
         "compute_statistics": lambda: {
             name: value.tolist()
-            for name, value in saltflat.compute_statistics(model, DATA, "curvature_trace")["curvature_trace"].items()
+            for name, value in saltflat.compute_statistics(model, DATA, names="curvature_trace")[
+                "curvature_trace"
+            ].items()
         },
         "penalty": lambda: penalty("fisher_trace")(model, DATA).item(),
         "monitor": monitored,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saltflat.gradients import ColumnLayout, DenseGradient, FactoredGradient, OuterProductGradient, RowSparseGradient
-from saltflat.layers.geometry import Geometry
+from saltflat.layers import Geometry
 from saltflat.results.jackknife import compute_variance_of_mean
 
 LAYOUT = ColumnLayout(fixed=2, draws=2, size=2)

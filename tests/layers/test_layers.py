@@ -23,9 +23,9 @@ NETS = {name: CASES[name] for name in CASES}
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_rule_gives_what_the_generic_way_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = NETS[name]()
-    ruled = saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
+    ruled = saltflat.compute_statistics(case.model, case.batches, names=NAMES, loss=case.loss)
     monkeypatch.setattr(layers, "RULES", {})
-    generic = saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
+    generic = saltflat.compute_statistics(case.model, case.batches, names=NAMES, loss=case.loss)
     for statistic in NAMES:
         largest = max(float(value.abs().max()) for value in generic[statistic].values())
         for parameter, value in generic[statistic].items():
@@ -52,7 +52,8 @@ def test_a_subclass_with_its_own_forward_has_no_rule() -> None:
     weights[1].weight.data = weights[0].weight.data * 2
     data = torch.randn(5, 2, dtype=torch.float64), torch.randint(3, (5,))
     doubled, plain = (
-        saltflat.compute_statistics(net, data, "curvature_diagonal")["curvature_diagonal"]["weight"] for net in weights
+        saltflat.compute_statistics(net, data, names="curvature_diagonal")["curvature_diagonal"]["weight"]
+        for net in weights
     )
     torch.testing.assert_close(doubled, 4 * plain)
 
@@ -75,8 +76,8 @@ def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
     torch.manual_seed(4)
     net = Routed().double()
     x, y = torch.randn(24, 3, 3, dtype=torch.float64), torch.randint(4, (24,))  # some examples skip an expert
-    whole = saltflat.compute_statistics(net, (x, y), NAMES)
-    alone = saltflat.compute_statistics(net, [(x[n : n + 1], y[n : n + 1]) for n in range(24)], NAMES)
+    whole = saltflat.compute_statistics(net, (x, y), names=NAMES)
+    alone = saltflat.compute_statistics(net, [(x[n : n + 1], y[n : n + 1]) for n in range(24)], names=NAMES)
     for statistic in NAMES:
         for parameter in whole[statistic]:
             torch.testing.assert_close(whole[statistic][parameter], alone[statistic][parameter], rtol=1e-12, atol=1e-15)
@@ -96,7 +97,7 @@ def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
 )
 def test_a_model_is_swept_the_quickest_way_it_allows(name: str, way: str) -> None:
     case = CASES[name]()
-    found = saltflat.compute_statistics(case.model, case.batches, "curvature_trace", loss=case.loss)
+    found = saltflat.compute_statistics(case.model, case.batches, names="curvature_trace", loss=case.loss)
     assert way in found.settings["strategy"].split(" + ")
 
 
