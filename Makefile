@@ -8,13 +8,23 @@ FLOORS := .venv-floors
 LENIENT := $(addprefix -W ignore::,DeprecationWarning FutureWarning ResourceWarning pytest.PytestUnraisableExceptionWarning)
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
+# Quick tests of every package, beside the doctests of all of them.
+SMOKE := saltflat tests/results/test_report.py tests/gradients tests/layers tests/engine/test_losses.py \
+	tests/engine/test_session.py tests/balance/test_balance.py tests/symmetry/test_fold.py tests/measures/test_catalog.py \
+	tests/audit tests/training/test_shift.py tests/integrations/test_loggers.py tests/integrations/test_stability.py \
+	tests/datasets/test_datasets.py tests/studies/test_study_grid.py tests/studies/test_networks.py \
+	tests/render/test_symmetry_view.py tests/project/test_docs.py
 
-.PHONY: demo test test-floors bench bench-measures lint format
+.PHONY: demo check test test-floors bench bench-measures lint style types smoke format
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/01_digits.py $(ARGS)
 	$(BIN)/python examples/11_study.py
+
+# Before a commit: mypy on one core, quick tests on the other.
+check: style
+	$(MAKE) --no-print-directory -j2 types smoke
 
 # Two workers with one thread each: more threads than cores slow both down.
 test: lint
@@ -31,11 +41,18 @@ bench: $(PEERS)
 bench-measures: $(PEERS)
 	$(BIN)/python benchmarks/measures.py $(ARGS)
 
-lint: $(INSTALLED)
+lint: style types
+	set -e; for script in papers/*/run.py; do $(BIN)/mypy $$script; done
+
+style: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(INSTALLED)
 	$(BIN)/mypy
-	set -e; for script in papers/*/run.py; do $(BIN)/mypy $$script; done
+
+smoke: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SMOKE) $(ARGS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""The benchmark of training together runs, and knows every way; times are not tested."""
+"""The benchmark of batched training runs with every method; times are not tested."""
 
 import json
 from importlib import import_module
@@ -9,7 +9,7 @@ import pytest
 SCRIPTS = Path(__file__).parent.parents[1] / "benchmarks"
 
 
-def test_the_benchmark_of_training_together_knows_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_of_batched_training_covers_every_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.setenv("SALTFLAT_DATA", str(tmp_path / "nothing"))
     together = import_module("together")
@@ -19,7 +19,7 @@ def test_the_benchmark_of_training_together_knows_every_way(tmp_path: Path, monk
     assert [row["way"] for row in rows] == ["alone", "together", *lenets, *lenets, "auto, float32"]
     assert [row["ratio"] for row in rows if row["way"] == "alone"] == [1.0]
     assert all(row["model_epochs_per_second"] > 0 for row in rows)
-    # Whichever way convolutions are done, the networks are the same.
+    # However convolutions are computed, the networks are the same.
     for part in (rows[2:5], rows[5:8]):
         assert [row["loss"] for row in part] == pytest.approx([part[0]["loss"]] * 3, rel=1e-4)
         assert all("RANDOM" in row["data"] and row["notes"] == [] for row in part)

@@ -1,4 +1,4 @@
-"""The benchmark's numbers mean something only if everybody computes the same thing; times are not tested."""
+"""All competitors of the benchmarks compute the same thing; times are not tested."""
 
 import json
 from importlib import import_module
@@ -62,7 +62,7 @@ def measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return import_module("measures")
 
 
-def test_the_benchmark_of_measures_finds_everybody_in_agreement(
+def test_the_benchmark_of_measures_finds_all_competitors_in_agreement(
     measures: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measures.main(["--quick", "--out", str(tmp_path / "found.json")])

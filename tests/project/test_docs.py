@@ -1,4 +1,4 @@
-"""What the documents promise is there: links, code that imports what exists, and the generated list of measures."""
+"""The documents are right: links, code, the map of the package, and the generated list of measures."""
 
 import ast
 import importlib
@@ -36,7 +36,7 @@ def test_the_list_of_measures_is_up_to_date() -> None:
         [sys.executable, "docs/catalogue.py"], cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8"
     )
     written = (ROOT / "docs" / "measures.md").read_text(encoding="utf-8")
-    assert made.stdout == written, "write it anew: python docs/catalogue.py > docs/measures.md"
+    assert made.stdout == written, "regenerate it: python docs/catalogue.py > docs/measures.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -112,10 +112,34 @@ def test_the_code_about_rescalings_does_what_it_says(tmp_path: Path, monkeypatch
     assert (tmp_path / "graph.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize("name", ["landscape.md", "spectrum.md"])
+def test_the_code_about_pictures_of_the_loss_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {}
+    for block in BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8")):
+        exec(block, known)
+        for comparison in re.findall(r"^(\S+ == \S+)", block, re.MULTILINE):
+            assert eval(comparison, known), comparison
+    assert list(tmp_path.glob("*.png"))
+
+
+def test_the_code_about_comparing_runs() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2)]
+    known: dict[str, Any] = {
+        "loader": (torch.randn(16, 3), torch.randint(3, (16,))),
+        "model": models[0].eval(),
+        "model_trained_with_sam": models[1].eval(),
+    }
+    for block in BLOCK.findall((ROOT / "docs" / "comparing.md").read_text(encoding="utf-8")):
+        exec(block, known)
+    assert known["plain"]["rho"].value != known["sam"]["rho"].value
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
 def test_every_measure_is_named(name: str) -> None:
     told = set(CODE.findall((ROOT / name).read_text(encoding="utf-8")))
-    # Variants are told by what is added to the name before them.
+    # Variants are listed by their suffix or prefix.
     short = {f"normalized_sharpness{each}" for each in told if each.startswith("_")}
     short |= {f"{each}normalized_sharpness" for each in told if each.endswith("_")}
     assert MEASURES.keys() - told - short == set()

@@ -306,7 +306,7 @@ def test_one_process_alone_says_what_to_do() -> None:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What it printed; it must have succeeded."""
+    """Return what a command printed; it must succeed."""
     finished = subprocess.run(
         command,
         env={**os.environ, "SALTFLAT_QUICK": "1", "SALTFLAT_DATA": str(DATA)},

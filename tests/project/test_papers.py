@@ -1,4 +1,4 @@
-"""The papers' scripts run at their smallest scale, and what their pages say is what their rows say."""
+"""The papers' scripts run at their smallest scale, and their pages show the tables of their rows."""
 
 import json
 import os
