@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import torch
-import typer
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from saltflat.cli.program import check_outputs, open_cli_session, parse_names, print_result, write_result, write_result_page
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar, overload
+
+import typer
+
+from saltflat.cli.program import (
+    check_outputs,
+    open_cli_session,
+    parse_names,
+    print_result,
+    write_result,
+    write_result_page,
+)
 from saltflat.errors import ModelError, OptionError, make_unknown_name_error
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, overload
-from typing import TYPE_CHECKING
+
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
     from saltflat.audit.result import Audit
     from saltflat.engine.data import Data
     from saltflat.landscape.result import Landscape
     from saltflat.results.report import Report
     from saltflat.spectrum.result import Spectrum
-    from torch import Tensor, nn
-
 
 Result = TypeVar("Result", "Report", "Audit", "Landscape", "Spectrum")
 
@@ -157,8 +166,8 @@ class NetworkOptions:
 
     def _fold_network(self, network: nn.Module, device: torch.device) -> nn.Module:
         from saltflat.datasets.user_code import wrap_model_errors
-        from saltflat.symmetry.fold import fold
         from saltflat.symmetry.equality import take_example
+        from saltflat.symmetry.fold import fold
 
         network = network.to(device)
         with wrap_model_errors(self.model, self.data):

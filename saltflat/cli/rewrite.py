@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import saltflat
-import typer
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
 from rich.text import Text
+
+import saltflat
 from saltflat.cli.inputs import Columns, NetworkOptions, Quiet, SweepOptions
 from saltflat.cli.program import add_command, app, choose_verb, print_message, print_result
 from saltflat.errors import ModelError, OptionError
-from typing import Annotated, Any, ClassVar
-from typing import TYPE_CHECKING
+
 if TYPE_CHECKING:
-    from saltflat.engine.data import Data
     from torch import nn
 
+    from saltflat.engine.data import Data
 
 NUM_COMPARED = 8  # examples on which the outputs of both networks are compared
 
@@ -134,8 +136,7 @@ def rebalance(
 
 def _compare_outputs(network: nn.Module, new: nn.Module, examples: Data) -> float:
     """Return how far the outputs differ, in the model's own precision, after checking that it is rounding error."""
-    from saltflat.symmetry.equality import COARSE_TOLERANCE, compare_outputs
-    from saltflat.symmetry.equality import parse_example, take_example
+    from saltflat.symmetry.equality import COARSE_TOLERANCE, compare_outputs, parse_example, take_example
 
     difference = compare_outputs(network, new, parse_example(take_example(examples, count=NUM_COMPARED)))
     if not difference <= COARSE_TOLERANCE:

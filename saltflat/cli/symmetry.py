@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import saltflat
-import typer
-from saltflat.cli.inputs import LossOptions, MeasureOptions, NetworkOptions, PageOptions, Plot, compute_result
-from saltflat.cli.program import add_command, app, check_outputs, parse_names, print_result, reword_audit, write_figure
 from typing import Annotated
 
+import typer
+
+import saltflat
+from saltflat.cli.inputs import LossOptions, MeasureOptions, NetworkOptions, PageOptions, Plot, compute_result
+from saltflat.cli.program import add_command, app, check_outputs, parse_names, print_result, reword_audit, write_figure
 
 
 @add_command(app)
@@ -51,8 +52,8 @@ def symmetries(
     The model runs once, on the first examples of the data. The command prints which weights can be rescaled, and which
     operations fix the others.
     """
-    from saltflat.symmetry.group import check_rescaling_kind
     from saltflat.symmetry.equality import take_example
+    from saltflat.symmetry.group import check_rescaling_kind
 
     check_rescaling_kind(kind)
     check_outputs(None, plot, quiet=False)

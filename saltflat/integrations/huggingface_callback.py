@@ -19,8 +19,8 @@ from saltflat.integrations.record import Record
 from saltflat.training.asam import ASAM
 from saltflat.training.fisher_penalty import FisherPenalty
 from saltflat.training.gradient_norm import GradientNormPenalty
-from saltflat.training.objective import Objective
 from saltflat.training.measure_penalty import Penalty, penalty
+from saltflat.training.objective import Objective
 from saltflat.training.sam import SAM
 from saltflat.training.two_pass import TwoPass
 from saltflat.validation import check_non_negative
