@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy
@@ -30,7 +28,7 @@ from saltflat.landscape.evaluate import (
     find_batch_norms,
 )
 from saltflat.landscape.result import Landscape
-from saltflat.measures.compute import get_package_version
+from saltflat.results.report import describe_run
 from saltflat.validation import LARGEST_COUNT, check_positive, check_seed, parse_bytes, take_turns
 
 MOST_POINTS = 250_000  # more is probably a typo
@@ -186,18 +184,10 @@ def compute_landscape(
             losses=found.losses.reshape(shape).numpy(),
             errors=None if found.errors is None else found.errors.reshape(shape).numpy(),
             directions=tuple({**each.describe(), "normalize": wanted.normalize} for each in along),
-            model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
             examples=found.examples,
             settings=_collect_settings(context, wanted, grid, batch_norm, points_),
-            versions={
-                "saltflat": get_package_version(),
-                "torch": torch.__version__,
-                "numpy": numpy.__version__,
-                "python": platform.python_version(),
-            },
-            seconds=time.perf_counter() - started,
             notes=(*notes, *told, *_explain_batch_norm(model, batch_norm, wanted)),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            **describe_run(model, started, torch, numpy),
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy
@@ -29,7 +27,7 @@ from saltflat.errors import NonFiniteError, OptionError, format_error_line, make
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.collect import DIAGONALS, StatisticCollector
 from saltflat.measures.registry import REFERENCES, MeasureRequest, parse_measures
-from saltflat.results.report import Reading, Report
+from saltflat.results.report import Reading, Report, describe_run
 from saltflat.validation import check_flag, check_seed, is_choice, parse_bytes, take_turns
 
 __all__ = ["measure"]
@@ -129,32 +127,16 @@ def measure(
         readings=readings,
         left_out=left_out,
         legend={each.key: _make_legend(each, readings[each.key]) for each in asked if each.key in readings},
-        model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         examples=examples,
         loss=mean_loss,
         settings={**describe_context(context), "logits": logits, "diagonal": diagonal},
-        versions={
-            "saltflat": get_package_version(),
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "scipy": scipy.__version__,
-            "python": platform.python_version(),
-        },
         device=_format_device(context),
-        seconds=time.perf_counter() - started,
         seconds_by_step=search.seconds,
         certificate=agreement,
         notes=tuple(notes),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        **describe_run(model, started, torch, numpy, scipy),
         **search.overview,
     )
-
-
-def get_package_version() -> str:
-    """Return the version of saltflat."""
-    import saltflat  # at call time: this module is part of it
-
-    return saltflat.__version__
 
 
 def _parse_initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -> dict[str, Tensor] | None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import time
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from saltflat._late import load_later
@@ -30,6 +34,7 @@ from saltflat.results.text import format_quantity, make_printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,6 +303,25 @@ class Report(Displayable, JsonFile, MeasureMapping[Reading]):
             {name: {"": self[name]} for name in wanted}, self.model
         )
         return figure
+
+
+def describe_run(model: nn.Module, started: float, *packages: ModuleType) -> dict[str, Any]:
+    """Return the fields of a result that say what was computed when: model, versions, seconds and created.
+
+    Args:
+        model: the model.
+        started: the value of ``time.perf_counter()`` at the start.
+        packages: the packages whose versions matter, besides saltflat and Python.
+    """
+    import saltflat  # at call time: this module is part of it
+
+    versions = {each.__name__: str(each.__version__) for each in packages}
+    return {
+        "model": f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} parameters",
+        "versions": {"saltflat": saltflat.__version__, **versions, "python": platform.python_version()},
+        "seconds": time.perf_counter() - started,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def parse_measure_names(names: str | Sequence[str]) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import Literal
 
 import numpy
@@ -31,7 +29,7 @@ from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
 from saltflat.errors import ModelError, NonFiniteError, NotDefinedError, OptionError, make_unknown_name_error
-from saltflat.measures.compute import get_package_version
+from saltflat.results.report import describe_run
 from saltflat.spectrum.result import Block, Eigenvalue, Spectrum
 from saltflat.validation import check_count, check_seed, parse_bytes, take_turns
 
@@ -220,7 +218,6 @@ def compute_spectrum(
             del settings["columns"], settings["strategy"]
         return Spectrum(
             blocks=blocks,
-            model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
             examples=context.examples,
             loss=context.mean_loss,
             settings={
@@ -231,15 +228,8 @@ def compute_spectrum(
                 "smallest": smallest,
                 **({"draws": draws, "steps": steps} if density else {}),
             },
-            versions={
-                "saltflat": get_package_version(),
-                "torch": torch.__version__,
-                "numpy": numpy.__version__,
-                "python": platform.python_version(),
-            },
-            seconds=time.perf_counter() - started,
             notes=tuple(notes),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            **describe_run(model, started, torch, numpy),
         )
 
 

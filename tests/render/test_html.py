@@ -20,8 +20,8 @@ from saltflat.audit.change import compute_change
 from saltflat.cli import app
 from saltflat.errors import ReportError
 from saltflat.render.html import render_audit_page, render_comparison_page, render_report_page, render_study_page
-from saltflat.render.html.bars import build_chart
 from saltflat.render.html.page import build_small_scatter, encode_inert_json, encode_picture
+from saltflat.render.html.pages import build_chart
 from saltflat.render.html.runs import MOST_LETTERS, collect_failures
 from saltflat.render.html.summary import collect_warnings, format_runs, format_score_summary
 from saltflat.results import Reading, Report, compare

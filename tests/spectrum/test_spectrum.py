@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import saltflat
 from saltflat.engine.eigenvalues import find_extreme_eigenvalues
-from saltflat.engine.lanczos import _EigenvalueSearch, compute_quadratures
+from saltflat.engine.lanczos import EigenvalueSearch, compute_quadratures
 from saltflat.errors import ModelError, NonFiniteError, OptionError, ParameterError, ReportError, UnknownNameError
 from saltflat.spectrum import Block, Spectrum
 
@@ -165,7 +165,7 @@ def test_one_search_alone_misses_a_repeated_eigenvalue() -> None:
     """What the second search is for."""
     outer = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64)
     matrix = matrix_with(torch.cat([torch.linspace(0, 0.1, 197, dtype=torch.float64), outer]))
-    run = _EigenvalueSearch(drawing(200)(0)["a"], 1e-8, 60, largest=2, relative=1e-3)
+    run = EigenvalueSearch(drawing(200)(0)["a"], 1e-8, 60, largest=2, relative=1e-3)
     while not run.done:
         run.add_product(matrix @ run.next)
     assert run.values.tolist() == pytest.approx([1, 0.5])
