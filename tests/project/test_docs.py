@@ -46,6 +46,14 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_file_of_the_repository_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(
+        r"\b(?:saltflat|tests|examples|benchmarks)/[\w/]+(?:\.\w+)?(?![\w*])", page.read_text(encoding="utf-8")
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_a_python_block_imports_and_calls_exists(block: str) -> None:
     tree = ast.parse(block)
