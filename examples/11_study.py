@@ -1,9 +1,9 @@
-"""Which measures go with the generalization gap? A small study on handwritten digits, from training to web page.
+"""Which measures correlate with the generalization gap? A small study on handwritten digits, from training to web page.
 
-Networks of three widths are trained with several learning rates and shares of random labels, two seeds each, all of
-one width at once. Every run is kept in a folder: stop the script and start it again, and it goes on where it was. Then
-every measure is scored against the gap, beside controls such as the training loss, and everything is put on one page
-for a browser. `examples/digits.yaml` is the same study for the command line:
+Networks of three widths are trained with several learning rates and fractions of random labels, two seeds each, all of
+one width at once. Every run is saved in a folder: if interrupted, the script resumes where it stopped. Then every
+measure is scored against the gap, beside controls such as the training loss, and everything is put on one web page.
+ `examples/digits.yaml` is the same study for the command line:
 
     saltflat study run examples/digits.yaml --out demo/study
     saltflat study report demo/study --out demo/study.html
@@ -36,7 +36,7 @@ def main() -> None:
     print(results)
     print(f"\n{results.scores()}")
 
-    # The loss around the network with the largest gap and around that with the smallest.
+    # The loss around the networks with the smallest and the largest gap.
     finished = [row for row in results.rows.values() if row.readings]
     ends = {
         f"{name} gap": pick(finished, key=lambda row: row.gap["loss"])
@@ -49,7 +49,7 @@ def main() -> None:
         data = (network.inputs[:200].double(), network.labels[:200])
         landscapes[name] = saltflat.compute_landscape(network.model.double(), data, points=21, progress=False)
     page = results.write_html(out / "study.html", audits=AUDITED, landscapes=landscapes, progress=False)
-    print(f"\nRuns are in {results.folder}, the page for a browser is {page}.")
+    print(f"\nRuns are in {results.folder}, the web page is {page}.")
 
 
 if __name__ == "__main__":

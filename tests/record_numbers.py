@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # Not results: how long it took, when, where and with what.
 TOLERANCE = 1e-7  # relative, for numbers that no two runs of the same code agree on to the last digit
+RENAMED = {"batch": "batch_size", "l2": "weight_decay"}  # settings, in records of earlier versions
 IGNORED = {"seconds", "seconds_by_step", "created", "versions", "measure_seconds", "memory", "results_bytes", "digest"}
 
 
@@ -109,6 +111,7 @@ def compare(old: list[dict[str, str]], new: dict[str, str]) -> int:
     same code (determinants and eigenvalues, where LAPACK's last digits depend on where in memory an array lies) must
     agree to ``TOLERANCE``.
     """
+    old = [{_rename_settings(key): value for key, value in each.items()} for each in old]
     first = old[0]
     unstable = {key for key in first if any(each.get(key) != first[key] for each in old)}
     missing, extra = first.keys() - new.keys(), new.keys() - first.keys()
@@ -129,6 +132,17 @@ def compare(old: list[dict[str, str]], new: dict[str, str]) -> int:
             f"agree to {TOLERANCE:g}."
         )
     return len(changed) + len(far) + len(missing)
+
+
+def _rename_settings(key: str) -> str:
+    """Return the key of a score with the settings in it by their present names.
+
+    Example:
+        >>> _rename_settings("demo/study/scores/scores/rho/cmi_by_set/lr + batch")
+        'demo/study/scores/scores/rho/cmi_by_set/lr + batch_size'
+    """
+    path, mark, rest = key.partition("/scores/")
+    return path + mark + re.sub(r"\b(batch|l2)\b", lambda found: RENAMED[found[0]], rest)
 
 
 def _is_close(one: str, other: str) -> bool:

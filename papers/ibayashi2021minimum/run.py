@@ -1,12 +1,12 @@
-"""Ibayashi et al.'s random-label experiment, Figures 2 and 4: does minimum sharpness go with the generalization gap?
+"""Ibayashi et al.'s random-label experiment, Figures 2 and 4: does minimum sharpness correlate with the gap?
 
     python papers/ibayashi2021minimum/run.py                  train and measure both networks, draw
     python papers/ibayashi2021minimum/run.py --scale smoke    half a minute on a CPU, to see that it runs
     python papers/ibayashi2021minimum/run.py table            what was found, beside the paper's archived values
     python papers/ibayashi2021minimum/run.py figures          draw again from the rows
 
-MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. A run that was stopped
-goes on where it was.
+MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. If interrupted, a run
+resumes where it stopped.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def study(network: str, scale: str) -> Study:
 
 
 class Found:
-    """The trained networks of one kind, as arrays; those that collapsed are known by name."""
+    """The trained networks of one architecture, as arrays, with those that collapsed marked."""
 
     def __init__(self, folder: Path) -> None:
         self.results = Results.load(folder)
@@ -92,7 +92,7 @@ class Found:
 
 
 def precision(folder: Path, data: Path, device: str) -> dict[str, dict[str, float]]:
-    """How far the numbers are from those in float64: one network with share 0, one with 0.5 and one with 1."""
+    """Return the relative differences from float64, for one network each with 0, 50 and 100 % random labels."""
     results, differences = Results.load(folder), {}
     examples = results.study.data.examples(str(data))
     for row in results.rows.values():
@@ -113,7 +113,7 @@ def precision(folder: Path, data: Path, device: str) -> dict[str, dict[str, floa
 
 
 def table(claim: dict[str, Any], found: Found, rounding: Path) -> Iterator[str]:
-    """What the README shows of one network."""
+    """Yield the README's lines for one network."""
     yield f"### {claim['where']}: {claim['network']}"
     yield ""
     yield (
@@ -156,7 +156,7 @@ def table(claim: dict[str, Any], found: Found, rounding: Path) -> Iterator[str]:
 
 
 def correlations(title: str, x: np.ndarray[Any, Any], found: Found, claim: dict[str, Any], short: str = "") -> str:
-    """One number's row; a second one of the networks that have fitted their labels, where some have not."""
+    """Yield a measure's row, and one for the networks that fitted their labels if some did not."""
     lines = []
     for name, chosen in {"": np.ones(len(x), dtype=bool), ", fitted networks alone": found.fitted}.items():
         if (name and found.fitted.all()) or chosen.sum() < 4:
@@ -172,7 +172,7 @@ def correlations(title: str, x: np.ndarray[Any, Any], found: Found, claim: dict[
 def verdict(
     pearson: float, chance: float, chosen: np.ndarray[Any, Any], found: Found, claim: dict[str, Any], short: str
 ) -> str:
-    """Reproduced within 0.1 of the archived number; never where the networks are not like the archived ones."""
+    """Return the verdict: reproduced within 0.1 of the archived number, if the networks are comparable."""
     same_sign = "same sign" if pearson > 0 and chance < 0.05 else "not reproduced"
     shares, unfitted = len(set(found.ratio[chosen])), int((chosen & ~found.fitted).sum())
     reasons = []

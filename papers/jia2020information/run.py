@@ -2,7 +2,7 @@
 
 What it can do (`python papers/jia2020information/run.py WHAT --help` lists the options):
 
-    train                   train and measure every method and seed that has no row yet; a run that was stopped goes on
+    train                   train and measure every method and seed that has no row yet; resume interrupted runs
     tune                    the same on 45,000 images, judged on the other 5,000, as the paper chose
     table                   what was found, beside the paper
     train --scale smoke     a minute on a CPU, to see that it runs
@@ -39,7 +39,7 @@ METHODS = ("sgd", "fisher", "sam")
 
 @dataclass(frozen=True)
 class Run:
-    """Everything a run depends on; the paper's recipe for this network but for the number of epochs."""
+    """Everything a run depends on: the paper's recipe for this network, with fewer epochs."""
 
     method: str
     seed: int
@@ -82,7 +82,7 @@ def network(width: int) -> nn.Module:
 
 
 def augmented(images: Tensor) -> Tensor:
-    """Shifted by up to 4 pixels, the border filled with zeros, and flipped half of the time."""
+    """Return the images, shifted by up to 4 pixels with zero padding, and half of them flipped."""
     count, _, side, _ = images.shape
     padded = F.pad(images, (4, 4, 4, 4))
     where = torch.arange(side, device=images.device)
@@ -93,7 +93,7 @@ def augmented(images: Tensor) -> Tensor:
 
 
 def stepper(run: Run, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[Tensor, Tensor], Tensor]]:
-    """The optimizer, and a function that takes one step on a batch and gives its loss."""
+    """Return the optimizer, and a function that takes one step on a batch and returns its loss."""
     options: dict[str, Any] = {"lr": run.lr, "momentum": 0.9, "nesterov": True, "weight_decay": run.weight_decay}
     if run.method == "sam":
         sam = SAM(model, torch.optim.SGD, rho=run.rho, **options)
@@ -125,7 +125,7 @@ def stepper(run: Run, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable
 
 
 def loaded(run: Run, folder: Path, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels to train on, and to test on."""
+    """Return images and labels for training and for testing."""
     images, labels = (each.to(device) for each in read_data("cifar10", folder, "train", normalize="standard"))
     images, labels = images[: run.images], labels[: run.images]
     if run.held_out:
@@ -154,7 +154,7 @@ def train(
         schedule.load_state_dict(state["schedule"])
         first, seconds, curve = state["epoch"], state["seconds"], state["curve"]
     for epoch in range(first, run.epochs):
-        torch.manual_seed(1000 * run.seed + epoch)  # so that a run that was stopped goes on as if it had not been
+        torch.manual_seed(1000 * run.seed + epoch)  # so that an interrupted run resumes as if it had not been
         started = time.perf_counter()
         order = torch.randperm(len(images), device=images.device)
         total = torch.zeros((), device=images.device)
@@ -188,7 +188,7 @@ def train(
 
 @torch.no_grad()
 def error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Wrong answers in percent."""
+    """Return the error in percent."""
     wrong = sum(
         int((model(x).argmax(1) != y).sum()) for x, y in zip(images.split(2000), labels.split(2000), strict=True)
     )
@@ -212,7 +212,7 @@ def spread(values: list[float]) -> str:
 
 
 def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterator[str]:
-    """The README's tables."""
+    """Yield the README's tables."""
     by_method = {m: [row for row in found if row["run"]["method"] == m] for m in METHODS}
     by_method = {m: each for m, each in by_method.items() if each}
     yield "| method | seeds | epochs | test error % | training error % | seconds | " + " | ".join(MEASURES) + " |"
@@ -240,7 +240,7 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
 
 
 def label_of(run: dict[str, Any]) -> str:
-    """A method with what was chosen for it."""
+    """Return the name of a method with its parameters."""
     chosen = {"fisher": " (beta {beta:g}, M {parts}, tau {clip:g})", "sam": " (rho {rho:g})"}.get(run["method"], "")
     return f"{run['method']}{chosen.format(**run)}"
 
@@ -250,7 +250,7 @@ def values(found: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def verdict(base: list[float], other: list[float]) -> str:
-    """Whether a difference of means is more than chance: by Welch's test, at 5 %."""
+    """Return whether a difference of means is significant: Welch's test, at 5 %."""
     change = mean(other) - mean(base)
     if min(len(base), len(other)) < 2:
         return f"{change:+.3g} from sgd; one seed says nothing about chance"

@@ -1,12 +1,12 @@
-"""Petzka et al.'s MNIST experiment, Figures 3 to 6: do kappa and rho go with the generalization gap?
+"""Petzka et al.'s MNIST experiment, Figures 3 to 6: do kappa and rho correlate with the gap?
 
     python papers/petzka2019reparameterization/run.py                  train, measure, rescale, measure again, draw
     python papers/petzka2019reparameterization/run.py --scale smoke    half a minute on a CPU, to see that it runs
     python papers/petzka2019reparameterization/run.py table            what was found, beside the paper
     python papers/petzka2019reparameterization/run.py figures          draw again from the rows
 
-MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. A run that was stopped
-goes on where it was.
+MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. If interrupted, a run
+resumes where it stopped.
 """
 
 import argparse
@@ -38,7 +38,7 @@ FACTORS = (5, 25)  # of the rescalings, both included
 
 
 def study(scale: str) -> Study:
-    """Batches of 1000 to 8000 with learning rates in proportion ("0.02 to 1.6", a misprint of 0.16), many seeds."""
+    """Return the study: batches of 1000 to 8000, proportional learning rates ("0.02 to 1.6", a misprint of 0.16)."""
     small = scale == "smoke"
     batches = (20, 40) if small else (1000, 2000, 4000, 8000)
     lr = 0.1 if small else 0.02  # of the smallest batch
@@ -56,7 +56,7 @@ def study(scale: str) -> Study:
 
 
 def rescaled(model: nn.Sequential, seed: int) -> nn.Sequential:
-    """The same function: each hidden layer divided by a random whole number, the layer after it multiplied by that."""
+    """Divide each hidden layer by a random whole number and multiply the next by it; the function stays the same."""
     generator = torch.Generator().manual_seed(seed)
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     with torch.no_grad():
@@ -69,7 +69,7 @@ def rescaled(model: nn.Sequential, seed: int) -> nn.Sequential:
 
 
 def measure_rescaled(results: Results, path: Path, device: str, data: Path) -> None:
-    """Every network again, after its layers were rescaled; its outputs are checked to be the same."""
+    """Measure every network again after rescaling its layers, and record how much its outputs changed."""
     done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     most = results.study.measure["examples"]
     examples = results.study.data.examples(data)
@@ -91,7 +91,7 @@ def measure_rescaled(results: Results, path: Path, device: str, data: Path) -> N
 
 
 class Found:
-    """The networks that count, as arrays."""
+    """The networks with a small training error, as arrays."""
 
     def __init__(self, folder: Path) -> None:
         self.results = Results.load(folder)
@@ -118,7 +118,7 @@ class Found:
 
 
 def interval(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, float, float, float]:
-    """Pearson's correlation, its 95 % interval (Fisher's) and the probability of so much by chance."""
+    """Return Pearson's correlation, its 95 % interval (Fisher's) and its p-value."""
     found = pearsonr(x, y)
     low, high = found.confidence_interval(0.95)
     return float(found.statistic), float(low), float(high), float(found.pvalue)
@@ -130,7 +130,7 @@ def shown(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> str:
 
 
 def table(found: Found) -> Iterator[str]:
-    """What the README shows."""
+    """Yield the README's lines."""
     if len(found.kept) < 4:
         yield f"{len(found.kept)} networks have at most {LARGEST_ERROR:.0%} training error: too few for correlations."
         return
@@ -186,7 +186,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def within_batches(found: Found) -> Iterator[str]:
-    """Networks that were trained alike but for the seed: does a number still tell them apart?"""
+    """Yield the correlations among networks that differ in their seed alone."""
     many = [batch for batch in sorted(set(found.batch)) if (found.batch == batch).sum() >= 4]
     if not many:
         return
@@ -212,7 +212,7 @@ def verdict(claim: dict[str, Any], values: np.ndarray[Any, Any], gap: np.ndarray
 
 
 def draw(found: Found, folder: Path) -> None:
-    """Plots like the paper's: a panel per layer, or per network-wise number, a colour per batch size."""
+    """Plot as in the paper: a panel per layer, or per network-wise number, a color per batch size."""
     hidden = found.layers[:4]
     panels = {
         f"figure{3 + place}": [

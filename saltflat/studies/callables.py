@@ -1,32 +1,33 @@
-"""The arguments of the user's functions: one that builds a network, one that trains."""
+"""Inspect the arguments of the user's functions that build or train a network."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from saltflat.datasets.user_code import import_object
 from saltflat.errors import StudyError
 from saltflat.studies.canonical import to_json_value
 from saltflat.studies.networks import find_network
 
-# What a study hands to every train function by itself.
+T = TypeVar("T")
+# Arguments that a study passes to every train function.
 HANDED = ("seed", "data", "device")
 STOPS = ("epochs", "target_loss", "target_error", "check_every")
 
 
 @dataclass(frozen=True)
 class ConfigurableFunction:
-    """A function that settings are handed to.
+    """A function that takes settings as arguments.
 
     Attributes:
-        what: how to call it in a message.
-        function: itself.
-        names: the settings it takes by name, with their defaults; ``inspect.Parameter.empty`` where it has none.
+        what: its name in messages.
+        function: the function.
+        names: the arguments it takes by name, with their defaults; ``inspect.Parameter.empty`` for none.
         anything: whether it takes any other name as well.
-        handed: what it takes of that which a study hands over by itself.
+        handed: the arguments it takes among those that a study passes itself.
     """
 
     what: str
@@ -36,11 +37,12 @@ class ConfigurableFunction:
     handed: tuple[str, ...] = ()
 
     def can_take(self, name: str) -> bool:
+        """Return whether it takes an argument of this name."""
         return name in self.names or self.anything
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The defaults that can be written down; they are part of what a run is."""
+        """The defaults that JSON can hold; they are part of a run's identity."""
         found = {}
         for name, value in self.names.items():
             try:
@@ -51,16 +53,17 @@ class ConfigurableFunction:
 
     @property
     def required_names(self) -> list[str]:
+        """The arguments without a default."""
         return [name for name, value in self.names.items() if value is inspect.Parameter.empty]
 
 
 def inspect_network(name: str) -> ConfigurableFunction:
-    """Of the function that makes the network of this name; it gets the shape of an input and the number of classes."""
+    """Inspect the function that makes this network, after its first arguments, the input shape and class count."""
     return _inspect_function(f"the network {name!r}", find_network(name).make, behind=2)
 
 
 def inspect_train_function(spec: str) -> ConfigurableFunction:
-    """Of the user's own train function."""
+    """Inspect the user's train function."""
     function = import_object(spec, "train function")
     if not callable(function):
         raise StudyError(
@@ -78,14 +81,14 @@ def _inspect_function(
         parameters = list(inspect.signature(function).parameters.values())[behind:]
     except ValueError as problem:
         raise StudyError(
-            f"Expected {what} to say which arguments it takes, but got {function!r}, which does not ({problem}). "
+            f"Expected {what} to have a signature, but got {function!r}, which has none ({problem}). "
             "Try a function of your own that calls it."
         ) from problem
     closed = [each.name for each in parameters if each.kind is kinds.POSITIONAL_ONLY]
     if closed:
         raise StudyError(
-            f"Expected arguments that it does, but got {what}, which does not take {closed[0]!r} by its name. Try "
-            "taking the / out of its signature."
+            f"Expected arguments that can be passed by name, but got {what}, which does not take {closed[0]!r} by its "
+            "name. Try removing the / from its signature."
         )
     anything = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
     names = {
@@ -96,8 +99,8 @@ def _inspect_function(
     return ConfigurableFunction(what, function, own, anything, taken)
 
 
-def get_function_path(given: Any, what: str) -> Any:
-    """A function that was handed over, by the name under which it can be found again; texts stay."""
+def get_function_path(given: T, what: str) -> T | str:
+    """Return the import path of a function; other values stay as they are."""
     if given is None or isinstance(given, str) or not callable(given):
         return given
     name, module = getattr(given, "__qualname__", ""), getattr(given, "__module__", "")

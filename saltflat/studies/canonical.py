@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +20,20 @@ FORMAT = 1
 WHOLE = 2.0**53
 # Levels of lists and mappings: a deeper value contains itself, or is meant to exhaust the reader.
 DEEPEST = 20
-# A value that JSON can hold.
-JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 
-def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
+class Array(Protocol):
+    """An array of numpy or torch."""
+
+    def tolist(self) -> Any:
+        """Return it as nested lists."""
+
+
+# A value that to_json_value accepts.
+JsonLike: TypeAlias = "bool | int | float | str | Sequence[JsonLike] | Mapping[str, JsonLike] | Array | None"
+
+
+def to_json_value(value: JsonLike, where: str, depth: int = 0) -> Any:
     """Return the value in JSON's own types: tuples become lists, numbers of numpy and torch Python's.
 
     Example:
@@ -59,7 +68,7 @@ def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
     )
 
 
-def canonicalize(value: Any) -> Any:
+def canonicalize(value: JsonLike) -> Any:
     """Return one form for values that mean the same: 1.0 is 1, a tuple is a list.
 
     Example:
@@ -75,7 +84,7 @@ def canonicalize(value: Any) -> Any:
     return value
 
 
-def dump_canonical_json(value: Any) -> str:
+def dump_canonical_json(value: JsonLike) -> str:
     """Return the canonical form as JSON, equal for values that mean the same.
 
     Example:
@@ -85,7 +94,7 @@ def dump_canonical_json(value: Any) -> str:
     return json.dumps(canonicalize(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def compute_digest(value: Any, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> str:
+def compute_digest(value: JsonLike, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> str:
     """Return sixteen hexadecimal digits that identify a value and the tensors, on the CPU, that belong to it.
 
     Example:
@@ -102,7 +111,7 @@ def compute_digest(value: Any, tensors: Mapping[str, Tensor] = MappingProxyType(
     return found.hexdigest()[:16]
 
 
-def make_hashable(value: Any) -> Any:
+def make_hashable(value: JsonLike) -> Any:
     """Return the value with lists as tuples at every level, so that it can be hashed."""
     return tuple(make_hashable(each) for each in value) if isinstance(value, list | tuple) else value
 

@@ -1,4 +1,4 @@
-"""Where the examples of a study come from."""
+"""The examples of a study, and where they come from."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from saltflat.datasets.arrays import FORMATS
 from saltflat.datasets.user_code import build_from_spec
 from saltflat.errors import CodeNotAllowedError, DataError, StudyError, make_unknown_name_error
 from saltflat.results.text import join_words
+from saltflat.studies.canonical import JsonLike
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,16 @@ class Examples:
 
     @property
     def classes(self) -> int:
+        """The number of classes."""
         return int(max(self.train_labels.max(), self.test_labels.max())) + 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one input."""
+        """The shape of one input."""
         return tuple(self.train_inputs.shape[1:])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Examples:
-        """The same elsewhere, inputs in this precision; whole numbers, such as those of words, stay whole."""
+        """Return the examples on a device, inputs in this precision; integer inputs, such as tokens, stay integers."""
 
         def move_inputs(inputs: Tensor) -> Tensor:
             return inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
@@ -51,13 +53,13 @@ class Examples:
         )
 
     def copy(self) -> Examples:
-        """The same in memory of its own."""
+        """Return a copy with tensors of its own."""
         return Examples(
             self.train_inputs.clone(), self.train_labels.clone(), self.test_inputs.clone(), self.test_labels.clone()
         )
 
 
-# What inputs and labels may be made of.
+# Allowed dtypes of inputs and labels.
 KINDS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 
 
@@ -66,14 +68,14 @@ class DataSource:
     """The data of a study, by name.
 
     Attributes:
-        name: of a data set (``digits``, ``mnist``, ``cifar10`` ...); a file ``.npz`` or ``.safetensors`` to train on;
-            or ``package.module:function`` that gives Examples, or two pairs ``(inputs, labels)``, to train on and to
-            test.
-        test: the file to test on, where ``name`` is a file.
-        normalize: inputs of a named data set: ``"none"`` ([0, 1]), ``"half"`` ([-1, 1]) or ``"standard"``.
-        train_limit: take at most so many training examples.
-        test_limit: the same of the test examples.
-        folder: where named data sets are. Not part of what a run is: the same data elsewhere are the same data.
+        name: name of a data set (``digits``, ``mnist``, ``cifar10`` ...); a file ``.npz`` or ``.safetensors`` with
+            training examples; or ``package.module:function`` that returns Examples, or two pairs ``(inputs, labels)``,
+            for training and for testing.
+        test: file with test examples, if ``name`` is a file.
+        normalize: range of the inputs of a named data set: ``"none"`` ([0, 1]), ``"half"`` ([-1, 1]) or ``"standard"``.
+        train_limit: maximum number of training examples.
+        test_limit: maximum number of test examples.
+        folder: folder of named data sets. It is not part of a run's identity.
     """
 
     name: str
@@ -84,8 +86,8 @@ class DataSource:
     folder: str = "data"
 
     @classmethod
-    def parse(cls, given: Any) -> DataSource:
-        """The source that a study's ``data`` names."""
+    def parse(cls, given: JsonLike | DataSource) -> DataSource:
+        """Return the source for a study's ``data``."""
         if isinstance(given, DataSource):
             return given
         if isinstance(given, str):
@@ -104,14 +106,14 @@ class DataSource:
             raise StudyError(
                 f"Expected a name, once, but got data with the keys {', '.join(given) or '(none)'}. Try name: digits."
             )
-        own = {("name" if key == "source" else key): value for key, value in given.items()}
+        own: dict[str, Any] = {("name" if key == "source" else key): value for key, value in given.items()}
         return cls(**own).check_values()
 
     def check_values(self) -> DataSource:
-        """Itself, if its values mean something."""
+        """Check the values, and return the source."""
         for key in ("name", "normalize", "folder"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
-                raise StudyError(f"Expected a text, but got {key}={getattr(self, key)!r} of data. Try naming it.")
+                raise StudyError(f"Expected a string, but got {key}={getattr(self, key)!r} of data. Try a name.")
         for key in ("train_limit", "test_limit"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -131,29 +133,31 @@ class DataSource:
 
     @property
     def is_file(self) -> bool:
+        """Whether the examples are in files."""
         return Path(self.name).suffix in FORMATS
 
     @property
     def is_function(self) -> bool:
+        """Whether a function returns the examples."""
         return re.fullmatch(r"[\w.]+:[\w.]+", self.name) is not None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What of it determines a training."""
+        """The attributes that determine a training."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "folder"}
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the usual, and the name."""
+        """Return the name, and the attributes that differ from their defaults."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {key: value for key, value in own.items() if key == "name" or value != _USUAL[key]}
 
     def examples(self, folder: str | Path | None = None, *, allow_code: bool = False) -> Examples:
-        """The examples, on the CPU; from another folder if one is given.
+        """Return the examples, on the CPU.
 
         Args:
-            folder: where named data sets are, if not where the source says.
-            allow_code: import and call the function that the source names, where it names one. Only for a study you
-                trust: the source of somebody else's can name any function.
+            folder: folder of named data sets, if not the one of the source.
+            allow_code: whether to import and call the function that the source names, if it names one. Only for studies
+                you trust: a source can name any function.
         """
         where = Path(self.folder if folder is None else folder)
         if self.is_function:
@@ -174,7 +178,7 @@ _USUAL = {each.name: each.default for each in fields(DataSource)}
 
 
 def check_code_allowed(code: Sequence[str], allow_code: bool) -> None:
-    """Refuse to go on where functions that a study's files name would be imported and nobody has allowed it."""
+    """Check that importing the functions that a study's files name is allowed."""
     if code and not allow_code:
         raise CodeNotAllowedError(
             f"Expected permission to import and call {join_words(list(code))}, which the study's files name, but got "
@@ -183,7 +187,7 @@ def check_code_allowed(code: Sequence[str], allow_code: bool) -> None:
 
 
 def compute_fingerprint(examples: Examples) -> str:
-    """Sixteen hexadecimal digits that change with any number in the examples."""
+    """Return sixteen hexadecimal digits that identify the examples."""
     found = hashlib.sha256()
     for each in (examples.train_inputs, examples.train_labels, examples.test_inputs, examples.test_labels):
         found.update(f"{tuple(each.shape)} {each.dtype}".encode())
@@ -191,7 +195,7 @@ def compute_fingerprint(examples: Examples) -> str:
     return found.hexdigest()[:16]
 
 
-def _parse_examples(found: Any, name: str) -> Examples:
+def _parse_examples(found: Examples | Sequence[Tensor | Sequence[Tensor]], name: str) -> Examples:
     if isinstance(found, Examples):
         return Examples(*(getattr(found, each.name).detach() for each in fields(found)))
     if isinstance(found, tuple | list):
@@ -217,20 +221,21 @@ def _check_examples(examples: Examples, name: str) -> Examples:
         if inputs.dim() < 1 or labels.dim() != 1 or len(inputs) != len(labels) or len(inputs) == 0:
             raise DataError(
                 f"Expected examples first, and a class number for each, but got {side} inputs of shape "
-                f"{tuple(inputs.shape)} and labels of shape {tuple(labels.shape)} in {name!r}. Try shaping them so."
+                f"{tuple(inputs.shape)} and labels of shape {tuple(labels.shape)} in {name!r}. Try reshaping them."
             )
         if labels.dtype != torch.int64 or int(labels.min()) < 0:
             raise DataError(
                 f"Expected class numbers, int64 from 0, but got {side} labels of type {labels.dtype} from "
-                f"{int(labels.min())} in {name!r}. Try a study is about classification."
+                f"{int(labels.min())} in {name!r}. Try labels of a classification problem."
             )
         if inputs.is_floating_point() and not bool(inputs.isfinite().all()):
             raise DataError(
-                f"Expected numbers, but got NaN or infinity in the {side} inputs of {name!r}. Try cleaning them."
+                f"Expected finite numbers, but got NaN or infinity in the {side} inputs of {name!r}. Try cleaning them."
             )
     if examples.train_inputs.shape[1:] != examples.test_inputs.shape[1:]:
         raise DataError(
-            f"Expected the same, but got training inputs of shape {tuple(examples.train_inputs.shape[1:])} and test "
-            f"inputs of shape {tuple(examples.test_inputs.shape[1:])} in {name!r}. Try shaping them alike."
+            "Expected inputs of one shape, but got training inputs of shape "
+            f"{tuple(examples.train_inputs.shape[1:])} and test inputs of shape "
+            f"{tuple(examples.test_inputs.shape[1:])} in {name!r}. Try reshaping them."
         )
     return examples

@@ -1,4 +1,4 @@
-"""The runs of a study: every value of every axis with every other, times the seeds."""
+"""The runs of a study: every combination of the axes' values, with every seed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from saltflat.errors import SaltflatError, StudyError, make_unknown_name_error
 from saltflat.studies.callables import STOPS, ConfigurableFunction, inspect_network, inspect_train_function
 from saltflat.studies.canonical import (
     FORMAT,
+    JsonLike,
     canonicalize,
     compute_digest,
     dump_canonical_json,
@@ -33,14 +34,14 @@ USUAL = {each.name: each.default for each in fields(Recipe) if each.name in SETT
 
 
 def expand_runs(study: Study) -> dict[str, dict[str, Any]]:
-    """The configuration of each run by its key, in the order of the grid; all that is wrong is told at once."""
+    """Return the settings of each run by its key, in the order of the grid; raise one error for all problems."""
     where = f"the study {study.name!r}"
     raise_problems(_find_grid_problems(study), where)
     count = count_runs(study)
     if count > MOST_RUNS:
         raise StudyError(
-            f"Expected at most {MOST_RUNS:,}, but got a grid of {count:,} runs. Try taking values or axes away, or "
-            "making several studies of it."
+            f"Expected at most {MOST_RUNS:,} runs, but got a grid of {count:,}. Try fewer values or axes, or several "
+            "studies."
         )
     takers, problems = _inspect_functions(study)
     problems += _find_name_problems(study, takers)
@@ -56,12 +57,12 @@ def expand_runs(study: Study) -> dict[str, dict[str, Any]]:
 
 
 def count_runs(study: Study) -> int:
-    """Runs of the grid."""
+    """Return the number of runs in the grid."""
     return math.prod(len(values) for values in study.axes.values()) * len(study.seeds)
 
 
 def iter_grid_points(study: Study) -> Iterator[dict[str, Any]]:
-    """Of every run what it does not share with all others, its seed last; in the order of the grid."""
+    """Yield each run's values on the axes, and its seed, in the order of the grid."""
     for values in product(*study.axes.values(), study.seeds):
         place: dict[str, Any] = {}
         for axis, value in zip(study.axes, values, strict=False):
@@ -71,7 +72,7 @@ def iter_grid_points(study: Study) -> Iterator[dict[str, Any]]:
 
 
 def split_axis_names(axis: str) -> list[str]:
-    """The settings that an axis is about: several, with commas between them, go hand in hand.
+    """Return the settings of an axis: several names, separated by commas, vary together.
 
     Example:
         >>> split_axis_names("batch_size, lr")
@@ -81,7 +82,7 @@ def split_axis_names(axis: str) -> list[str]:
 
 
 def collect_axis_values(study: Study) -> dict[str, tuple[Any, ...]]:
-    """For every setting that is not the same for all runs the values it takes."""
+    """Return the values of every setting that varies."""
     found: dict[str, tuple[Any, ...]] = {}
     for axis, values in study.axes.items():
         names = split_axis_names(axis)
@@ -90,24 +91,24 @@ def collect_axis_values(study: Study) -> dict[str, tuple[Any, ...]]:
 
 
 def make_recipe(config: Mapping[str, Any]) -> Recipe:
-    """The recipe of a configuration, every value of it hashable."""
+    """Return the recipe of a configuration, with hashable values."""
     return Recipe.from_config({name: make_hashable(value) for name, value in config.items()})
 
 
 def raise_problems(problems: Iterable[str], where: str) -> None:
-    """Tell all problems in one error, if there are any."""
+    """Raise one error for all problems, if there are any."""
     told = list(dict.fromkeys(problems))
     if len(told) == 1:
         raise StudyError(told[0])
     if told:
         listed = " ".join(f"({number}) {each}" for number, each in enumerate(told, start=1))
-        raise StudyError(f"Got {len(told)} problems in {where}. {listed}")
+        raise StudyError(f"Expected a valid definition, but got {len(told)} problems in {where}. {listed}")
 
 
 def _make_config(
     study: Study, given: dict[str, Any], takers: Mapping[str, ConfigurableFunction]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All settings of one run; and all that determines its training."""
+    """Return all settings of one run, and all that determines its training."""
     order = [*collect_axis_values(study), "seed"]
     if study.train is None:
         network = given.get("network", study.network)
@@ -124,19 +125,17 @@ def _make_config(
 
 
 def _find_grid_problems(study: Study) -> list[str]:
-    """What is wrong with the grid, whatever its names mean."""
+    """Return the problems of the grid itself."""
     problems: list[str] = []
     names: list[str] = []
     for name, values in study.axes.items():
         if not values:
-            problems.append(
-                f"Expected at least one, but got the axis {name!r} without values. Try giving some, or leaving it out."
-            )
+            problems.append(f"Expected at least one value, but got the axis {name!r} without values. Try adding one.")
         texts = [dump_canonical_json(value) for value in values]
         twice = [value for place, value in enumerate(values) if texts[place] in texts[:place]]
         if twice:
             problems.append(
-                f"Expected each value once, but got {twice[0]!r} twice in the axis {name!r}. Try taking one away."
+                f"Expected each value once, but got {twice[0]!r} twice in the axis {name!r}. Try removing one."
             )
         own = split_axis_names(name)
         if len(own) > 1:
@@ -149,45 +148,45 @@ def _find_grid_problems(study: Study) -> list[str]:
         names += own
         if "seed" in own:
             problems.append(
-                "Expected seeds apart from the axes, but got the axis 'seed'. Try giving seeds: a count or a list."
+                "Expected seeds apart from the axes, but got the axis 'seed'. Try seeds: with a count or a list."
             )
         for each in own:
             for other, place in ((study.settings, "settings"), (study.stop_settings, "stop")):
                 if each in other:
                     problems.append(
-                        f"Expected it in one, but got {each!r} in axes and in {place}. Try taking it out of {place}."
+                        f"Expected each setting once, but got {each!r} in axes and in {place}. Try removing one."
                     )
     problems += [
-        f"Expected it in one, but got {name!r} in more than one axis. Try taking it out of the others."
+        f"Expected each setting once, but got {name!r} in more than one axis. Try removing it from the others."
         for name, count in Counter(names).items()
         if count > 1
     ]
     for name in study.settings:
         if name == "seed":
-            problems.append("Expected seeds apart, but got 'seed' in settings. Try giving seeds: a count or a list.")
+            problems.append("Expected seeds apart, but got 'seed' in settings. Try seeds: with a count or a list.")
         if name in study.stop_settings:
             problems.append(
-                f"Expected it in one, but got {name!r} in settings and in stop. Try taking it out of settings."
+                f"Expected each setting once, but got {name!r} in settings and in stop. Try removing it from settings."
             )
         if name == "network":
             problems.append(
-                "Expected it beside them, but got 'network' in settings. Try giving network: on its own line."
+                "Expected network as a key of the study, but got 'network' in settings. Try network: on its own line."
             )
     if not study.seeds:
-        problems.append("Expected at least one, but got no seeds. Try giving a count from 1, or a list.")
+        problems.append("Expected at least one seed, but got no seeds. Try a count from 1, or a list.")
     if len(set(study.seeds)) < len(study.seeds):
-        problems.append(f"Expected each once, but got a seed twice in {list(study.seeds)}. Try taking one away.")
+        problems.append(f"Expected each seed once, but got a seed twice in {list(study.seeds)}. Try removing one.")
     problems += [str(error) for seed in study.seeds if (error := ALLOWED["seed"].find_problem("seed", seed))]
     return problems
 
 
 def _inspect_functions(study: Study) -> tuple[dict[str, ConfigurableFunction], list[str]]:
-    """The functions that settings go to, by name; and why some cannot be found."""
+    """Return the functions that take the settings, by name, and the problems of finding them."""
     takers, problems = {}, []
     if study.train is not None:
         if study.network is not None:
             try:
-                inspect_network(study.network)  # that it is there: it is needed only after the first training
+                inspect_network(study.network)  # that it exists: it is needed only after the first training
             except SaltflatError as error:
                 problems.append(str(error))
         return {study.train: inspect_train_function(study.train)}, problems
@@ -200,13 +199,13 @@ def _inspect_functions(study: Study) -> tuple[dict[str, ConfigurableFunction], l
 
 
 def _find_name_problems(study: Study, takers: Mapping[str, ConfigurableFunction]) -> list[str]:
-    """Settings that nobody takes."""
+    """Return the problems of settings that no function takes, and of missing ones."""
     problems = []
     own = (*SETTINGS, "seed") if study.train is None else ("seed",)
     given = [*collect_axis_values(study), *study.settings, *study.stop_settings]
     for taker in takers.values():
         for name in given:
-            # What ends a run is also for judging how it ended; only the number of epochs must reach a train function.
+            # Targets also decide the status of a run; only the number of epochs must reach a train function.
             judged = study.train is not None and name in STOPS and name != "epochs"
             if study.train is None and name in RENAMED:  # even where a network takes any name
                 problems.append(str(make_renamed_error(name)))
@@ -221,14 +220,14 @@ def _find_name_problems(study: Study, takers: Mapping[str, ConfigurableFunction]
         for name in taker.required_names:
             if name not in given:
                 problems.append(
-                    f"Expected a value, but got no {name!r}, which {taker.what} needs. Try giving it in settings or "
-                    "axes."
+                    f"Expected a value for {name!r}, which {taker.what} needs, but got none. Try adding it to settings "
+                    "or axes."
                 )
     return problems
 
 
 def _find_value_problems(study: Study) -> list[str]:
-    """Values of the wrong kind, or out of range."""
+    """Return the problems of values of the wrong type, or out of range."""
     given = {name: (value,) for name, value in {**study.settings, **study.stop_settings}.items()}
     problems = []
     for name, values in {**given, **collect_axis_values(study)}.items():
@@ -239,6 +238,6 @@ def _find_value_problems(study: Study) -> list[str]:
     return problems
 
 
-def is_same_value(one: Any, other: Any) -> bool:
-    """Whether two values mean the same."""
+def is_same_value(one: JsonLike, other: JsonLike) -> bool:
+    """Return whether two values mean the same."""
     return bool(canonicalize(one) == canonicalize(other))

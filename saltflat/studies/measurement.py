@@ -1,10 +1,10 @@
-"""What is measured of a trained network, and on what examples."""
+"""Measure trained networks: the options of a study, and the measurement itself."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,7 +33,7 @@ from saltflat.studies.grid import raise_problems
 from saltflat.validation import check_seed, is_choice, parse_bytes
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-# Cheap ones of every kind: curvature, norms, Fisher, relative, and minimal over rescalings.
+# Cheap measures of every kind: curvature, norms, Fisher, relative, and minimal over rescalings.
 USUAL_MEASURES = (
     "hessian_trace",
     "squared_norm",
@@ -46,14 +46,14 @@ USUAL_MEASURES = (
     "rho",
     "relative_flatness",
 )
-# What of saltflat.measure a study decides itself.
+# Arguments of saltflat.measure that a study sets itself.
 DECIDED = ("model", "data", "loss", "measures", "progress", "mode", "initial", "limit", "sampling")
-# A certificate would double the time of every run; a study that wants it says so.
+# A certificate would double the time of every run, so it is off by default.
 USUAL_OPTIONS: dict[str, Any] = {"examples": 1000, "dtype": "float64", "certificate": False}
 
 
 def parse_measure_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """How to measure: what is given, checked, and the usual for the rest."""
+    """Check the options of the measurement and fill in the defaults."""
     usual = {
         **{each.name: each.default for each in inspect.signature(measure).parameters.values()},
         **USUAL_OPTIONS,
@@ -66,7 +66,7 @@ def parse_measure_options(given: Mapping[str, Any]) -> dict[str, Any]:
     examples = options["examples"]
     if examples is not None and (not isinstance(examples, int) or isinstance(examples, bool) or examples < 1):
         raise StudyError(
-            f"Expected a whole number from 1, but got examples={examples!r} of measure. Try null takes all."
+            f"Expected a whole number from 1, but got examples={examples!r} of measure. Try null for all examples."
         )
     if not is_choice(options["dtype"], DTYPES):
         raise make_unknown_name_error("dtype", options["dtype"], DTYPES)
@@ -84,7 +84,7 @@ def parse_measure_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_measure_names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The measures by the names that their readings will have; all that is wrong with them is told at once."""
+    """Return the measures by the names of their readings; raise one error for all problems."""
     problems = []
     for text in [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else ():
         try:
@@ -99,14 +99,14 @@ def parse_measure_names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def _try_measure_options(key: str) -> None:
-    """Take a measure of a tiny network: only then does it look at the values of its options.
+    """Compute a measure of a tiny network, since only then it checks the values of its options.
 
-    Found out here, a mistake costs a moment; found out at the first measurement, all the training before it.
+    A mistake that is found here costs a moment, and all training if found at the first measurement.
     """
     with torch.random.fork_rng(devices=[]):
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).double()
     data = torch.eye(2, dtype=torch.float64), torch.arange(2)
-    # Whatever else goes wrong is said of the study's own networks, in their rows.
+    # Other problems are reported for the study's own networks, in their rows.
     with suppress(ModelError, DataError):
         measure(
             model, data, measures=[key], certificate=False, sampling=False, initial=model.state_dict(), progress=False
@@ -115,11 +115,11 @@ def _try_measure_options(key: str) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was read off one network.
+    """The measurement of one network.
 
     Attributes:
-        readings: by measure.
-        seconds: it took.
+        readings: readings by measure.
+        seconds: duration.
         made_with: versions and device.
     """
 
@@ -136,15 +136,15 @@ def measure_network(
     measures: Sequence[str],
     options: Mapping[str, Any],
 ) -> Measurement:
-    """Measure a trained network on its own training examples. What the network does not allow is nan, with the reason.
+    """Measure a trained network on its training examples. Measures that it does not support are nan, with the reason.
 
     Args:
-        model: on the device of the inputs; its precision is changed to that of the options.
+        model: network on the device of the inputs; its precision is changed to that of the options.
         inputs: training examples.
-        labels: that it was trained on.
-        initial: its ``state_dict`` before training, where that is known.
-        measures: by name.
-        options: as ``parse_measure_options`` gives them.
+        labels: labels it was trained on.
+        initial: its ``state_dict`` before training, if known.
+        measures: names of the measures.
+        options: result of ``parse_measure_options``.
     """
     dtype = DTYPES[options["dtype"]]
     model = model.to(dtype)
@@ -160,7 +160,7 @@ def measure_network(
     seconds, made_with = 0.0, {}
     reports, problems = _collect_reports(run_measures, measures)
     for report in reports:
-        # Numbers per unit, and the scales that solvers found, would make megabytes of a row.
+        # Values per unit and the scales of solvers would take megabytes in a row.
         readings |= {name: replace(reading, units={}, details={}) for name, reading in report.items()}
         seconds += report.seconds
         made_with = {**report.versions, "device": report.device}
@@ -169,10 +169,12 @@ def measure_network(
     return Measurement({name: readings[name] for name in measures}, seconds, made_with)
 
 
-def _collect_reports(taken: Any, measures: Sequence[str]) -> tuple[list[Report], dict[str, SaltflatError]]:
-    """All in one sweep; where one of them cannot be taken, each by itself."""
+def _collect_reports(
+    run_measures: Callable[[Sequence[str]], Report], measures: Sequence[str]
+) -> tuple[list[Report], dict[str, SaltflatError]]:
+    """Compute all measures in one sweep or, if one of them fails, each by itself."""
     try:
-        return [taken(measures)], {}
+        return [run_measures(measures)], {}
     except NonFiniteError:
         raise
     except ModelError as error:
@@ -182,7 +184,7 @@ def _collect_reports(taken: Any, measures: Sequence[str]) -> tuple[list[Report],
     problems: dict[str, SaltflatError] = {}
     for name in measures:
         try:
-            reports.append(taken([name]))
+            reports.append(run_measures([name]))
         except ModelError as error:
             problems[name] = error
     return reports, problems

@@ -1,4 +1,4 @@
-"""What of a study is still to be done, and whether it can be done with its examples."""
+"""Plan the runs of a study that are left to do, and check them against its examples."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from saltflat.studies.study import Study
 
 
-# What of a recipe beside its architecture can make building fail.
+# Settings besides the architecture that can make building fail.
 BUILDING = ("network", "init", "dropout", "dtype")
 
 
 def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examples) -> None:
-    """Refuse a study that its examples do not allow, with all that is wrong."""
+    """Check that a study can be run on its examples; raise one error for all problems."""
     if study.train is not None:
         return
     recipes = [make_recipe(config) for config in runs.values()]
@@ -48,7 +48,7 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
     structures = {
         dump_canonical_json([{name: getattr(r, name) for name in BUILDING}, r.architecture]): r for r in recipes
     }
-    # An epoch that ends in a single example: BatchNorm has nothing to take a variance of.
+    # An epoch that ends in a single example, of which BatchNorm cannot compute a variance.
     lonely = {_compute_last_batch_size(recipe, examples): recipe for recipe in recipes}.get(1)
     problems += [
         text for recipe in structures.values() for text in _find_structure_problems(study, recipe, examples, lonely)
@@ -76,14 +76,14 @@ def _find_size_problems(
 
 
 def _compute_last_batch_size(recipe: Recipe, examples: Examples) -> int:
-    """How many examples the last step of an epoch has."""
+    """Return the number of examples in the last step of an epoch."""
     there = len(examples.train_inputs)
     taken = there if recipe.train_size is None else recipe.train_size + recipe.confusion
     return taken % recipe.batch_size or recipe.batch_size
 
 
 def _find_structure_problems(study: Study, recipe: Recipe, examples: Examples, lonely: Recipe | None) -> Iterator[str]:
-    """Build the network once, run it on two examples, and see that the layers to measure are there."""
+    """Build the network once, run it on two examples, and check that the layers to measure exist."""
     told = ", ".join(f"{name}={value!r}" for name, value in recipe.architecture.items()) or "no arguments"
     network = f"the network {recipe.network!r} with {told}"
     try:
@@ -92,19 +92,19 @@ def _find_structure_problems(study: Study, recipe: Recipe, examples: Examples, l
         inputs = inputs.to(DTYPES[recipe.dtype]) if inputs.is_floating_point() else inputs
         with torch.no_grad():
             outputs = model(inputs)
-    except SaltflatError as error:  # says itself what is wrong
+    except SaltflatError as error:  # its message says what is wrong
         yield str(error)
         return
-    except Exception as error:  # a network of the user's, or sizes that do not fit, can fail in any way
+    except Exception as error:  # a user's network, or sizes that do not match, can fail in any way
         yield (
-            f"Expected a network that takes them, but got {format_error_line(error)} from {network} on inputs of "
-            f"shape {examples.shape}. Try changing its arguments, or the data."
+            f"Expected a network for inputs of shape {examples.shape}, but got {format_error_line(error)} from "
+            f"{network}. Try changing its arguments, or the data."
         )
         return
     if tuple(outputs.shape) != (len(inputs), examples.classes):
         yield (
-            f"Expected {(len(inputs), examples.classes)}, but got outputs of shape {tuple(outputs.shape)} for "
-            f"{len(inputs)} examples from {network}. Try making it end in one output per class."
+            f"Expected outputs of shape {(len(inputs), examples.classes)} for {len(inputs)} examples, but got "
+            f"{tuple(outputs.shape)} from {network}. Try making it end in one output per class."
         )
         return
     if lonely is not None:
@@ -133,14 +133,14 @@ assert set(BUILDING) <= set(SETTINGS)
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """What is to be done.
+    """The runs to train and to measure.
 
     Attributes:
-        train: groups of runs to train, by the name of the group. A group that is begun anew, has a checkpoint, or lacks
-            a run that was damaged, is trained whole, as it would have been without interruption.
-        wanted: those of them whose weights are kept; the others of a group have theirs already.
-        measure: for each run with weights the measures that are wanted of it.
-        rows: that are there and stay, or are added to.
+        train: groups of runs to train, by the name of the group. A new group, or one with a checkpoint or a damaged
+            run, is trained as a whole, as without interruption.
+        wanted: the runs among them whose weights are kept; the others of a group already have theirs.
+        measure: measures to compute for each run with weights.
+        rows: existing rows, which are kept or extended.
     """
 
     train: dict[str, tuple[str, ...]]
@@ -156,7 +156,7 @@ def make_study_plan(
     store: Store,
     retry_failed: bool = False,
 ) -> StudyPlan:
-    """Look at every run's files: damaged ones are set aside, what is finished is left alone."""
+    """Plan what to do by every run's files: set damaged files aside, keep finished runs."""
     rebuilt = study.train is None or study.network is not None
     rows: dict[str, Row] = {}
     measure: dict[str, tuple[str, ...]] = {}
@@ -173,7 +173,7 @@ def make_study_plan(
         except DamageError as damage:
             store.set_aside(damage)
             damaged.add(key)
-            row = None  # row and weights belong together, so both are made again
+            row = None  # row and weights belong together, so both are written again
         if row is not None:
             rows[key] = row
         elif has_damaged_copy(store.row_path(key)):
@@ -188,16 +188,14 @@ def make_study_plan(
             else:
                 short += 1
     if short:
-        why = (
-            "their weights are not there" if rebuilt else "no network: is given that could be filled with their weights"
-        )
-        store.tell(f"{short} runs lack measures, and are left so: {why}. Delete their rows to train them again.")
+        why = "their weights are missing" if rebuilt else "the study has no network: to fill with their weights"
+        store.tell(f"{short} runs lack measures and stay without them: {why}. Delete their rows to train them again.")
     whole = _group_all_runs(study, runs, examples)
     return StudyPlan(_select_groups(whole, train, damaged, rows, store), frozenset(train), measure, rows)
 
 
 def _group_all_runs(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Examples) -> list[tuple[str, ...]]:
-    """Of the whole grid, so that they are the same whenever a study is begun."""
+    """Return the groups of the whole grid, which do not depend on the runs that are finished."""
     if study.train is not None:
         return [(key,) for key in runs]
     recipes = {key: make_recipe(config) for key, config in runs.items()}
@@ -214,10 +212,10 @@ def _select_groups(
             continue
         taken, begun = group, any(key in rows for key in group)
         resumable = _is_resumable(store, group)
-        # Fewer networks at once are rounded another way: what was damaged comes out as it was only in its whole group.
+        # Other group sizes round differently: a damaged run is reproduced only in its whole group.
         if begun and not resumable and damaged.isdisjoint(wanted) and wanted != group:
             taken = wanted
-            _is_resumable(store, taken)  # sets its checkpoint aside where it is damaged
+            _is_resumable(store, taken)  # sets its checkpoint aside if it is damaged
         found[compute_digest(list(taken))] = taken
     for path in (store.folder / PARTIAL).iterdir():
         ours = re.fullmatch(r"[0-9a-f]{16}\.safetensors", path.name) and (path.is_symlink() or path.is_file())
@@ -227,14 +225,14 @@ def _select_groups(
 
 
 def _is_resumable(store: Store, group: tuple[str, ...]) -> bool:
-    """Return whether a training has a checkpoint, or had one that was damaged and is set aside."""
+    """Return whether a training has a checkpoint, or had a damaged one that was set aside."""
     name = compute_digest(list(group))
     there = store.read_or_set_aside(partial(store.has_checkpoint, name))
     return bool(there) or has_damaged_copy(store.checkpoint_path(name))
 
 
 def _find_missing_measures(study: Study, row: Row) -> tuple[str, ...]:
-    """The measures that a row has not, or has with other settings."""
+    """Return the measures that a row lacks, or has with other options."""
     if row.measured and not is_same_value(row.measured, study.measure_options):
         return tuple(study.measures)
     return tuple(name for name in study.measures if name not in row.readings)

@@ -1,4 +1,4 @@
-"""Networks of a study, rebuilt from their weights, and audits of a few of them."""
+"""Rebuild networks of a study from their weights, and audit a few of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def find_user_functions(results: Results, rows: Iterable[Row]) -> list[str]:
     """Return the functions, ``package.module:function``, that are imported to rebuild the networks of these runs.
 
-    Ready-made networks need none. The names come from the study's files: from its rows, where the training is ours.
+    Built-in networks need none. The names come from the study's files.
     """
     if results.study.train is not None:
         names = [results.study.network]
@@ -35,18 +35,18 @@ def find_user_functions(results: Results, rows: Iterable[Row]) -> list[str]:
 
 
 def load_trained_network(results: Results, key: str, examples: Examples, *, allow_code: bool = False) -> RebuiltNetwork:
-    """The trained network of a run, and what it was trained on.
+    """Return the trained network of a run, and its training examples.
 
     Args:
-        results: of the study.
-        key: of the run.
-        examples: of the study, ``results.study.data.examples(folder)``.
-        allow_code: import and call the function that makes the network, where the study's files name one. Ready-made
-            networks need no permission.
+        results: results of the study.
+        key: key of the run.
+        examples: examples of the study, ``results.study.data.examples(folder)``.
+        allow_code: whether to import and call the function that makes the network, if the study's files name one.
+            Built-in networks need no permission.
     """
     study, store = results.study, Store(results.folder)
     if study.train is not None and study.network is None:
-        raise StudyError("Expected one to fill with the weights, but got a study without network. Try adding network:.")
+        raise StudyError("Expected a network for the weights, but got a study without network. Try adding network:.")
     row, found = results.rows.get(key), store.read_trained(key)
     if row is None or found is None:
         raise StudyError(
@@ -71,25 +71,28 @@ def audit_runs(
     allow_code: bool = False,
     tell: Callable[[str], object] | None = None,
 ) -> dict[str, Audit]:
-    """Audits of so many runs by key, on their first 100 training examples, 3 random rescalings of each kind.
+    """Audit some runs on their first 100 training examples, with 3 random rescalings of each kind.
 
     Args:
-        results: of the study.
-        count: how many runs, of those that are done if there are any: spread over the gaps that there are, with the
-            smallest and the largest; one: in between.
-        data_folder: where named data sets are, if not where the study says.
-        progress: a bar, on a terminal if None.
-        allow_code: import and call the functions that the study's files name for its data and networks. Without it, a
-            study that needs them is refused.
-        tell: is called with the names of these functions before any of them is imported.
+        results: results of the study.
+        count: number of runs. They are spread over the range of gaps, from the smallest to the largest; runs with the
+            status ``"done"`` are preferred.
+        data_folder: folder of named data sets, if not the one in the study.
+        progress: whether to show a progress bar; on a terminal only if None.
+        allow_code: whether to import and call the functions that the study's files name. Without it, a study that needs
+            them is refused.
+        tell: called with the names of these functions before any of them is imported.
+
+    Returns:
+        The audits by the key of the run.
     """
     study, store = results.study, Store(results.folder)
     ended = [row for row in results.rows.values() if row.status in ("done", "missed") and _has_weights(store, row.key)]
-    # One that missed the stopping rule may have learnt nothing, and then nothing moves.
+    # A network that missed the stopping rule may have learned nothing, and then no measure changes.
     rows = [row for row in ended if row.status == "done"] or ended
     if not rows:
         raise StudyError(
-            "Expected one to rescale, but got no run with weights in the folder. Try running the study here first."
+            "Expected a run to rescale, but got no run with weights in the folder. Try running the study here first."
         )
     chosen = _choose_spread_rows(rows, count)
     code = [*([study.data.name] if study.data.is_function else []), *find_user_functions(results, chosen)]
@@ -125,7 +128,7 @@ def _has_weights(store: Store, key: str) -> bool:
 
 
 def _choose_spread_rows(rows: Sequence[Row], count: int) -> list[Row]:
-    """Rows spread over the gaps that there are, both ends among them; the one in the middle where one is asked for."""
+    """Return rows spread over the range of gaps, including both ends; the middle one if ``count`` is 1."""
     ordered = sorted(rows, key=lambda row: (row.gap["error"], row.gap["loss"]))
     if count >= len(ordered):
         return list(ordered)

@@ -1,4 +1,4 @@
-"""What a study has found so far, as rows and as one table."""
+"""The results of a study, as rows and as one table."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from saltflat._late import load_later
 from saltflat.errors import StudyError
 from saltflat.results.files import build_frame
 from saltflat.results.text import format_count, make_printable, render_text
+from saltflat.studies.canonical import JsonLike
 from saltflat.studies.grid import collect_axis_values, count_runs, is_same_value, iter_grid_points
 from saltflat.studies.row import STATUSES, Row
 from saltflat.studies.store import DEFINITION, ROWS, DamageError, Store
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 OUTCOME = ("epochs", "train_loss", "train_error", "test_loss", "test_error")
 GAPS = ("error", "loss")
-# What a spreadsheet takes for the beginning of a formula.
+# Characters with which a formula begins in a spreadsheet.
 EXECUTED = ("=", "+", "-", "@", "\t", "\r", "\n")
 SIZES = ("parameters", "norm", "distance")
 
@@ -39,13 +40,13 @@ SIZES = ("parameters", "norm", "distance")
 def build_table(
     rows: Mapping[str, Row], places: Mapping[str, Mapping[str, Any]], axes: Sequence[str], measures: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """One line per run, in the order of the grid; what is not known is None.
+    """Return one line per run, in the order of the grid; unknown values are None.
 
     Args:
-        rows: of the runs that are finished, by key.
-        places: for every run of the grid its values on the axes, and its seed.
-        axes: their names, the first columns.
-        measures: their names, the last columns.
+        rows: rows of the finished runs by key.
+        places: values on the axes and seed of every run of the grid.
+        axes: names of the axes, the first columns.
+        measures: names of the measures, the last columns.
     """
     lines = []
     for key, place in places.items():
@@ -68,9 +69,9 @@ def build_table(
 
 
 def format_csv(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The table as comma-separated values; every float with the digits that give it back.
+    """Return the table as comma-separated values, with all digits of every float.
 
-    A text that a spreadsheet would execute as a formula gets an apostrophe in front.
+    A string that a spreadsheet would execute as a formula gets an apostrophe in front.
 
     Example:
         >>> format_csv([{"key": "a", "lr": 0.1, "widths": [64, 32], "gap": None}])
@@ -89,7 +90,7 @@ def format_csv(lines: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _format_csv_cell(value: Any) -> str:
+def _format_csv_cell(value: JsonLike) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
@@ -121,11 +122,11 @@ class Results:
     """The runs of a study, finished or not.
 
     Attributes:
-        study: what was asked.
-        rows: of the finished runs by key, in the order of the grid.
-        folder: where they are kept.
-        places: for every run of the grid its values on the axes, and its seed.
-        notes: what a reader should know besides.
+        study: the definition.
+        rows: rows of the finished runs by key, in the order of the grid.
+        folder: folder of the study.
+        places: values on the axes and seed of every run of the grid.
+        notes: other remarks.
     """
 
     study: Study
@@ -136,16 +137,16 @@ class Results:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Results:
-        """What is in a folder now, also while a study is running in it.
+        """Load the results in a folder, also while a study is running in it.
 
-        Nothing is changed, and no function that the folder's files name is imported: the folder may be anybody's.
+        Nothing is changed, and no function that the folder's files name is imported, so it is safe on any folder.
         """
         store = Store(folder)
         definition = store.read_definition()
         if definition is None:
             raise StudyError(
-                f"Expected one that a study was run in, but got the folder {os.fspath(folder)!r} without "
-                f"{DEFINITION}. Check the path, or begin one with saltflat study run STUDY.yaml --out FOLDER."
+                f"Expected the folder of a study, but got {os.fspath(folder)!r} without {DEFINITION}. "
+                "Try another path, or saltflat study run STUDY.yaml --out FOLDER."
             )
         study, keys = Study.from_dict(definition["study"]), definition["keys"]
         try:
@@ -171,25 +172,25 @@ class Results:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many runs ended how, and how many are missing."""
+        """The number of runs by status, including missing ones."""
         found = Counter(row.status for row in self.rows.values())
         return {**{status: found[status] for status in STATUSES}, "missing": len(self.places) - len(self.rows)}
 
     def table(self) -> list[dict[str, Any]]:
-        """One line per run, in the order of the grid."""
+        """Return one line per run, in the order of the grid."""
         return build_table(self.rows, self.places, list(collect_axis_values(self.study)), self.study.measures)
 
     def csv(self) -> str:
-        """The table as comma-separated values, as in ``table.csv``."""
+        """Return the table as comma-separated values, as in ``table.csv``."""
         return format_csv(self.table())
 
     def to_frame(self) -> Any:
-        """The table as a ``pandas.DataFrame``."""
+        """Return the table as a ``pandas.DataFrame``."""
         lines = self.table()
         return build_frame(lines, list(lines[0]) if lines else [])
 
     def scores(self, gap: str = "error", **options: Any) -> Scores:
-        """How well each measure goes with the generalization gap; see :func:`saltflat.studies.scores.score`."""
+        """Score how each measure correlates with the generalization gap; see :func:`saltflat.studies.scores.score`."""
         from saltflat.studies.scores.scoring import score
 
         taken = {name for row in self.rows.values() for name in row.readings}
@@ -199,7 +200,7 @@ class Results:
     def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the study as one self-contained web page; see :func:`saltflat.render.html.write_study_page`.
 
-        Code that the study's files name runs only with ``allow_code=True``: audits of own networks or data need it.
+        Functions that the study's files name run only with ``allow_code=True``, which audits of them need.
         """
         written: Path = load_later("render.html").write_study_page(self, path, **options)
         return written
@@ -227,6 +228,6 @@ class Results:
 
 def _make_mismatch_error(folder: str | os.PathLike[str], why: str) -> StudyError:
     return StudyError(
-        f"Expected it as Study.run wrote it, but got {DEFINITION} in {os.fspath(folder)!r}, which does not fit "
-        f"together ({why}). Try giving saltflat study run again; it makes the file anew."
+        f"Expected {DEFINITION} as Study.run wrote it, but got one in {os.fspath(folder)!r} that does not match its "
+        f"rows ({why}). Try saltflat study run again, which writes the file anew."
     )

@@ -1,4 +1,4 @@
-"""One run of a study: how its training ended, and all that is known of it."""
+"""One run of a study: its settings, outcome and readings."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from saltflat.results.report import Reading
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended. Losses are mean cross-entropies, errors shares of wrong answers, both in eval mode, on
-    examples as they are (not augmented); on the training side with the labels the network was trained on.
+    """The outcome of a training.
+
+    Losses are mean cross-entropies, errors fractions of wrong answers, both in eval mode and without augmentation.
+    Those of the training set use the labels that the network was trained on.
 
     Attributes:
-        status: ``"done"``; ``"missed"``, the targets of the stopping rule were not met; or ``"diverged"``, the loss or
-            a weight was no longer finite.
-        epochs: taken.
-        train_loss, train_error, test_loss, test_error: at the end; nan where the network diverged.
-        train_examples, test_examples: how many of each.
-        parameters: how many numbers were trained.
-        norm: Euclidean, of all parameters together.
-        distance: Euclidean, of all parameters from their values before training; None where those are not known.
-        curve: mean loss over the steps of each epoch, as training saw it.
-        notes: what a reader should know besides.
+        status: ``"done"``; ``"missed"``, the targets were not met; or ``"diverged"``, the loss or a weight is not
+            finite.
+        epochs: number of epochs.
+        train_loss, train_error, test_loss, test_error: values at the end; nan if the network diverged.
+        train_examples, test_examples: number of examples.
+        parameters: number of parameters.
+        norm: Euclidean norm of all parameters.
+        distance: Euclidean distance of all parameters from their initial values; None if these are not known.
+        curve: mean loss over the steps of each epoch.
+        notes: other remarks.
     """
 
     status: str
@@ -47,12 +49,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """A network at the end of its training: its ``state_dict`` on the CPU, how it ended, and what it took.
+    """A trained network.
 
     Attributes:
-        weights: by the network's own names.
-        outcome: how the training ended.
-        seconds: of training, divided by the number of networks that were trained together.
+        weights: its ``state_dict``, on the CPU.
+        outcome: outcome of the training.
+        seconds: duration of the training, divided by the number of networks that were trained together.
     """
 
     weights: dict[str, Tensor]
@@ -65,17 +67,17 @@ STATUSES = ("done", "missed", "diverged", "failed")
 
 @dataclass(frozen=True)
 class Row:
-    """One run: what it was asked to do, how it ended, and what was measured.
+    """One run: its settings, outcome and readings.
 
     Attributes:
-        key: the hash of its configuration, and the name of its files.
-        config: every setting by name, the seed among them.
+        key: digest of its settings, and the name of its files.
+        config: every setting by name, including the seed.
         status: ``"done"``, ``"missed"`` (the stopping rule), ``"diverged"`` (not finite) or ``"failed"`` (an error).
-        outcome: losses, errors, norm; None where the run failed in training.
-        readings: by measure; empty where nothing could be measured.
-        measured: with what settings they were taken.
+        outcome: losses, errors, norm; None if the training failed.
+        readings: readings by measure; empty if nothing could be measured.
+        measured: options of the measurement.
         failure: the error in one line and its traceback, of a failed run.
-        seconds: of training and of measuring. Not part of the study's table, which two runs share byte for byte.
+        seconds: duration of training and of measuring. Not in the study's table, which is reproducible byte for byte.
         made_with: versions and device.
     """
 
@@ -91,7 +93,7 @@ class Row:
 
     @property
     def gap(self) -> dict[str, float]:
-        """Test minus training, of the error and of the loss; empty where the run failed."""
+        """Test minus training value of the error and of the loss; empty if the run failed."""
         if self.outcome is None:
             return {}
         return {
@@ -104,11 +106,11 @@ CONTROLS = ("parameters", "norm", "distance", "train_loss", "lr", "batch_size", 
 
 
 def compute_controls(row: Row) -> dict[str, float]:
-    """Simple numbers of a run that a measure should do better than; those that are not known are left out.
+    """Return simple numbers of a run that a measure should beat; unknown ones are left out.
 
-    They are the number of parameters, the norm of the weights and their distance from initialisation, the training
-    loss, the learning rate and the batch size. The last, ``noise``, is a number from 0 to 1 that depends on nothing
-    but the run's key: what it scores is what chance scores.
+    They are the number of parameters, the norm of the weights and their distance from initialization, the training
+    loss, the learning rate and the batch size. The last, ``noise``, is a number from 0 to 1 that depends only on the
+    run's key: its score is that of chance.
 
     Example:
         >>> list(compute_controls(Row(key="a1", config={"lr": 0.1, "batch_size": 64}, status="failed")))

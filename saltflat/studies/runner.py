@@ -1,4 +1,4 @@
-"""Run a study from beginning to end, and show its progress."""
+"""Run the plan of a study, and show its progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,77 +41,88 @@ if TYPE_CHECKING:
 
 
 class ProgressDisplay(Protocol):
-    """What is called while a study runs."""
+    """The methods that are called while a study runs."""
 
     def begin(self, to_train: int, to_measure: int) -> None:
-        """So many runs are to be trained, and so many measured."""
+        """Start, with the numbers of runs to train and to measure."""
 
     def update_epochs(self, done: int, most: int) -> None:
-        """Of the networks that are being trained in this process."""
+        """Show the epochs of the networks that are being trained in this process."""
 
     def add_trained(self, runs: int) -> None:
-        """So many more are trained."""
+        """Count runs that were trained."""
 
     def add_finished(self, status: str) -> None:
-        """One more run is finished: done, missed, diverged or failed."""
+        """Count a finished run by its status: done, missed, diverged or failed."""
 
     def tell(self, text: str) -> None:
-        """Something a person should know."""
+        """Show a message."""
 
 
 class SilentDisplay:
-    """Tells nothing."""
+    """Show nothing."""
 
-    def begin(self, to_train: int, to_measure: int) -> None: ...
+    def begin(self, to_train: int, to_measure: int) -> None:
+        """Do nothing."""
 
-    def update_epochs(self, done: int, most: int) -> None: ...
+    def update_epochs(self, done: int, most: int) -> None:
+        """Do nothing."""
 
-    def add_trained(self, runs: int) -> None: ...
+    def add_trained(self, runs: int) -> None:
+        """Do nothing."""
 
-    def add_finished(self, status: str) -> None: ...
+    def add_finished(self, status: str) -> None:
+        """Do nothing."""
 
-    def tell(self, text: str) -> None: ...
+    def tell(self, text: str) -> None:
+        """Do nothing."""
 
 
 class BarDisplay:
-    """Three bars on a terminal: networks trained, epochs of those at hand, runs finished."""
+    """Show three bars on a terminal: networks trained, epochs of the current group, runs finished."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar, self.failed = bar, 0
         self.training = bar.add_task("Networks trained", visible=False)
-        self.stack = bar.add_task("  epochs at hand", visible=False)
+        self.epochs = bar.add_task("  epochs", visible=False)
         self.rows = bar.add_task("Runs finished", visible=False)
 
     def begin(self, to_train: int, to_measure: int) -> None:
+        """Set the totals of the bars."""
         self.bar.update(self.training, total=to_train, visible=to_train > 0)
         self.bar.update(self.rows, total=to_measure, visible=to_measure > 0)
 
     def update_epochs(self, done: int, most: int) -> None:
-        self.bar.update(self.stack, completed=done, total=most, visible=True)
+        """Move the bar of epochs."""
+        self.bar.update(self.epochs, completed=done, total=most, visible=True)
 
     def add_trained(self, runs: int) -> None:
+        """Move the bar of trained networks."""
         self.bar.advance(self.training, runs)
-        self.bar.update(self.stack, visible=False)
+        self.bar.update(self.epochs, visible=False)
 
     def add_finished(self, status: str) -> None:
+        """Move the bar of finished runs."""
         self.failed += status in ("failed", "diverged")
         told = f" ({self.failed} failed or diverged)" if self.failed else ""
         self.bar.update(self.rows, advance=1, description=f"Runs finished{told}")
 
     def tell(self, text: str) -> None:
+        """Print a message above the bars."""
         self.bar.console.print(Text(make_printable(text), style="yellow"), soft_wrap=True)
 
 
 class LineDisplay(SilentDisplay):
-    """Only what a person should know, as lines on the standard error."""
+    """Print messages to the standard error, without bars."""
 
     def tell(self, text: str) -> None:
+        """Print a message."""
         Console(stderr=True).print(Text(make_printable(text), style="yellow"), soft_wrap=True)
 
 
 @contextmanager
 def show_progress(progress: bool | ProgressDisplay | None) -> Iterator[ProgressDisplay]:
-    """Bars where they are wanted, or on a terminal if nobody said; else only what a person should know."""
+    """Show bars if True, or on a terminal if None; only messages if None elsewhere, and nothing if False."""
     if progress is False:
         yield SilentDisplay()
     elif progress is True or (progress is None and sys.stderr.isatty()):
@@ -137,11 +148,14 @@ def select_executor(executor: str | Executor, timeout: float | None) -> Executor
 
 
 Runs = Mapping[str, dict[str, Any]]
-KEPT = "Everything that was finished is kept: give the same command again to go on."
+Result: TypeAlias = dict[str, TrainedRun] | CheckpointFailure | Measurement | Failure
+Work = TypeVar("Work")
+Done = TypeVar("Done")
+KEPT = "All finished runs are kept: run the same command again to resume."
 
 
 class StudyRunner:
-    """One pass over what is to be done. Only this process writes rows and weights."""
+    """Run the tasks of a plan. Only this process writes rows and weights."""
 
     def __init__(
         self,
@@ -156,11 +170,12 @@ class StudyRunner:
     ) -> None:
         self.study, self.runs, self.store, self.plan, self.display = study, runs, store, plan, display
         self.context, self.resources, self.timeout = context, resources, timeout
-        # One object each: it travels once to every worker.
+        # One object each: it is sent once to every worker.
         self.train = partial(_run_task, tasks.train_group, context=context)
         self.measure = partial(_run_task, tasks.measure_run, context=context)
 
     def run(self, executor: Executor) -> None:
+        """Run all tasks, and write their results."""
         self.display.begin(len(self.plan.wanted), len(self.plan.measure) + len(self.plan.wanted))
         coming, waiting = self._make_tasks(), 0
         if not self.plan.train and not self.plan.measure:
@@ -175,7 +190,7 @@ class StudyRunner:
                 raise StudyError(f"{problem} {KEPT}") from problem
 
     def _make_tasks(self) -> Iterator[TrainTask | MeasureTask]:
-        """What is trained but not measured first; tasks are made as they are needed, since they hold weights."""
+        """Yield the tasks, those of trained networks first, one at a time, since they hold weights."""
         for key, measures in self.plan.measure.items():
             yield self._make_measure_task(key, measures)
         for name, group in self.plan.train.items():
@@ -192,13 +207,14 @@ class StudyRunner:
         if isinstance(task, MeasureTask):
             session.submit(task, self.measure, soon=soon, timeout=self.timeout)
             return
-        # A run's share of a training is that of its row: the time of the group, divided by the networks in it.
+        # A run's share of a training is the time of its group, divided by the number of networks.
         timeout = None if self.timeout is None else self.timeout * len(task.configs)
         session.submit(task, self.train, soon=soon, timeout=timeout)
 
-    def _handle_result(self, session: Session, task: TrainTask | MeasureTask, result: Any) -> int:
-        """Keep a result; how many further tasks it made."""
+    def _handle_result(self, session: Session, task: TrainTask | MeasureTask, result: Result) -> int:
+        """Write a result; return the number of new tasks."""
         if isinstance(task, MeasureTask):
+            assert isinstance(result, Measurement | Failure)
             self._keep_measured(task, result)
             return 0
         if isinstance(result, CheckpointFailure):
@@ -208,15 +224,16 @@ class StudyRunner:
             for key in wanted:
                 self._write_row(Row(key, self.runs[key], "failed", failure=_failure_to_dict(result)))
             return 0
+        assert isinstance(result, dict)
         to_measure = [key for key in wanted if self._keep_trained(key, result[key])]
         self.store.remove(self.store.checkpoint_path(task.key))
         self.display.add_trained(len(wanted))
-        for key in reversed(to_measure):  # the last one handed in is the first one done
+        for key in reversed(to_measure):  # the last one submitted is the first one done
             self._submit_task(session, self._make_measure_task(key, self.study.measures), soon=True)
         return len(to_measure)
 
     def _keep_trained(self, key: str, run: TrainedRun) -> bool:
-        """Write weights; whether the run is still to be measured."""
+        """Write the weights; return whether the run is left to measure."""
         outcome = run.trained.outcome
         self.store.write_trained(key, self.runs[key], run.trained, run.initial)
         if outcome.status == "diverged":
@@ -236,8 +253,8 @@ class StudyRunner:
         found = self.store.read_trained(key)
         if found is None:
             raise StudyError(
-                f"Expected the folder left alone while a study runs, but got no weights of the run {key!r}, which "
-                "were there a moment ago. Try giving the same command again."
+                f"Expected no changes in the folder while a study runs, but got no weights of the run {key!r}, which "
+                "were there a moment ago. Try the same command again."
             )
         return found
 
@@ -253,11 +270,11 @@ class StudyRunner:
     def _make_row(
         self, key: str, outcome: Outcome, seconds: float, result: Measurement | Failure, known: Row | None
     ) -> Row:
-        """A finished row; readings that were there already are kept where only others were asked for."""
+        """Return a finished row; earlier readings with the same options are kept."""
         spent = {"training": seconds}
         row = Row(key, self.runs[key], outcome.status, outcome, measured=self.study.measure_options, seconds=spent)
         if isinstance(result, Failure) and known is not None and known.readings:
-            # What was asked for later cannot be measured; what was measured before stays.
+            # The new measures cannot be computed; earlier readings stay.
             lacking = [name for name in self.study.measures if name not in known.readings]
             undefined = {name: Reading(name, math.nan, exact=False, notes=(result.error,)) for name in lacking}
             return replace(known, readings={**known.readings, **undefined})
@@ -273,8 +290,8 @@ class StudyRunner:
         self.display.add_finished(row.status)
 
 
-def _run_task(do: Callable[..., Any], task: Any, *, context: TaskContext) -> Any:
-    """Do a task in whatever process this is; the user's modules are found in the same places."""
+def _run_task(do: Callable[[Work, TaskContext], Done], task: Work, *, context: TaskContext) -> Done:
+    """Run a task in this process, with the user's modules in the same places."""
     for place in context.path:
         if place not in sys.path:
             sys.path.append(place)

@@ -63,11 +63,14 @@ class ValueRule:
             return OptionError(f"Expected {self.want}, but got {name}={value!r}. Try another {name}.")
         return None
 
-    def convert(self, value: Any) -> Any:
+    def convert(self, value: Given) -> Given:
         """Return the value in its own type: 64.0 examples are 64, a learning rate of 1 is 1.0."""
         if value is None:
             return None
-        return [float(each) for each in value] if self.kind is list else self.kind(value)
+        if isinstance(value, list | tuple):
+            return [float(each) for each in value]  # type: ignore[arg-type]
+        converted: Value = self.kind(value)
+        return converted
 
     def _is_right_type(self, value: Given) -> bool:
         if self.kind is bool:
@@ -80,7 +83,7 @@ class ValueRule:
 def _is_number(value: Given) -> bool:
     """Return whether a value is a finite number that fits in a float."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and (math.isfinite(value) if isinstance(value, float) else abs(value) <= sys.float_info.max)  # type: ignore[arg-type,operator]
+    return is_real and (math.isfinite(value) if isinstance(value, float) else abs(value) <= sys.float_info.max)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class ChoiceRule:
         known = isinstance(value, str) and value in self.names
         return None if known else make_unknown_name_error(self.what, value, self.names)
 
-    def convert(self, value: Any) -> Any:
+    def convert(self, value: Given) -> Given:
         """Return the name as it is."""
         return value
 

@@ -1,4 +1,4 @@
-"""A study: which networks are trained on what data, and what is measured of them."""
+"""A study: the networks to train, the data, and the measures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from saltflat.errors import StudyError, import_optional, make_unknown_name_error
 from saltflat.results.files import parse_path
 from saltflat.studies.callables import get_function_path
-from saltflat.studies.canonical import DEEPEST, to_json_value
+from saltflat.studies.canonical import DEEPEST, JsonLike, to_json_value
 from saltflat.studies.data import DataSource, compute_fingerprint
 from saltflat.studies.executors.executor import Executor
 from saltflat.studies.grid import expand_runs, split_axis_names
@@ -27,12 +28,15 @@ from saltflat.studies.tasks import TaskContext, resolve_resources
 from saltflat.validation import check_non_negative, parse_device
 
 if TYPE_CHECKING:
+    from yaml.events import Event
+    from yaml.nodes import Node
+
     from saltflat.studies.results import Results
 
 
-def parse_mapping(given: Any, what: str) -> dict[str, Any]:
-    """Names with values, such as the settings."""
-    if given is None:  # a name in YAML with nothing behind it
+def parse_mapping(given: JsonLike, what: str) -> dict[str, Any]:
+    """Return a mapping of names to values, such as the settings."""
+    if given is None:  # a name in YAML without a value
         return {}
     if not isinstance(given, Mapping):
         raise StudyError(
@@ -41,8 +45,8 @@ def parse_mapping(given: Any, what: str) -> dict[str, Any]:
     return dict(to_json_value(given, what))
 
 
-def parse_axes(given: Any) -> dict[str, tuple[Any, ...]]:
-    """Names with lists of values."""
+def parse_axes(given: JsonLike) -> dict[str, tuple[Any, ...]]:
+    """Return the axes: lists of values by name."""
     if not isinstance(given, Mapping):
         raise StudyError(
             f"Expected names with lists of values, but got axes={given!r}, a {type(given).__name__}. Try axes: {{lr: "
@@ -58,8 +62,8 @@ def parse_axes(given: Any) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(values) for name, values in axes.items()}
 
 
-def parse_seeds(given: Any) -> tuple[Any, ...]:
-    """A list, or so many from 0.
+def parse_seeds(given: JsonLike) -> tuple[Any, ...]:
+    """Return the seeds: those of a list, or the first ones from 0 for a count.
 
     Example:
         >>> parse_seeds(3), parse_seeds([7, 9])
@@ -71,26 +75,26 @@ def parse_seeds(given: Any) -> tuple[Any, ...]:
     if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 0:
         raise StudyError(f"Expected a count from 1, or a list of whole numbers, but got seeds={given!r}. Try seeds: 3.")
     if seeds > 100_000:
-        raise StudyError(f"Expected at most 100,000 runs, but got {seeds:,} seeds. Try taking fewer.")
+        raise StudyError(f"Expected at most 100,000 runs, but got {seeds:,} seeds. Try fewer.")
     return tuple(range(seeds))
 
 
-def parse_together(given: Any) -> int:
-    """How many networks are trained at once."""
+def parse_together(given: JsonLike) -> int:
+    """Return the maximum number of networks that are trained at once."""
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise StudyError(f"Expected a whole number from 1, but got together={given!r}. Try leaving it out for 64.")
     return given
 
 
-# YAML 1.1 asks for a dot and a sign in the exponent; people write 1e-3, and mean a number.
+# YAML 1.1 requires a dot and a sign in the exponent; people write 1e-3, and mean a number.
 NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-# A study is a page of text. What is longer is another file by mistake.
+# A study is a page of text; a longer file is not one.
 LONGEST = 1_000_000
 LONGEST_NUMBER = 100  # characters: YAML reads 0xffff... and 1:59:59... at any length
 
 
 def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the file says, as plain values; nothing in it is run."""
+    """Read a YAML file as plain values, without running any code in it."""
     shown = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
@@ -98,7 +102,7 @@ def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as problem:
         raise StudyError(
             f"Expected a study as a YAML file, but got the path {shown!r}, which cannot be read "
-            f"({problem.strerror}). Check the path."
+            f"({problem.strerror}). Try another path."
         ) from problem
     if len(content) > LONGEST:
         raise _make_definition_error(shown, f"more than {LONGEST:,} bytes")
@@ -115,13 +119,13 @@ def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The plain values of a YAML text. Anchors, aliases and tags are refused: a few lines of them expand to gigabytes.
+    """Return the plain values of a YAML text. Anchors, aliases and tags are refused: they can expand to gigabytes.
 
     Example:
         >>> parse_yaml("axes: {lr: [1e-3, 0.1]}", "here")
         {'axes': {'lr': [0.001, 0.1]}}
     """
-    yaml: Any = import_optional("yaml", "a study in YAML")
+    yaml = import_optional("yaml", "a study in YAML")
     try:
         return yaml.load(text, Loader=_make_loader(yaml))
     except yaml.YAMLError as problem:
@@ -130,16 +134,16 @@ def parse_yaml(text: str, source: str) -> Any:
         raise _make_definition_error(source, str(problem).splitlines()[0]) from problem
 
 
-def _make_loader(yaml: Any) -> Any:
-    """Return a loader of plain values only, in which every name of a mapping is there once."""
+def _make_loader(yaml: ModuleType) -> Any:
+    """Return a loader of plain values only, which refuses duplicate names in a mapping."""
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
         depth = 0
 
-        def compose_node(self, parent: Any, index: Any) -> Any:
+        def compose_node(self, parent: Node | None, index: int) -> Any:
             event = self.peek_event()
             if isinstance(event, yaml.AliasEvent):
-                raise self.make_error(f"the alias *{event.anchor}; write out what it stands for", event)
+                raise self.make_error(f"the alias *{event.anchor}; write out what it refers to", event)
             if event.anchor is not None:
                 raise self.make_error(f"the anchor &{event.anchor}; write out each part where it is needed", event)
             if event.tag is not None:
@@ -154,7 +158,7 @@ def _make_loader(yaml: Any) -> Any:
                 raise self.make_error(f"a number of {len(node.value):,} characters", event)
             return node
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        def construct_mapping(self, node: Node, deep: bool = False) -> Any:
             seen: set[Any] = set()
             for name, _ in node.value:
                 key = self.construct_object(name, deep=True)
@@ -165,7 +169,7 @@ def _make_loader(yaml: Any) -> Any:
                 seen.add(key)
             return super().construct_mapping(node, deep)
 
-        def make_error(self, what: str, place: Any) -> Exception:
+        def make_error(self, what: str, place: Node | Event) -> Exception:
             refused: Exception = yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
             return refused
 
@@ -173,49 +177,49 @@ def _make_loader(yaml: Any) -> Any:
     return Loader
 
 
-def _format_yaml_error(problem: Any) -> str:
+def _format_yaml_error(problem: Exception) -> str:
     mark = getattr(problem, "problem_mark", None)
     what = getattr(problem, "problem", None) or str(problem).splitlines()[0]
     return f"{what}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(what)
 
 
-def _format_type(value: object) -> str:
+def _format_type(value: JsonLike) -> str:
     return {"list": "list", "str": "text"}.get(type(value).__name__, type(value).__name__)
 
 
 def _make_definition_error(source: str, what: str) -> StudyError:
     return StudyError(
         f"Expected YAML with name, data, axes and stop, but got the file {source!r}, which is no study: {what}. "
-        "Correct it there."
+        "Try correcting that place."
     )
 
 
-# What ends a training, by the names that people use for it here and by those of the recipe.
+# Names in stop, and the settings that they set.
 STOP = {"epochs": "epochs", "loss": "target_loss", "error": "target_error", "check_every": "check_every"}
 NEEDED = ("name", "data", "axes", "stop")
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """Networks trained with every combination of the axes' values, each with every seed, and measured.
+    """Networks trained with every combination of the axes' values and seeds, and measured.
 
     Attributes:
-        name: what the study is called; a folder holds the runs of one name.
+        name: name of the study; a folder holds the runs of one study.
         data: the name of a data set, or a mapping; see :class:`saltflat.studies.data.DataSource`.
-        axes: for each name the values to try: any setting of :class:`saltflat.studies.recipe.Recipe`, any argument of
+        axes: the values to try by name: any setting of :class:`saltflat.studies.recipe.Recipe`, any argument of
             the network, or ``network``. Names separated by commas vary together: ``{"batch_size, lr": [[1000, 0.02],
             [2000, 0.04]]}`` has two values, not four; scores and plots name the axis by the first of its names.
-        seeds: how many (0, 1, 2, ...), or a list of them.
-        network: a ready-made network, or ``package.module:function``. With ``train``: what makes the network that the
-            function trains, so that it can be measured again from its weights.
-        train: ``package.module:function`` of your own that trains one network; None for the training here.
-        settings: values that all runs share.
-        stop: when a training ends: ``epochs`` at most; earlier when the training ``loss`` (and ``error``) is at most
-            this, looked at ``check_every`` so many epochs. Runs that miss it are kept, and flagged.
-        measures: their names.
-        measure: how to measure: ``examples`` (the first so many of the training set), ``dtype``, and the options of
+        seeds: the number of seeds (0, 1, 2, ...), or a list of them.
+        network: a built-in network, or ``package.module:function``. With ``train``: the network that the function
+            trains, so that it can be rebuilt from its weights.
+        train: ``package.module:function`` of your own that trains one network; None for saltflat's training.
+        settings: settings that all runs share.
+        stop: the stopping rule: the maximum number of ``epochs``, and targets for the training ``loss`` and ``error``,
+            checked every ``check_every`` epochs. Runs that miss the targets are kept and flagged.
+        measures: names of the measures.
+        measure: options of the measurement: ``examples`` (number of training examples), ``dtype``, and those of
             :func:`saltflat.measure`.
-        together: at most so many networks are trained at once.
+        together: the maximum number of networks that are trained at once.
 
     Example:
         >>> study = Study("first", "digits", {"lr": [0.1, 0.2], "width": [8, 16]}, seeds=3, stop={"epochs": 5})
@@ -237,14 +241,12 @@ class Study:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
-            raise StudyError(f"Expected a text, but got the name {self.name!r}. Try name: digits.")
+            raise StudyError(f"Expected a string, but got the name {self.name!r}. Try name: digits.")
         train, data = get_function_path(self.train, "train"), get_function_path(self.data, "data")
         network = get_function_path(self.network, "network")
         for what, value in {"train": train, "network": network}.items():
             if value is not None and (not isinstance(value, str) or not value):
-                raise StudyError(
-                    f"Expected a name, but got {what}={value!r}. Try giving one, or package.module:function."
-                )
+                raise StudyError(f"Expected a name, but got {what}={value!r}. Try a name, or package.module:function.")
         tidy: dict[str, Any] = {
             "data": DataSource.parse(data),
             "axes": parse_axes(self.axes),
@@ -262,17 +264,15 @@ class Study:
                 raise make_unknown_name_error("key of stop", key, STOP)
         parse_measure_options(tidy["measure"])
         if any("network" in split_axis_names(axis) for axis in tidy["axes"]) and network is not None:
-            raise StudyError("Expected it in one, but got 'network' in axes and beside them. Try taking one away.")
+            raise StudyError("Expected one network, but got 'network' in axes and beside them. Try removing one.")
         for key, value in tidy.items():
             object.__setattr__(self, key, value)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Study:
-        """The study that a mapping describes: its keys are the arguments of this class."""
+        """Return the study of a mapping whose keys are the arguments of this class."""
         if not isinstance(given, Mapping):
-            raise StudyError(
-                f"Expected names with values, but got a {type(given).__name__} as a study. Try giving a mapping."
-            )
+            raise StudyError(f"Expected names with values, but got a {type(given).__name__} as a study. Try a mapping.")
         known = [each.name for each in fields(cls)]
         for key in given:
             if key not in known:
@@ -287,11 +287,11 @@ class Study:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Study:
-        """The study in a YAML file. Functions that it names are not imported before :meth:`run` or :meth:`runs`."""
+        """Return the study in a YAML file. Only :meth:`run` and :meth:`runs` import the functions it names."""
         return cls.from_dict(read_definition(parse_path(path, StudyError)))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON and YAML can hold it, and ``from_dict`` takes it."""
+        """Return the study as plain values for JSON, YAML and ``from_dict``."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         plain = {**own, "data": self.data.to_dict(), "axes": {name: list(each) for name, each in self.axes.items()}}
         plain = {**plain, "seeds": list(self.seeds), "measures": list(self.measures)}
@@ -306,23 +306,23 @@ class Study:
 
     @property
     def axis_names(self) -> list[str]:
-        """One setting for each axis, the first where several go hand in hand."""
+        """The name of each axis: the first of its settings, if several vary together."""
         return [split_axis_names(axis)[0] for axis in self.axes]
 
     @property
     def stop_settings(self) -> dict[str, Any]:
-        """What ends a training, by the names of the settings."""
+        """The stopping rule by the names of the settings."""
         return {STOP[key]: value for key, value in self.stop.items()}
 
     @property
     def measure_options(self) -> dict[str, Any]:
-        """How to measure, with all that was not said filled in."""
+        """The options of the measurement, with defaults filled in."""
         return parse_measure_options(self.measure)
 
     def runs(self) -> dict[str, dict[str, Any]]:
-        """Every run of the grid: its configuration by its key, in order. Impossible grids are refused here.
+        """Return the settings of every run by its key, in the order of the grid, after checking the grid.
 
-        Imports the functions that the study names as ``network`` and ``train``, to see what they take.
+        It imports the functions that the study names as ``network`` and ``train``, to inspect their arguments.
         """
         return expand_runs(self)
 

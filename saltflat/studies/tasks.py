@@ -1,4 +1,4 @@
-"""The tasks of a study, which any process can do: train networks together, measure one."""
+"""The tasks of a study, which any process can run: train a group of networks, measure one network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from saltflat.studies.training.train_batched import train_together
 
 
 def resolve_resources(executor: str, device: str, given: Mapping[str, float]) -> dict[str, float]:
-    """What one task asks of the executor: on a cluster a GPU, where the study works on one, unless it is said.
+    """Return the resources of one task: on a cluster one GPU by default, if the study runs on a GPU.
 
     Example:
         >>> resolve_resources("ray", "cuda", {"cpus": 2}), resolve_resources("ray", "cuda", {"gpus": 0.5})
@@ -36,11 +36,11 @@ def resolve_resources(executor: str, device: str, given: Mapping[str, float]) ->
     if executor != "ray" or place.type != "cuda":
         return dict(given)
     found = {"gpus": 1, **given}
-    # A task sees the GPUs that Ray gave it and no others, counted from 0.
+    # A task sees only the GPUs that Ray assigned to it, numbered from 0.
     if (place.index or 0) >= max(1, found["gpus"]):
         raise DeviceError(
-            f"Expected no number, but got the device {device!r} with the executor 'ray', which gives each task a GPU "
-            "of its own. Try using 'cuda'."
+            f"Expected a device without a number, but got the device {device!r} with the executor 'ray', which assigns "
+            "a GPU to each task. Try 'cuda'."
         )
     return found
 
@@ -50,18 +50,18 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What all tasks of a study share; it travels once to every worker.
+    """What all tasks of a study share; it is sent once to every worker.
 
     Attributes:
-        examples: of the study, on the CPU.
-        train: the user's own train function, by name.
-        network: what makes its network, where that is known.
-        measures: to take.
-        options: how to measure.
-        device: to work on.
+        examples: examples of the study, on the CPU.
+        train: path of the user's train function.
+        network: name of its network, if known.
+        measures: measures to compute.
+        options: options of the measurement.
+        device: device to use.
         every: seconds between checkpoints.
-        path: folders that modules of the user are found in.
-        tell: called with the epochs done and those there are at most; only where the tasks are done in this process.
+        path: folders with the user's modules.
+        tell: called with the number of epochs done and the maximum, if the tasks run in this process.
     """
 
     examples: Examples
@@ -76,19 +76,19 @@ class TaskContext:
 
     @property
     def can_rebuild(self) -> bool:
-        """Whether a network can be made again for its weights."""
+        """Whether a network can be rebuilt from its weights."""
         return self.train is None or self.network is not None
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Train these runs together.
+    """Train a group of runs together.
 
     Attributes:
-        key: of the group.
-        configs: by the key of the run.
-        checkpoint: where to keep what is half done.
-        resources: that a worker needs for it.
+        key: key of the group.
+        configs: settings by the key of the run.
+        checkpoint: file for the state of the training.
+        resources: resources that it needs.
     """
 
     key: str
@@ -99,15 +99,15 @@ class TrainTask:
 
 @dataclass(frozen=True)
 class MeasureTask:
-    """Measure this trained network.
+    """Measure a trained network.
 
     Attributes:
-        key: of the run.
-        config: of the run.
-        weights: by the network's own names.
-        initial: those before training, where they were kept; a network of ours makes them again.
-        measures: those that are wanted.
-        resources: that a worker needs for it.
+        key: key of the run.
+        config: settings of the run.
+        weights: ``state_dict`` of the network.
+        initial: ``state_dict`` before training, if it was kept; built-in networks are built again.
+        measures: measures to compute.
+        resources: resources that it needs.
     """
 
     key: str
@@ -120,12 +120,12 @@ class MeasureTask:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained network, as it comes back from a task.
+    """The result of training a network.
 
     Attributes:
         trained: weights and outcome.
-        initial: the weights before training, where they cannot be made again.
-        measured: what was measured at once, since the network cannot be made again.
+        initial: weights before training, if they cannot be computed again.
+        measured: the measurement, if the network cannot be rebuilt.
         failure: the error and its traceback, if measuring failed.
     """
 
@@ -137,19 +137,19 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class CheckpointFailure:
-    """A task that could not keep its checkpoint: the study has to stop, or it would lose work."""
+    """A task could not write its checkpoint: the study stops, or it would lose work."""
 
     problem: str
 
 
 def train_group(task: TrainTask, context: TaskContext) -> dict[str, TrainedRun] | CheckpointFailure:
-    """Train a group, and give back each run by its key."""
+    """Train a group of runs, and return the results by key."""
     if context.train is not None:
         from saltflat.studies.training.user_function import run_user_training
 
         ((key, config),) = task.configs.items()
         return {key: run_user_training(config, context)}
-    # On a machine without the study's folder there is nothing to go on from.
+    # On a machine without the study's folder there is no checkpoint.
     checkpoint = task.checkpoint if task.checkpoint is not None and task.checkpoint.parent.is_dir() else None
     recipes = [make_recipe(config) for config in task.configs.values()]
     try:
@@ -161,20 +161,20 @@ def train_group(task: TrainTask, context: TaskContext) -> dict[str, TrainedRun] 
             every=context.every,
             tell=context.tell,
         )
-    except ReportError as problem:  # a checkpoint that cannot be written; errors of a network of the user's are its own
+    except ReportError as problem:  # a checkpoint that cannot be written; a user's network raises other errors
         return CheckpointFailure(str(problem))
     return {key: TrainedRun(each) for key, each in zip(task.configs, found, strict=True)}
 
 
 @dataclass(frozen=True)
 class RebuiltNetwork:
-    """A trained network, made again from its weights.
+    """A trained network, rebuilt from its weights.
 
     Attributes:
-        model: with these weights, in the precision to measure in, on the CPU.
-        inputs: that it was trained on, those that measures look at.
-        labels: that it was trained on.
-        initial: its weights before training, where they are known.
+        model: network with these weights, in the precision of the measurement, on the CPU.
+        inputs: its training inputs, without the confusion set.
+        labels: labels it was trained on.
+        initial: its weights before training, if known.
     """
 
     model: nn.Module
@@ -184,7 +184,7 @@ class RebuiltNetwork:
 
 
 def rebuild_network(task: MeasureTask, context: TaskContext) -> RebuiltNetwork:
-    """Make the network of a run again, and what it was trained on."""
+    """Rebuild the network of a run, and its training examples."""
     examples = context.examples
     initial: Mapping[str, Tensor] | None
     if context.train is None:
@@ -196,14 +196,14 @@ def rebuild_network(task: MeasureTask, context: TaskContext) -> RebuiltNetwork:
     else:
         model, initial = _build_user_network(task.config, context), task.initial
         inputs, labels = examples.train_inputs, examples.train_labels
-    # Before the weights come in: those of a float64 training would be rounded by a float32 network.
+    # Before the weights are loaded: a float32 network would round those of a float64 training.
     model = model.to(DTYPES[context.options["dtype"]]).eval()
     model.load_state_dict(task.weights)
     return RebuiltNetwork(model, inputs, labels, initial)
 
 
 def measure_run(task: MeasureTask, context: TaskContext) -> Measurement:
-    """Make the network again, give it its weights, and measure it on what it was trained on."""
+    """Rebuild a network from its weights, and measure it on its training examples."""
     started = time.perf_counter()
     made = rebuild_network(task, context)
     found = measure_model(made.model, made.inputs, made.labels, made.initial, task.measures, context)
@@ -218,7 +218,7 @@ def measure_model(
     measures: tuple[str, ...],
     context: TaskContext,
 ) -> Measurement:
-    """Measure a model on the first of these examples, on the study's device."""
+    """Measure a model on the first examples, on the study's device."""
     count = context.options["examples"]
     device = torch.device(context.device)
     chosen = (inputs[:count].to(device), labels[:count].to(device))
@@ -226,7 +226,7 @@ def measure_model(
 
 
 def _build_user_network(config: Mapping[str, Any], context: TaskContext) -> nn.Module:
-    """The network that the user's function trained, made by the study's ``network`` with what it takes of the run."""
+    """Build the network of a user's train function with the settings that the study's ``network`` takes."""
     assert context.network is not None
     taker = inspect_network(context.network)
     taken = {name: value for name, value in config.items() if name in taker.names}

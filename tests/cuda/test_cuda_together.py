@@ -11,7 +11,7 @@ from training_cases import SHRUNK, assert_same, examples
 
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.training import batched_epoch
-from saltflat.studies.training.cuda_graph import WORTH_IT, CudaGraphSteps
+from saltflat.studies.training.batched_epoch import WORTH_IT, CudaGraphSteps
 from saltflat.studies.training.train_batched import train_together
 from saltflat.studies.training.train_one import train_alone
 
@@ -22,7 +22,7 @@ IMAGES = examples((2, 16, 16))
 
 def recipes(name: str) -> list[Recipe]:
     base = Recipe(
-        network=name, architecture=SHRUNK[name], lr=0.03, momentum=0.9, batch=12, epochs=2, dtype="float64",
+        network=name, architecture=SHRUNK[name], lr=0.03, momentum=0.9, batch_size=12, epochs=2, dtype="float64",
         augment="flip_crop", crop=2,
     )  # fmt: skip
     return [
@@ -48,7 +48,7 @@ def test_without_dropout_a_gpu_gives_what_a_cpu_gives(name: str) -> None:
 
 def test_a_stack_too_large_for_the_gpu_is_halved() -> None:
     # Rows, velocity, gradient, copies for going back: a network of 17 million weights takes several times 67 MB.
-    wide = Recipe(architecture={"widths": (4096, 4096)}, lr=0.001, momentum=0.9, batch=8, epochs=1)
+    wide = Recipe(architecture={"widths": (4096, 4096)}, lr=0.001, momentum=0.9, batch_size=8, epochs=1)
     few = [replace(wide, seed=seed) for seed in range(2)]
     room = 14 * 4 * 4096**2  # seven numbers for each weight of two networks
     torch.cuda.empty_cache()
@@ -62,7 +62,7 @@ def test_a_stack_too_large_for_the_gpu_is_halved() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_steps_that_are_recorded_and_played_are_as_alone(
     name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,8 +76,8 @@ def test_steps_that_are_recorded_and_played_are_as_alone(
     monkeypatch.setattr(batched_epoch, "CudaGraphSteps", Watched)
     many = examples((2, 16, 16), train=4 * WORTH_IT + 3)
     base = Recipe(
-        network=name, architecture=SHRUNK[name], optimizer=optimizer, lr=0.003, momentum=0.9, nesterov=True, l2=0.01,
-        batch=4, epochs=4, dtype="float64", schedule="inverse", decay=0.01,
+        network=name, architecture=SHRUNK[name], optimizer=optimizer, lr=0.003, momentum=0.9, nesterov=True,
+        batch_size=4, epochs=4, dtype="float64", schedule="inverse", decay=0.01,
     )  # fmt: skip
     few = [replace(base, seed=seed, weight_decay=0.01 * seed, epochs=2 + seed) for seed in range(3)]
     found = train_together(few, many, device="cuda")

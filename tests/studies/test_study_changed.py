@@ -20,7 +20,7 @@ from saltflat.errors import StudyError
 from saltflat.studies import Results, verify
 from saltflat.studies.canonical import compute_digest
 from saltflat.studies.store.folder import Store
-from saltflat.studies.training.batched_epoch import StackTrainer
+from saltflat.studies.training.batched_epoch import BatchTrainer
 
 
 @pytest.fixture(scope="module")
@@ -330,13 +330,13 @@ def test_a_checkpoint_as_it_was_written_is_gone_on_from(
     begun(tmp_path / "runs")
     if earlier:
         as_written_before(tmp_path / "runs")
-    epochs, epoch = [], StackTrainer.train_epoch
+    epochs, epoch = [], BatchTrainer.train_epoch
 
-    def watched(training: StackTrainer) -> Any:
-        epochs.append(training.stack.epoch)
+    def watched(training: BatchTrainer) -> Any:
+        epochs.append(training.batch.epoch)
         return epoch(training)
 
-    monkeypatch.setattr(StackTrainer, "train_epoch", watched)
+    monkeypatch.setattr(BatchTrainer, "train_epoch", watched)
     told = Told()
     assert study().run(tmp_path / "runs", progress=told).csv() == calm.csv()
     assert epochs == [1, 0, 1]  # the second epoch of the first group, and both of the second group

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -212,9 +213,10 @@ def test_the_names_of_earlier_versions_are_refused_with_the_new_ones(old: str, n
     for made in (study(settings={old: 1}), study(axes={old: [1, 2]}), study(axes={f"{old}, lr": [[1, 0.1]]})):
         refused(made, told)
     refused(study(network="study_cases:anything", axes={"lr": [0.1]}, settings={old: 1}), told)
-    for wrong in (lambda: Recipe(**{old: 1}), lambda: replace(Recipe(), **{old: 1}), lambda: make_recipe({old: 1})):
+    given: dict[str, Any] = {old: 1}
+    for make in (Recipe, partial(replace, Recipe()), lambda **settings: make_recipe(settings)):
         with pytest.raises(OptionError, match=re.escape(told)):
-            wrong()
+            make(**given)
     path = tmp_path / "study.yaml"
     path.write_text(f"name: small\ndata: digits\naxes: {{lr: [0.1]}}\nsettings: {{{old}: 1}}\nstop: {{epochs: 1}}\n")
     refused(Study.from_file(path), told)

@@ -16,7 +16,7 @@ from saltflat.studies.recipe import Recipe
 from saltflat.studies.training import batched_epoch, train_batched
 from saltflat.studies.training.train_batched import compute_group_key, group_runs, train_together
 from saltflat.studies.training.train_one import train_alone
-from saltflat.studies.training.vmapped_model import StackedModel
+from saltflat.studies.training.vmapped_model import VmappedModel
 
 DATA = examples()
 IMAGES = examples((2, 16, 16))
@@ -40,7 +40,7 @@ def test_every_network_is_trained_as_alone(name: str, way: str) -> None:
     assert not any(each.outcome.notes for each in found)
 
 
-# Settings that differ from network to network within one stack.
+# Settings that differ from network to network within one batch.
 VARIED: dict[str, list[dict[str, Any]]] = {
     "learning rates": [{"lr": 0.1}, {"lr": 0.5}, {"lr": 1e-9}],
     "momentum": [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5}],
@@ -71,7 +71,7 @@ VARIED: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", VARIED)
-def test_settings_may_differ_within_a_stack(what: str) -> None:
+def test_settings_may_differ_within_a_batch(what: str) -> None:
     recipes = [replace(BASE, **settings) for settings in VARIED[what]]
     assert len({compute_group_key(recipe, (6,), 3) for recipe in recipes}) == 1
     assert_same(train_together(recipes, DATA), [train_alone(recipe, DATA) for recipe in recipes])
@@ -171,9 +171,9 @@ def test_groups_hold_at_most_so_many_and_every_key_once() -> None:
 
 def test_too_little_memory_halves_the_stack_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed, momentum=0.9) for seed in range(5)]
-    plain, steps = StackedModel.compute_logits, 0
+    plain, steps = VmappedModel.compute_logits, 0
 
-    def cramped(self: StackedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cramped(self: VmappedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal steps
         steps += kwargs["training"]
         # Memory runs out in the middle of the second epoch: what was half done is done again.
@@ -181,7 +181,7 @@ def test_too_little_memory_halves_the_stack_and_nothing_changes(monkeypatch: pyt
             raise torch.OutOfMemoryError("no more")
         return plain(self, rows, *args, **kwargs)
 
-    monkeypatch.setattr(StackedModel, "compute_logits", cramped)
+    monkeypatch.setattr(VmappedModel, "compute_logits", cramped)
     found = train_together(recipes, DATA)
     assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
     for each in found:
@@ -203,9 +203,9 @@ def test_memory_that_runs_out_late_changes_nothing(
     ]  # fmt: skip
     wanted = train_together(recipes, IMAGES)
     monkeypatch.setattr(train_batched, "REMEMBER_EVERY", seconds)
-    plain, epochs, sizes = StackedModel.compute_logits, 0, []
+    plain, epochs, sizes = VmappedModel.compute_logits, 0, []
 
-    def cramped(self: StackedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cramped(self: VmappedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Four are left since the second epoch. In the fifth, or when its end is judged, memory holds no more than two.
         sizes.append(len(rows))
         if (
@@ -220,7 +220,7 @@ def test_memory_that_runs_out_late_changes_nothing(
         nonlocal epochs
         epochs += 1
 
-    monkeypatch.setattr(StackedModel, "compute_logits", cramped)
+    monkeypatch.setattr(VmappedModel, "compute_logits", cramped)
     found = train_together(recipes, IMAGES, tell=tell)
     assert sizes[-1] == 2
     assert epochs > 6, "no epoch was done by halves"
@@ -249,24 +249,24 @@ def test_networks_trained_alone_are_not_repeated_when_memory_runs_out(monkeypatc
 
 def test_too_little_memory_for_the_weights_halves_the_stack_too(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed) for seed in range(4)]
-    plain = StackedModel.pack_models
+    plain = VmappedModel.pack_models
 
-    def cramped(self: StackedModel, models: Any) -> Any:
+    def cramped(self: VmappedModel, models: Any) -> Any:
         if len(models) > 1:
             raise torch.OutOfMemoryError("no more")
         return plain(self, models)
 
-    monkeypatch.setattr(StackedModel, "pack_models", cramped)
+    monkeypatch.setattr(VmappedModel, "pack_models", cramped)
     found = train_together(recipes, DATA)
     assert_same(found, [train_alone(recipe, DATA) for recipe in recipes])
     assert [len(each.outcome.notes) for each in found] == [2, 2, 2, 2]
 
 
 def test_a_single_network_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: StackedModel, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def full(self: VmappedModel, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(StackedModel, "compute_logits", full)
+    monkeypatch.setattr(VmappedModel, "compute_logits", full)
     with pytest.raises(torch.OutOfMemoryError):
         train_together([BASE], DATA)
 
@@ -276,13 +276,13 @@ def test_a_stack_that_is_too_large_for_a_cpu_is_split_beforehand(monkeypatch: py
     wanted = train_together(recipes, DATA)
     monkeypatch.setattr(batched_epoch, "ROOM", 600)
     sizes = set()
-    plain = StackedModel.compute_logits
+    plain = VmappedModel.compute_logits
 
-    def watched(self: StackedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched(self: VmappedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         sizes.add(len(rows))
         return plain(self, rows, *args, **kwargs)
 
-    monkeypatch.setattr(StackedModel, "compute_logits", watched)
+    monkeypatch.setattr(VmappedModel, "compute_logits", watched)
     found = train_together(recipes, DATA)
     assert max(sizes) == 2
     assert_same(found, wanted)
@@ -295,7 +295,7 @@ def test_a_network_that_cannot_be_stacked_is_trained_alone_and_says_so(name: str
     told: list[tuple[int, int]] = []
     found = train_together(recipes, DATA, tell=lambda done, most: told.append((done, most)))
     assert_same(found, [train_alone(recipe, DATA) for recipe in recipes], tolerance=1e-15)
-    assert all("trained alone, since torch.func could not stack" in each.outcome.notes[0] for each in found)
+    assert all("trained alone, since torch.func could not batch" in each.outcome.notes[0] for each in found)
     assert told
 
 

@@ -127,7 +127,7 @@ def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatc
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(train_batched, "StackTrainer", never)
+    monkeypatch.setattr(train_batched, "BatchTrainer", never)
     monkeypatch.setattr(train_one, "_train_epoch", never)
     for one, other in zip(train_batched.train_together(RECIPES, DATA, checkpoint=path), wanted, strict=True):
         assert_equal(one, other)

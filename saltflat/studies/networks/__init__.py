@@ -1,9 +1,9 @@
-"""Ready-made networks: one file per family, found by name.
+"""Built-in networks: one file per family, found by name.
 
     @register_network("mlp", "linear layers with ReLU between them")
     def mlp(shape: tuple[int, ...], classes: int, *, width: int = 64, depth: int = 2) -> nn.Module: ...
 
-The keyword arguments are what a study may vary. A study names its own network as ``package.module:function``; the
+A study may vary the keyword arguments. A study names its own network as ``package.module:function``; the
 function takes the shape of one input and the number of classes first.
 """
 
@@ -27,11 +27,11 @@ NETWORKS: dict[str, NetworkFactory] = {}
 
 @dataclass(frozen=True)
 class NetworkFactory:
-    """A way to make networks.
+    """A function that makes networks.
 
     Attributes:
-        name: what a recipe calls it.
-        meaning: what it is, in a few words.
+        name: its name in a recipe.
+        meaning: a short description.
         make: takes the shape of one input, the number of classes and the network's own arguments by name.
     """
 
@@ -41,33 +41,33 @@ class NetworkFactory:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The network's own, with their defaults; ``inspect.Parameter.empty`` where there is none."""
+        """The network's own arguments, with their defaults; ``inspect.Parameter.empty`` for none."""
         parameters = list(inspect.signature(self.make).parameters.values())[2:]
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return {each.name: each.default for each in parameters if each.kind not in kinds}
 
     def check_architecture(self, architecture: Mapping[str, Any]) -> None:
-        """Refuse arguments that the network does not take."""
+        """Check that the network takes these arguments."""
         kinds = {each.kind for each in inspect.signature(self.make).parameters.values()}
         for name in architecture:
             if name in self.arguments or inspect.Parameter.VAR_KEYWORD in kinds:
                 continue
             if not self.arguments:
                 raise OptionError(
-                    f"Expected none, but got {name!r} for the network {self.name!r}, which takes no arguments. Try "
-                    f"leaving {name!r} out, or check whether it is a misspelt setting of training."
+                    f"Expected no arguments, but got {name!r} for the network {self.name!r}, which takes no arguments. "
+                    f"Try leaving {name!r} out, or correcting its spelling if it is a setting of training."
                 )
             raise make_unknown_name_error(f"argument of the network {self.name!r}", name, self.arguments)
 
     def build_model(self, shape: tuple[int, ...], classes: int, architecture: Mapping[str, Any]) -> nn.Module:
-        """A network for inputs of this shape."""
+        """Return a network for inputs of this shape."""
         self.check_architecture(architecture)
         try:
             model = self.make(shape, classes, **architecture)
         except TypeError as error:
             raise OptionError(
                 f"Expected values as in {self.arguments}, but got {dict(architecture)} for the network "
-                f"{self.name!r}: {error}. Try giving others."
+                f"{self.name!r}: {error}. Try other values."
             ) from error
         if not isinstance(model, nn.Module):
             raise ModelError(
@@ -88,18 +88,18 @@ def register_network(name: str, meaning: str) -> Callable[[Make], Make]:
 
 
 def is_user_function(name: str) -> bool:
-    """Whether a network's name is that of a function to import, not of one that is ready-made."""
+    """Return whether a network's name is the path of a function, not that of a built-in network."""
     return ":" in name
 
 
 def find_network(name: str) -> NetworkFactory:
-    """The network of this name, or of the user's own function ``package.module:function``."""
+    """Return the network of this name, or of the user's function ``package.module:function``."""
     if is_user_function(name):
         make = import_object(name, "network")
         if not callable(make):
             raise OptionError(
-                f"Expected a function that makes one, but got {name!r} as the network, a {type(make).__name__}. Try "
-                "naming the function."
+                f"Expected a function that makes a network, but got {name!r}, a {type(make).__name__}. Try the name of "
+                "a function."
             )
         return NetworkFactory(name, "the user's own", make)
     if name not in NETWORKS:

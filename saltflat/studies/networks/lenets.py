@@ -13,7 +13,7 @@ from saltflat.studies.training.dropout import Dropout
 
 
 def check_image_shape(shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int, int, int]:
-    """Channels, height and width, if that is what the shape is."""
+    """Check that the shape is that of an image, and return its channels, height and width."""
     if len(shape) != 3 or min(shape[1:]) < least:
         raise ModelError(
             f"Expected images (channels, height, width) of at least {least} x {least} pixels, but got inputs of the "
@@ -33,7 +33,7 @@ UNPADDED = 16
 def lenet5(
     shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (6, 16), units: Sequence[int] = (120, 84)
 ) -> nn.Module:
-    """Images smaller than 16 x 16 are padded by two pixels before each convolution. Dropout follows hidden units."""
+    """Build LeNet-5. Images smaller than 16 x 16 are padded by two pixels before each convolution."""
     depth, height, width = check_image_shape(shape, "lenet5", least=4)
     padding = 0 if min(height, width) >= UNPADDED else 2
     first, second = channels
@@ -54,7 +54,7 @@ def lenet5(
 def ibayashi_lenet(
     shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (6, 16, 120), units: int = 84
 ) -> nn.Module:
-    """As in the code of the random-label experiment: 5880 numbers go into its linear layers on MNIST."""
+    """Build the LeNet of the random-label experiment: on MNIST its linear layers have 5880 inputs."""
     depth, height, width = check_image_shape(shape, "ibayashi_lenet", least=15)
     first, second, third = channels
     # The pooling of stride 1 takes one pixel, each unpadded convolution four, and the second pooling half.
@@ -69,7 +69,7 @@ def ibayashi_lenet(
 
 @register_network("cnn6", "six 3 x 3 convolutions, 64-64-pool-128-128-pool-192-192 (Jia and Su, 2020)")
 def cnn6(shape: tuple[int, ...], classes: int, *, width: int = 64) -> nn.Module:
-    """Weights are drawn as He et al. do, biases are zero; ``width`` is that of the first two layers."""
+    """Build six convolutions with He initialization and zero biases; ``width`` is that of the first two layers."""
     channels, *_ = check_image_shape(shape, "cnn6", least=4)
     layers: list[nn.Module] = []
     for stage in (1, 2, 3):

@@ -13,15 +13,15 @@ from saltflat.studies.networks import register_network
 from saltflat.studies.training.dropout import Dropout
 
 
-@register_network("mlp", "linear layers with ReLU between them, as wide and deep as asked for")
+@register_network("mlp", "linear layers with ReLU between them, of any width and depth")
 def mlp(
     shape: tuple[int, ...], classes: int, *, widths: Sequence[int] | None = None, width: int = 64, depth: int = 2
 ) -> nn.Module:
-    """Hidden layers of these ``widths``, or ``depth`` of them with ``width`` units each. Dropout follows each."""
+    """Build an MLP with hidden layers of these ``widths``, or ``depth`` of ``width`` units, each with dropout."""
     hidden = [width] * depth if widths is None else list(widths)
     if (widths is None and depth < 0) or min(hidden, default=1) < 1:
         raise OptionError(
-            "Expected layers of at least one unit, and no fewer than none, but got "
+            "Expected layers of at least one unit, but got "
             f"{(f'width={width!r} and depth={depth!r}' if widths is None else f'widths={widths!r}')} of an MLP. Try "
             "width=64, depth=2."
         )
@@ -34,11 +34,11 @@ def mlp(
 
 @register_network("ibayashi_mlp", "512-128-512 hidden units (Ibayashi et al., 2021)")
 def ibayashi_mlp(shape: tuple[int, ...], classes: int, *, widths: Sequence[int] = (512, 128, 512)) -> nn.Module:
-    """The fully connected network of the random-label experiment."""
+    """Build the MLP of the random-label experiment."""
     return mlp(shape, classes, widths=widths)
 
 
 @register_network("petzka_mlp", "50-50-50-30 hidden units (Petzka et al., 2019)")
 def petzka_mlp(shape: tuple[int, ...], classes: int, *, widths: Sequence[int] = (50, 50, 50, 30)) -> nn.Module:
-    """The fully connected network of the MNIST experiment."""
+    """Build the MLP of the MNIST experiment."""
     return mlp(shape, classes, widths=widths)

@@ -10,9 +10,9 @@ from saltflat.studies.training.dropout import Dropout
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions, each behind BatchNorm and ReLU, beside a shortcut.
+    """Two 3 x 3 convolutions, each after BatchNorm and ReLU, with a shortcut.
 
-    Where the shape changes, the shortcut is a 1 x 1 convolution of what the first ReLU gives.
+    If the shape changes, the shortcut is a 1 x 1 convolution of the first ReLU's output.
     """
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -30,6 +30,7 @@ class ResidualBlock(nn.Module):
         self.changes_shape = stride != 1 or before != after
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the shortcut and the branch."""
         inner = self.relu1(self.norm1(x))
         beside: Tensor = self.shortcut(inner if self.changes_shape else x)
         branch: Tensor = self.conv2(self.dropout(self.relu2(self.norm2(self.conv1(inner)))))
@@ -39,7 +40,7 @@ class ResidualBlock(nn.Module):
 def build_residual_network(
     shape: tuple[int, ...], classes: int, *, name: str, blocks: int, width: int, factor: int
 ) -> nn.Sequential:
-    """Three stages of so many blocks, the second and third with half the side and twice the width."""
+    """Build three stages of ``blocks`` blocks; the second and third halve the side and double the width."""
     channels, *_ = check_image_shape(shape, name, least=4)
     layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False)]
     before = width
@@ -58,17 +59,17 @@ def build_residual_network(
 
 @register_network("resnet20", "ResNet-20, normalization before convolutions")
 def resnet20(shape: tuple[int, ...], classes: int, *, width: int = 16) -> nn.Module:
-    """Three stages of three blocks with ``width``, twice and four times as many channels."""
+    """Build ResNet-20: three stages of three blocks with 1, 2 and 4 times ``width`` channels."""
     return build_residual_network(shape, classes, name="resnet20", blocks=3, width=width, factor=1)
 
 
 @register_network("wrn_16_4", "wide ResNet of depth 16, four times as wide")
 def wrn_16_4(shape: tuple[int, ...], classes: int, *, width: int = 16, factor: int = 4) -> nn.Module:
-    """Three stages of two blocks; dropout is between the two convolutions of a block."""
+    """Build three stages of two blocks; dropout is between the two convolutions of a block."""
     return build_residual_network(shape, classes, name="wrn_16_4", blocks=2, width=width, factor=factor)
 
 
 @register_network("wrn_28_2", "wide ResNet of depth 28, twice as wide")
 def wrn_28_2(shape: tuple[int, ...], classes: int, *, width: int = 16, factor: int = 2) -> nn.Module:
-    """Three stages of four blocks; dropout is between the two convolutions of a block."""
+    """Build three stages of four blocks; dropout is between the two convolutions of a block."""
     return build_residual_network(shape, classes, name="wrn_28_2", blocks=4, width=width, factor=factor)

@@ -27,22 +27,22 @@ from saltflat.studies.store.rows import (
 )
 
 FORM = "saltflat.checkpoint/1"
-# What earlier versions wrote beside the tensors.
+# Metadata that earlier versions wrote.
 OLD_FACTS = ("who", "facts", "names")
-# Rows of the data that are looked at to know them again.
+# Examples that are compared to recognize the data.
 SAMPLE = 512
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds: plain values, and tensors by name."""
+    """The content of a checkpoint: plain values, and tensors by name."""
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
 
 def describe_training(recipes: Sequence[Recipe], examples: Examples, **options: object) -> str:
-    """What must be the same for a checkpoint to be of use: recipes, data and how they are trained."""
+    """Return a text that is equal for trainings that can share a checkpoint: recipes, data and options."""
     plain = [{**_get_settings(recipe), "architecture": dict(recipe.architecture)} for recipe in recipes]
     data = [
         _compute_sample_checksum(part)
@@ -61,9 +61,9 @@ def _compute_sample_checksum(tensor: Tensor) -> list[Any]:
 
 
 def write_checkpoint(path: str | os.PathLike[str], who: str, standing: Checkpoint) -> None:
-    """Whoever reads sees the checkpoint before or this one, never half of it."""
+    """Write a checkpoint atomically."""
     tensors = {name: each.detach().cpu().contiguous() for name, each in standing.tensors.items()}
-    # The file sorts names; the order of a state_dict is told beside it.
+    # The file sorts names, so the order of a state_dict is stored as well.
     facts = {
         "key": Path(path).stem,
         "who": who,
@@ -75,7 +75,7 @@ def write_checkpoint(path: str | os.PathLike[str], who: str, standing: Checkpoin
 
 
 def load_checkpoint(path: Path) -> tuple[str, Checkpoint]:
-    """Return whose checkpoint a file is, and what it holds; a DamageError if it is not what was written."""
+    """Return the training that a checkpoint belongs to, and its content; raise a DamageError if the file changed."""
     tensors, found = read_tensors(path, OLD_FACTS)
     if found.get("key", path.stem) != path.stem:
         raise DamageError(path, f"it is of the training {found['key']!r}")
@@ -88,16 +88,16 @@ def load_checkpoint(path: Path) -> tuple[str, Checkpoint]:
 
 
 def read_matching_checkpoint(path: str | os.PathLike[str], who: str) -> Checkpoint | None:
-    """What was written for the same training; None where there is nothing, something else, or something damaged."""
+    """Return the checkpoint of this training; None if there is none, or it is damaged or of another training."""
     try:
         owner, standing = load_checkpoint(Path(path)) if has_file(Path(path)) else (None, None)
-    except StudyError:  # damaged, or closed to us
+    except StudyError:  # damaged or not readable
         return None
     return standing if owner == who else None
 
 
 def _check_facts(standing: Checkpoint) -> None:
-    """Raise an error unless the facts are such as a training writes, alone or together with others."""
+    """Check that the facts have the form that a training writes."""
     facts = standing.facts
     if "stacks" in facts:
         for each in facts["finished"].values():
@@ -133,18 +133,20 @@ def _check_types(kind: type, values: Iterable[Any]) -> None:
 
 
 def trained_to_dict(trained: TrainedNetwork) -> dict[str, Any]:
-    """All of it but the weights, as plain values."""
+    """Return everything but the weights as plain values."""
     return {"outcome": asdict(trained.outcome), "seconds": trained.seconds}
 
 
 def trained_from_dict(plain: Mapping[str, Any], weights: dict[str, Tensor]) -> TrainedNetwork:
+    """Return the network that ``trained_to_dict`` was called on."""
     return TrainedNetwork(weights, outcome_from_dict(plain["outcome"]), plain["seconds"])
 
 
 def select_prefix(tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
-    """Those whose names begin with the folder, without it."""
+    """Return the tensors whose names begin with ``folder/``, without that prefix."""
     return {name.removeprefix(f"{folder}/"): each for name, each in tensors.items() if name.startswith(f"{folder}/")}
 
 
 def add_prefix(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with ``folder/`` before their names."""
     return {f"{folder}/{name}": each for name, each in tensors.items()}

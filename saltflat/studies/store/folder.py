@@ -42,7 +42,7 @@ STUDY = FileFormat("saltflat.study/2", "a study", "Study.run", older=("saltflat.
 DEFINITION, TABLE = "study.json", "table.csv"
 ROWS, WEIGHTS, PARTIAL = "rows", "weights", "partial"
 FOLDERS = (ROWS, WEIGHTS, PARTIAL)
-# What earlier versions wrote beside the weights, and beside those before training.
+# Metadata of weights, and of weights before training, that earlier versions wrote.
 OF_WEIGHTS: tuple[str, ...] = ("key", "config", "outcome", "seconds")
 OF_INITIAL: tuple[str, ...] = ()
 ASIDE = ".damaged"
@@ -50,31 +50,35 @@ Found = TypeVar("Found")
 
 
 class Store:
-    """What a study keeps in its folder.
+    """Read and write the files of a study.
 
     Attributes:
-        folder: where.
-        tell: called with what a person should know, such as a damaged file that was set aside.
+        folder: folder of the study.
+        tell: called with messages for the user, such as that a damaged file was set aside.
     """
 
     def __init__(self, folder: str | os.PathLike[str], tell: Callable[[str], None] = lambda text: None) -> None:
         self.folder, self.tell = Path(folder), tell
 
     def row_path(self, key: str) -> Path:
+        """Return the path of a run's row."""
         return self.folder / ROWS / f"{key}.json"
 
     def weights_path(self, key: str) -> Path:
+        """Return the path of a run's weights."""
         return self.folder / WEIGHTS / f"{key}.safetensors"
 
     def initial_path(self, key: str) -> Path:
+        """Return the path of a run's weights before training."""
         return self.folder / WEIGHTS / f"{key}.initial.safetensors"
 
     def checkpoint_path(self, group: str) -> Path:
-        # Workers may stand in another folder.
+        """Return the path of a group's checkpoint."""
+        # Workers may have another current folder.
         return self.folder.absolute() / PARTIAL / f"{group}.safetensors"
 
     def read_row(self, key: str) -> Row | None:
-        """Return the row of a run; None where there is none. A DamageError if it is not what was written."""
+        """Return the row of a run, None if there is none. Raise a DamageError if the file changed."""
         path = self.row_path(key)
         if not has_file(path):
             return None
@@ -86,12 +90,13 @@ class Store:
         return row
 
     def write_row(self, row: Row) -> None:
+        """Write the row of a run."""
         self._write_bytes(self.row_path(row.key), _dump_json(row_to_dict(row)))
 
     def read_trained(self, key: str) -> tuple[TrainedNetwork, dict[str, Tensor] | None] | None:
-        """Return a trained run, and its weights before training where they were kept; None where there is none.
+        """Return a trained run and its weights before training, if they were kept; None if there is no run.
 
-        A DamageError if a file is not what was written, or was set aside and has not been made again.
+        Raise a DamageError if a file changed, or was set aside and has not been written again.
         """
         path, before = self.weights_path(key), self.initial_path(key)
         if not has_file(path):
@@ -124,7 +129,7 @@ class Store:
     def write_trained(
         self, key: str, config: Mapping[str, Any], trained: TrainedNetwork, initial: Mapping[str, Tensor] | None
     ) -> None:
-        """Write weights, those before training first: whoever finds the others finds both."""
+        """Write the weights, those before training first, so that the others are never there alone."""
         facts = {
             "key": key,
             "config": json.dumps(config),
@@ -139,15 +144,16 @@ class Store:
         self._write_bytes(self.weights_path(key), serialize_tensors(_copy_tensors(trained.weights), facts))
 
     def has_checkpoint(self, group: str) -> bool:
-        """Return whether a checkpoint is there; a DamageError if it is not what was written."""
+        """Return whether a group has a checkpoint. Raise a DamageError if the file changed."""
         path = self.checkpoint_path(group)
         return has_file(path) and bool(load_checkpoint(path))
 
     def write_table(self, text: str) -> Path:
+        """Write ``table.csv``."""
         return self._write_bytes(self.folder / TABLE, text.encode())
 
     def read_definition(self) -> dict[str, Any] | None:
-        """Return what the folder says of its study; None where it says nothing yet."""
+        """Return the definition of the study, with the present names of settings; None if there is none yet."""
         path = self.folder / DEFINITION
         if not has_file(path):
             return None
@@ -164,10 +170,11 @@ class Store:
         return {**found, "study": study_from_version_1(found["study"])}
 
     def write_definition(self, content: Mapping[str, Any]) -> None:
+        """Write the definition of the study."""
         self._write_bytes(self.folder / DEFINITION, _dump_json(add_digest({"schema": STUDY.schema, **content})))
 
     def read_or_set_aside(self, read: Callable[[], Found]) -> Found | None:
-        """Return what is read, or None where it is damaged: then it is set aside, so that it is made again."""
+        """Return what is read; if the file is damaged, set it aside, so that it is written again, and return None."""
         try:
             return read()
         except DamageError as damage:
@@ -175,7 +182,7 @@ class Store:
             return None
 
     def set_aside(self, damage: DamageError) -> None:
-        """Rename what is damaged, and tell."""
+        """Rename a damaged file, and tell the user."""
         path, where = damage.path, ""
         if os.path.lexists(path):
             names = (path.with_name(path.name + ASIDE + (f".{n}" if n else "")) for n in count())
@@ -185,6 +192,7 @@ class Store:
         self.tell(f"{path.name} is damaged ({damage.why}): {where}made again.")
 
     def remove(self, path: Path) -> None:
+        """Remove a file, if it exists."""
         self._apply_change(lambda: path.unlink(missing_ok=True), path)
 
     def _write_bytes(self, path: Path, content: bytes) -> Path:
@@ -211,22 +219,21 @@ class Store:
 
 
 def has_damaged_copy(path: Path) -> bool:
-    """Return whether a file of this name was damaged once."""
+    """Return whether a damaged file of this name was set aside."""
     return os.path.lexists(path.with_name(path.name + ASIDE))
 
 
 def make_write_error(path: Path, problem: BaseException) -> StudyError:
-    """The error for a disk that is full or a folder that is closed."""
+    """Return the error for a full disk or a folder without write permission."""
     cause = problem if isinstance(problem, OSError) else problem.__cause__
     why = cause.strerror if isinstance(cause, OSError) and cause.strerror else format_error_line(problem)
     return StudyError(
         f"Expected a folder with room that may be written to, but got {str(path)!r}, which cannot be written "
-        f"({why}). Try freeing it and give the same command again; everything that was finished is kept, and it goes "
-        "on from there."
+        f"({why}). Try the same command again after making room: all finished runs are kept, and it resumes from there."
     )
 
 
-def _check_key(path: Path, found: object, key: str) -> None:
+def _check_key(path: Path, found: str | None, key: str) -> None:
     if found != key:
         raise DamageError(path, f"it is of the run {found!r}")
 
@@ -236,7 +243,7 @@ def _dump_json(content: Mapping[str, Any]) -> bytes:
 
 
 def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory, as safetensors wants them; what is no tensor is left out."""
+    """Return the tensors, without shared memory, as safetensors requires; other values are left out."""
     return {
         name: value.detach().cpu().contiguous().clone() for name, value in tensors.items() if isinstance(value, Tensor)
     }
@@ -253,7 +260,7 @@ def open_store(
     folder: str | os.PathLike[str],
     tell: Callable[[str], None],
 ) -> Iterator[Store]:
-    """The folder for this study and for nobody else; made if it is not there, refused if it is something else's."""
+    """Open the folder of a study for this process alone; create it if needed, refuse a folder of something else."""
     store = Store(folder, tell)
     with ExitStack() as stack:
         try:
@@ -279,8 +286,8 @@ def _make_folder(folder: Path) -> None:
 
 
 def _make_subfolder(store: Store, folder: Path) -> None:
-    """Make a folder inside of the study's; a file in its place is set aside."""
-    if folder.is_symlink():  # not followed: files would be written and removed in a folder of something else
+    """Create a subfolder; a file in its place is set aside."""
+    if folder.is_symlink():  # not followed: files would be written and removed in a foreign folder
         raise StudyError(
             f"Expected {str(folder)!r} to be a folder, but it is a link to {os.readlink(folder)!r}. Try moving the "
             "folder itself here, or put the whole study where there is room and name that place as its folder."
@@ -294,7 +301,7 @@ def _check_study_folder(folder: Path) -> None:
     if (folder / DEFINITION).exists():
         return
     others = [each.name for each in folder.iterdir() if not _is_partial_file(each)]
-    # What was damaged and set aside is ours, too.
+    # Damaged files that were set aside are ours, too.
     foreign = sorted(name for name in others if name.partition(ASIDE)[0] not in OURS)
     if foreign:
         raise StudyError(
@@ -308,7 +315,7 @@ def _is_partial_file(path: Path) -> bool:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """What processes that were killed had begun to write."""
+    """Remove files that killed processes had begun to write."""
     for place in (folder, *(folder / each for each in FOLDERS)):
         for path in place.iterdir():
             if _is_partial_file(path) and (path.is_symlink() or not path.is_dir()):
@@ -316,15 +323,15 @@ def _remove_partial_files(folder: Path) -> None:
 
 
 def _update_definition(store: Store, study: Study, keys: list[str], fingerprint: str) -> None:
-    """Compare what the folder is about with the study, and write the study down if it is new there."""
-    # Of all data that runs here were trained on: a definition may go back to what it was before.
+    """Check that the folder belongs to the study, and write its definition if it changed."""
+    # All data that runs here were trained on: a definition may return to an earlier one.
     data = {compute_digest(study.data.identity): fingerprint}
     there = store.read_or_set_aside(store.read_definition)
     content: dict[str, Any] = {"study": study.to_dict(), "data": data, "keys": keys}
     if there is not None:
         _check_same_study(there, study, data, store.folder)
         content["data"] = {**there["data"], **data}
-        # As texts, in which the order of the axes counts.
+        # As JSON, in which the order of the axes counts.
         known = all(json.dumps(there[key]) == json.dumps(value) for key, value in content.items())
         current = there["schema"] == STUDY.schema
         if known and current and find_digest_coverage(store.folder / DEFINITION) == "everything":

@@ -1,4 +1,4 @@
-"""One process at a time writes into a study's folder."""
+"""Lock a study's folder, so that one process at a time writes into it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pathlib import Path
 from saltflat.errors import StudyError
 
 LOCK = ".lock"
-PATIENCE = 30.0  # seconds that somebody who only looks may keep a study from beginning
-# Open files whose locks this process holds. The system gives a lock back when the last copy of the file is closed.
+PATIENCE = 30.0  # seconds to wait for readers that hold a shared lock
+# Open files whose locks this process holds. The system releases a lock when the last copy of the file is closed.
 _held: set[int] = set()
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Inside of it the folder is ours. A process that dies, however, gives it back: the system sees to that."""
-    # Not cut when it is opened: the words of whoever holds the lock must stay until the lock is ours.
+    """Hold the lock of the folder inside the block. The system releases it if the process dies."""
+    # Not truncated when opened: the description of the holder must stay until the lock is ours.
     file = _open_lock_file(folder, os.O_RDWR | os.O_CREAT)
     _held.add(file)
     try:
         if not _acquire_lock(file):
             raise StudyError(
-                f"Expected it to be free, but got the folder {str(folder)!r}, which {format_lock_holder(folder)} is "
-                "working in. Try waiting for it, stop it, or giving another folder."
+                f"Expected a folder that no process uses, but got {str(folder)!r}, which {format_lock_holder(folder)} "
+                "is working in. Try waiting for it, stopping it, or another folder."
             )
         os.ftruncate(file, 0)
         os.write(file, json.dumps(_describe_process()).encode())
@@ -44,7 +44,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def format_lock_holder(folder: Path) -> str:
-    """Who has the lock, or had it last, in words."""
+    """Return a description of the process that holds the lock, or held it last."""
     try:
         with os.fdopen(_open_lock_file(folder, os.O_RDONLY), encoding="utf-8") as file:
             found = json.load(file)
@@ -54,7 +54,7 @@ def format_lock_holder(folder: Path) -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is working in the folder now."""
+    """Return whether a process is working in the folder now."""
     try:
         file = _open_lock_file(folder, os.O_RDONLY)
     except (OSError, StudyError):
@@ -87,22 +87,22 @@ def _make_lock_file_error(path: Path) -> StudyError:
 
 
 def _acquire_lock(file: int) -> bool:
-    """Take the lock, unless a study has it.
+    """Acquire the lock unless a study holds it; return whether it was acquired.
 
-    Those who only look, see :func:`is_locked`, share it for a moment. They do not count, and are waited for.
+    Readers, see :func:`is_locked`, share it for a moment; it waits for them.
     """
     until = time.monotonic() + PATIENCE
     while not _try_flock(file, exclusive=True):
         if not _try_flock(file, exclusive=False) or time.monotonic() > until:
             return False
         _release_lock(file)
-        time.sleep(random.uniform(0.001, 0.01))  # not in step with another study that wants to begin
+        time.sleep(random.uniform(0.001, 0.01))  # out of step with another study that is starting
     return True
 
 
 def _try_flock(file: int, *, exclusive: bool) -> bool:
-    """Return whether the lock could be had at once."""
-    import fcntl  # here, so that a study can be read where there is no such thing
+    """Try to acquire the lock without waiting; return whether it was acquired."""
+    import fcntl  # here, so that a study can be read on systems without it
 
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -118,7 +118,7 @@ def _release_lock(file: int) -> None:
 
 
 def _close_inherited_locks() -> None:
-    """Close the copies of a child, which would keep the lock when its parent is dead."""
+    """Close a child's copies, which would keep the lock when its parent dies."""
     for file in _held:
         os.close(file)
     _held.clear()

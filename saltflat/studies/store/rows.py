@@ -32,12 +32,12 @@ TUPLES = ("curve", "notes")
 
 
 def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
-    """As strict JSON has it; numbers that are not finite are coded, see ``saltflat.results.json_codec``."""
+    """Return the outcome as strict JSON, nan and inf encoded as in ``saltflat.results.json_codec``."""
     return {each.name: encode_nonfinite(getattr(outcome, each.name)) for each in fields(outcome)}
 
 
 def outcome_from_dict(given: Mapping[str, Any]) -> Outcome:
-    """The outcome that ``outcome_to_dict`` was called on."""
+    """Return the outcome that ``outcome_to_dict`` was called on."""
     values: dict[str, Any] = {key: decode_nonfinite(value) for key, value in given.items()}
     values = {key: tuple(value) if key in TUPLES else value for key, value in values.items()}
     found = Outcome(**values)
@@ -79,7 +79,7 @@ def row_from_dict(given: Mapping[str, Any]) -> Row:
         }
         outcome = None if given["outcome"] is None else outcome_from_dict(given["outcome"])
         row = Row(**rest, outcome=outcome, readings=readings, made_with=decode_nonfinite(given["made_with"]))
-        # Reading is lenient: what does not come out again as it went in was not written by us.
+        # Reading is lenient: a row that is not written back as it was read is not one of ours.
         tables = (row.config, row.measured, row.seconds, row.made_with, row.failure or {})
         again = row_to_dict(row, given["schema"])
         if DIGEST not in given:
@@ -90,8 +90,8 @@ def row_from_dict(given: Mapping[str, Any]) -> Row:
         _check_row_types(row)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
         raise StudyError(
-            f"Expected what Study.run wrote, but got a row that cannot be understood ({type(problem).__name__}: "
-            f"{problem}). Try letting the study make it again."
+            f"Expected a row as Study.run writes it, but got {type(problem).__name__}: {problem}. "
+            "Try running the study again, which makes it again."
         ) from problem
     return row if given["schema"] == ROW.schema else replace(row, config=config_from_version_1(row.config))
 
@@ -106,7 +106,7 @@ def _check_row_types(row: Row) -> None:
         numbers += own.pop("curve")
         numbers += [value for name, value in own.items() if not (name == "distance" and value is None)]
     if not all(isinstance(each, str) for each in texts):
-        raise TypeError("a text is of another kind")
+        raise TypeError("a string is of another kind")
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
         raise TypeError("a number is of another kind")
     for each in (*numbers, *row.config.values()):
@@ -117,16 +117,16 @@ def _check_row_types(row: Row) -> None:
 DIGEST = "digest"
 # Of the tensors alone, in files of earlier versions.
 CHECKSUM = "checksum"
-# Errors of the machine or its settings, not of the file: setting it aside would throw good work away.
+# Errors of the machine or its settings, not of the file: it must not be set aside.
 PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class DamageError(StudyError):
-    """A file of a study is not what was written.
+    """A file of a study changed after it was written.
 
     Attributes:
-        path: of the file.
-        why: what is wrong with it, as the end of a sentence.
+        path: path of the file.
+        why: the reason, as the end of a sentence.
     """
 
     def __init__(self, path: Path, why: str) -> None:
@@ -153,7 +153,7 @@ def explain_damage(problem: BaseException) -> str:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether there is a regular file that can be read; anything else at its place is damage."""
+    """Return whether there is a readable regular file; raise a DamageError if there is anything else."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait for a writer
             raise DamageError(path, f"it is {'a folder' if path.is_dir() else 'not a regular file'}")
@@ -176,7 +176,7 @@ def add_digest(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_digest(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``add_digest`` was given; a ValueError if it changed since. Earlier versions wrote no digest.
+    """Return what ``add_digest`` was given; raise a ValueError if it changed. Earlier versions wrote no digest.
 
     Example:
         >>> check_digest({**add_digest({"lr": 0.1}), "lr": 0.2})
@@ -195,17 +195,17 @@ def serialize_tensors(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -
 
 
 def read_tensors(path: Path, known: Collection[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what ``serialize_tensors`` was given; a DamageError if it changed since.
+    """Return what ``serialize_tensors`` was given; raise a DamageError if it changed.
 
     Args:
-        path: of the file.
-        known: facts that files of earlier versions, whose digest does not cover them, can have.
+        path: path of the file.
+        known: names of the facts in files of earlier versions, which their digest does not cover.
     """
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = dict(file.metadata() or {})
-    except Exception as problem:  # whatever the reader says of bytes that are not its own
+    except Exception as problem:  # the reader raises various errors
         raise DamageError(path, explain_damage(problem)) from problem
     stated, before = facts.pop(DIGEST, None), facts.pop(CHECKSUM, None)
     if stated is None:

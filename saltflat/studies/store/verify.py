@@ -46,12 +46,12 @@ MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class FileProblem:
-    """A file that is not what was written.
+    """A file that changed after it was written.
 
     Attributes:
-        file: its path inside the study's folder.
-        why: what is wrong with it.
-        rerun: what the next run of the study does about it.
+        file: path inside the study's folder.
+        why: the problem.
+        rerun: what the next run of the study will do.
     """
 
     file: str
@@ -61,13 +61,13 @@ class FileProblem:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found in a study's folder.
+    """The result of verifying a study's folder.
 
     Attributes:
-        folder: that was looked at.
-        problems: what is wrong, by file.
-        checked: how many files of each kind are what was written.
-        notes: what could not be checked, and what else a reader should know.
+        folder: the folder.
+        problems: the files that changed.
+        checked: number of unchanged files of each kind.
+        notes: files that could not be checked, and other remarks.
     """
 
     folder: Path
@@ -94,11 +94,11 @@ class Verification:
 def verify(folder: str | os.PathLike[str]) -> Verification:
     """Check every file of a study against its digest.
 
-    Nothing is written, nobody is kept from working in the folder, and no function that the study names is imported.
-    A digest shows damage and edits; it is not a signature, and does not show who wrote a file.
+    Nothing is written or locked, and no function that the study names is imported. A digest detects damage and edits;
+    it is not a signature, and does not prove who wrote a file.
 
     Args:
-        folder: that the study was run in.
+        folder: folder of the study.
     """
     place = Path(folder)
     files = (path for kind in FOLDERS for path in (place / kind).glob("*") if KIND[kind].fullmatch(path.name))
@@ -125,6 +125,7 @@ class _FolderCheck:
         self.keys: set[str] | None = None
 
     def check_files(self) -> Verification:
+        """Check all files of the folder."""
         running = is_locked(self.folder)
         self._check_definition()
         names = {each: list(self._iter_file_names(each)) for each in FOLDERS}

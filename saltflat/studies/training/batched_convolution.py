@@ -1,6 +1,6 @@
-"""Convolutions of many networks at once, each with its own weights and images.
+"""Convolutions of a batch of networks, each with its own weights and images.
 
-Three ways give the same numbers and differ in time and memory:
+Three methods give the same numbers and differ in time and memory:
 
 * ``"grouped"``: one convolution with the networks as groups, which is what ``torch.func.vmap`` makes of it;
 * ``"each"``: the networks' convolutions one after the other;
@@ -12,21 +12,22 @@ Three ways give the same numbers and differ in time and memory:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from saltflat.errors import make_unknown_name_error
 from saltflat.studies.training.dropout import Dropout
 
 WAYS = ("auto", "grouped", "each", "banded")
-# Layers that take images with channels last as they are, which spares two copies. Others may not under vmap: BatchNorm
-# on a GPU asks how its input lies in memory, and vmap cannot tell.
+# Layers that accept images with channels last, which saves two copies. Others may not under vmap: BatchNorm on a GPU
+# queries the memory layout of its input, which vmap does not know.
 EITHER = (nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Linear, Dropout)
 NARROW = 10  # kernels beside each other
 ALIGNED = 4  # numbers of float32 in 16 bytes
@@ -34,12 +35,12 @@ ALIGNED = 4  # numbers of float32 in 16 bytes
 
 @dataclass(frozen=True)
 class ConvolutionOptions:
-    """What a convolution is besides its numbers.
+    """The options of a convolution.
 
     Attributes:
         stride: down and across.
         padding: above and beside.
-        last: whether outputs may lie in memory with their channels last.
+        last: whether outputs may be in the channels-last memory format.
     """
 
     stride: tuple[int, int]
@@ -51,16 +52,16 @@ Way: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, ConvolutionOptions], T
 
 
 def set_convolution_method(model: nn.Module, way: str) -> None:
-    """Make the convolutions of a model go this way under ``vmap``; the model is of no other use afterwards.
+    """Set the method of a model's convolutions under ``vmap``; afterwards the model works under ``vmap`` only.
 
-    Convolutions with groups, dilation or padding other than zeros stay as ``vmap`` has them: grouped.
+    Convolutions with groups, dilation or padding other than zeros keep ``vmap``'s own method, grouped.
     """
     if way not in WAYS:
-        raise make_unknown_name_error("way of convolving", way, WAYS)
+        raise make_unknown_name_error("method of convolutions", way, WAYS)
     last = type(model) is nn.Sequential and all(type(layer) in EITHER for layer in model)
     for module in model.modules():
         if type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
-            # vmap has no rule for what torch does here when channels are last in memory.
+            # vmap has no rule for the operation that torch uses here in the channels-last format.
             module.forward = _average_pixels  # type: ignore[method-assign, assignment]
         if type(module) is nn.Conv2d and _is_plain_convolution(module):
             form = ConvolutionOptions(_to_pair(module.stride), _to_pair(module.padding), last)
@@ -68,9 +69,9 @@ def set_convolution_method(model: nn.Module, way: str) -> None:
 
 
 def choose_convolution_method(x: Tensor, weight: Tensor) -> str:
-    """What ``"auto"`` means for these images and kernels.
+    """Return the method that ``"auto"`` chooses for these images and kernels.
 
-    On two cores, grouped convolutions of 3 x 3 were as quick as any, and those of 5 x 5 slower than one by one. On an
+    On two cores, grouped convolutions of 3 x 3 were as fast as any, and those of 5 x 5 slower than one by one. On an
     H200 a step of 64 LeNets with batches of 128 took 6.7 ms grouped, and 3.4 ms by banded matrices. The arithmetic of
     those grows with the width of an image in kernels, so wide images stay grouped.
     """
@@ -86,7 +87,7 @@ def _is_plain_convolution(module: nn.Conv2d) -> bool:
     return numeric and module.groups == 1 and module.padding_mode == "zeros" and _to_pair(module.dilation) == (1, 1)
 
 
-def _to_pair(value: Any) -> tuple[int, int]:
+def _to_pair(value: Sequence[Any]) -> tuple[int, int]:
     first, second = value
     return first, second
 
@@ -94,7 +95,7 @@ def _to_pair(value: Any) -> tuple[int, int]:
 def _forward_convolution(module: nn.Conv2d, form: ConvolutionOptions, way: str, x: Tensor) -> Tensor:
     if x.dim() == 3:  # one image by itself
         return _forward_convolution(module, form, way, x[None])[0]
-    found: Tensor = _StackedConvolution.apply(x, module.weight, module.bias, form, way)  # type: ignore[no-untyped-call]
+    found: Tensor = _BatchedConvolution.apply(x, module.weight, module.bias, form, way)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -102,24 +103,30 @@ def _average_pixels(x: Tensor) -> Tensor:
     return x.mean((-2, -1), keepdim=True)
 
 
-class _StackedConvolution(torch.autograd.Function):
-    """Gives ``vmap`` the stacked tensors, and has them convolved by ordinary operations, which autograd follows."""
+class _BatchedConvolution(torch.autograd.Function):
+    """Convolve the batched tensors under ``vmap`` by ordinary operations, which autograd differentiates."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions, way: str) -> Tensor:
         return F.conv2d(x, weight, bias, form.stride, form.padding)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: FunctionCtx, *gradients: Any) -> Any:
         raise NotImplementedError("only under vmap, where its own operations are followed")
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions, way: str
+        info: tuple[Any, ...],
+        in_dims: Sequence[Any],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: ConvolutionOptions,
+        way: str,
     ) -> tuple[Tensor, int]:
         of_images, of_weights, of_biases, *_ = in_dims
         weight = weight.movedim(of_weights, 0)
@@ -128,11 +135,11 @@ class _StackedConvolution(torch.autograd.Function):
             return _convolve_shared_images(x, weight, bias, form), 0
         x = x.movedim(of_images, 0)
         chosen = choose_convolution_method(x, weight) if way == "auto" else way
-        return STACKED[chosen](x, weight, bias, form), 0
+        return CONVOLUTIONS[chosen](x, weight, bias, form), 0
 
 
 def _convolve_shared_images(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionOptions) -> Tensor:
-    """All networks see the same images: one convolution with the channels of all."""
+    """Convolve images that all networks share: one convolution with the channels of all."""
     flat = None if bias is None else bias.flatten()
     found = F.conv2d(x, weight.flatten(0, 1), flat, form.stride, form.padding)
     return found.reshape(len(x), *weight.shape[:2], *found.shape[2:]).transpose(0, 1)
@@ -181,4 +188,4 @@ def _convolve_banded(x: Tensor, weight: Tensor, bias: Tensor | None, form: Convo
     return found if form.last else found.contiguous()
 
 
-STACKED: dict[str, Way] = {"grouped": _convolve_grouped, "each": _convolve_each, "banded": _convolve_banded}
+CONVOLUTIONS: dict[str, Way] = {"grouped": _convolve_grouped, "each": _convolve_each, "banded": _convolve_banded}

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.training.build import DTYPES
+from saltflat.studies.schema import DTYPES
 from saltflat.studies.training.examples import derive_seed
 
 
 class Dropout(nn.Module):
-    """Drops units in training, by a mask that whoever trains hands over; changes nothing otherwise."""
+    """Drop units in training by a mask that the training sets; the identity in eval mode."""
 
     mask: Tensor
 
@@ -24,12 +24,13 @@ class Dropout(nn.Module):
         self.register_buffer("mask", torch.ones(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the input times the mask in training, and the input otherwise."""
         return x * self.mask if self.training and self.mask.ndim else x
 
 
 @torch.no_grad()
 def find_mask_shapes(model: nn.Module, example: Tensor) -> dict[str, tuple[int, ...]]:
-    """What each dropout layer sees of one example, by the name of its mask; the model is in eval mode, and stays."""
+    """Return the shape of each dropout layer's input for one example, by the name of its mask, in eval mode."""
     shapes: dict[str, tuple[int, ...]] = {}
     layers = {f"{name}.mask": module for name, module in model.named_modules() if isinstance(module, Dropout)}
     hooks = [
@@ -47,7 +48,7 @@ def find_mask_shapes(model: nn.Module, example: Tensor) -> dict[str, tuple[int, 
 
 @dataclass(frozen=True)
 class DropoutMasks:
-    """The masks of several networks in one epoch, each drawn from a generator of the network's own."""
+    """The dropout masks of several networks in one epoch, each drawn from its network's own generator."""
 
     shapes: Mapping[str, tuple[int, ...]]
     generators: Sequence[torch.Generator | None]
@@ -58,7 +59,7 @@ class DropoutMasks:
     def from_recipes(
         cls, shapes: Mapping[str, tuple[int, ...]], recipes: Sequence[Recipe], epoch: int, device: torch.device
     ) -> DropoutMasks | None:
-        """None where nothing is dropped."""
+        """Return the masks of an epoch; None if nothing is dropped."""
         if not shapes or all(recipe.dropout == 0 for recipe in recipes):
             return None
         kept = torch.tensor([[1 - recipe.dropout] for recipe in recipes], dtype=torch.float64)
@@ -71,9 +72,9 @@ class DropoutMasks:
         )
 
     def draw(self, batch: int) -> dict[str, Tensor]:
-        """For the next step: by the names of the masks, networks first, then examples."""
+        """Draw the masks of the next step, by name, networks first, then examples."""
         numbers = sum(map(prod, self.shapes.values()))
-        # In float32 whatever the network's precision is, so that it does not change what is dropped.
+        # In float32 for every precision, so that the dropped units do not depend on it.
         draws = torch.ones(len(self.generators), batch * numbers, device=self.share.device)
         for row, source in zip(draws, self.generators, strict=True):
             if source is not None:

@@ -16,7 +16,7 @@ from saltflat.studies.recipe import Recipe
 
 
 def derive_seed(*what: int | str) -> int:
-    """A number for these words and numbers, the same on every machine.
+    """Return a seed for these words and numbers, the same on every machine.
 
     Example:
         >>> seed = derive_seed(0, "order", 1)
@@ -27,12 +27,12 @@ def derive_seed(*what: int | str) -> int:
 
 
 def make_generator(*what: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator of random numbers of its own for this purpose."""
+    """Return a random generator of its own for this purpose."""
     return torch.Generator(device).manual_seed(derive_seed(*what))
 
 
 def draw_order(seed: int, epoch: int, count: int) -> Tensor:
-    """Of so many examples in one epoch: a random one, which depends on the seed and the epoch alone.
+    """Return a random order of the examples of an epoch, which depends on the seed and the epoch alone.
 
     Example:
         >>> draw_order(0, 3, 5).sort().values
@@ -41,14 +41,14 @@ def draw_order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.randperm(count, generator=make_generator(seed, "order", epoch))
 
 
-def count_steps(count: int, batch: int) -> int:
-    """In an epoch; the last may hold fewer examples.
+def count_steps(count: int, batch_size: int) -> int:
+    """Return the number of steps in an epoch of ``count`` examples; the last batch may be smaller.
 
     Example:
         >>> count_steps(10, 4)
         3
     """
-    return -(-count // batch)
+    return -(-count // batch_size)
 
 
 AUGMENTATION_KINDS = ("none", "flip", "crop", "flip_crop")
@@ -56,12 +56,12 @@ AUGMENTATION_KINDS = ("none", "flip", "crop", "flip_crop")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to each image of an epoch, in the order in which they are seen.
+    """The augmentation of each image of an epoch, in the order of training.
 
     Attributes:
-        mirrored: whether it is mirrored, left to right.
-        moved: where the cut begins in the padded image, down and across.
-        padding: pixels of zero around the image before the cut.
+        mirrored: whether the image is mirrored, left to right.
+        moved: where the crop begins in the padded image, down and across.
+        padding: pixels of zero padding around the image before the crop.
     """
 
     mirrored: Tensor
@@ -70,7 +70,7 @@ class Augmentation:
 
     @classmethod
     def draw(cls, recipe: Recipe, epoch: int, count: int) -> Augmentation | None:
-        """Of an epoch; None where images are left as they are. Drawn on the CPU, from the seed and the epoch alone."""
+        """Draw the augmentation of an epoch on the CPU, from the seed and the epoch alone; None for no augmentation."""
         if recipe.augment == "none":
             return None
         draws = make_generator(recipe.seed, "augment", epoch)
@@ -80,7 +80,7 @@ class Augmentation:
 
     @classmethod
     def stack(cls, changes: list[Augmentation], device: torch.device) -> Augmentation:
-        """Of several networks, networks first."""
+        """Return the augmentations of several networks, networks first."""
         return cls(
             torch.stack([each.mirrored for each in changes]).to(device),
             torch.stack([each.moved for each in changes]).to(device),
@@ -88,12 +88,12 @@ class Augmentation:
         )
 
     def select_range(self, begin: int, end: int) -> Augmentation:
-        """Of some of the images in the order, for networks one or many."""
+        """Return the augmentation of a range of images, for one network or many."""
         return Augmentation(self.mirrored[..., begin:end], self.moved[..., begin:end, :], self.padding)
 
 
 def augment_images(images: Tensor, changes: Augmentation) -> Tensor:
-    """Every image cut out of its padded self where its change says, and mirrored.
+    """Return the images, each padded, cropped and mirrored.
 
     Example:
         >>> image = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
@@ -120,12 +120,12 @@ NOISE_KINDS = ("permuted", "uniform")
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """What one network is trained on.
+    """The training examples of one network.
 
     Attributes:
-        inputs: of all examples that are trained on.
-        labels: as the network sees them.
-        measured: losses and measures look at the first so many; behind them is the confusion set.
+        inputs: inputs of all training examples.
+        labels: labels the network is trained on.
+        measured: number of examples that losses and measures use; the confusion set comes after them.
     """
 
     inputs: Tensor
@@ -134,10 +134,10 @@ class TrainingSet:
 
 
 def make_training_set(recipe: Recipe, examples: Examples) -> TrainingSet:
-    """The first ``train_size`` examples, some with random labels, and the confusion set behind them.
+    """Return the first ``train_size`` examples, some with random labels, followed by the confusion set.
 
-    The labels depend on the recipe's seed and its settings of noise alone, and are where the examples are. A larger
-    share of noise makes more labels random, those of a smaller share among them.
+    The labels depend on the recipe's seed and label noise alone. More noise randomizes more labels, including those
+    that less noise randomizes.
     """
     measured, trained = count_training_examples(recipe, len(examples.train_labels))
     labels = examples.train_labels[:trained].clone()
@@ -155,20 +155,20 @@ def make_training_set(recipe: Recipe, examples: Examples) -> TrainingSet:
 
 
 def count_training_examples(recipe: Recipe, available: int) -> tuple[int, int]:
-    """How many examples are measured, and how many trained on."""
+    """Return the number of examples that are measured, and the number that are trained on."""
     measured = available - recipe.confusion if recipe.train_size is None else recipe.train_size
     trained = measured + recipe.confusion
     if measured < 1 or trained > available:
         raise DataError(
             f"Expected at least one example to measure on, and together at most {available}, but got "
             f"train_size={recipe.train_size} and confusion={recipe.confusion} with {available} training examples. "
-            "Try asking for fewer."
+            "Try smaller numbers."
         )
     return measured, trained
 
 
 def add_label_noise(labels: Tensor, recipe: Recipe, classes: int) -> Tensor:
-    """The labels after a random part of them was permuted among itself, or drawn anew."""
+    """Return the labels after permuting a random part of them, or drawing that part anew."""
     draws = make_generator(recipe.seed, "noise")
     # 0.29 * 100 is a little less than 29, which nobody means.
     count = math.floor(recipe.label_noise * len(labels) + 1e-9)

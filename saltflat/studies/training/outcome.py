@@ -1,4 +1,4 @@
-"""When a training is over, how well the network does, and how it ended."""
+"""Decide when a training ends, and evaluate the trained network."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import Outcome
 from saltflat.studies.training.examples import make_training_set
 
-BATCH = 1024
-
 
 @torch.no_grad()
-def evaluate_model(model: nn.Module, inputs: Tensor, labels: Tensor, batch: int = BATCH) -> tuple[float, float]:
-    """Mean cross-entropy and the share of wrong answers; the model is given back in the mode it was in.
+def evaluate_model(model: nn.Module, inputs: Tensor, labels: Tensor, batch_size: int = 1024) -> tuple[float, float]:
+    """Return the mean cross-entropy and the error in eval mode; the model keeps its modes.
 
     Example:
         >>> evaluate_model(nn.Identity(), torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1]))
@@ -30,7 +28,7 @@ def evaluate_model(model: nn.Module, inputs: Tensor, labels: Tensor, batch: int 
     try:
         loss = torch.zeros((), dtype=torch.float64, device=inputs.device)
         wrong = torch.zeros((), dtype=torch.int64, device=inputs.device)
-        for some, answers in zip(inputs.split(batch), labels.split(batch), strict=True):
+        for some, answers in zip(inputs.split(batch_size), labels.split(batch_size), strict=True):
             logits = model(some)
             loss += F.cross_entropy(logits, answers, reduction="none").double().sum()
             wrong += (logits.argmax(-1) != answers).sum()
@@ -41,11 +39,12 @@ def evaluate_model(model: nn.Module, inputs: Tensor, labels: Tensor, batch: int 
 
 
 def has_targets(recipe: Recipe) -> bool:
+    """Return whether the recipe has a target for the loss or the error."""
     return recipe.target_loss is not None or recipe.target_error is not None
 
 
 def is_check_due(recipe: Recipe, epochs: int) -> bool:
-    """Whether the targets are looked at after so many epochs.
+    """Return whether the targets are checked after this many epochs.
 
     Example:
         >>> [epochs for epochs in range(1, 9) if is_check_due(Recipe(epochs=8, target_loss=0.1, check_every=3), epochs)]
@@ -55,14 +54,14 @@ def is_check_due(recipe: Recipe, epochs: int) -> bool:
 
 
 def has_met_targets(recipe: Recipe, loss: float, error: float) -> bool:
-    """Whether every target that is given is reached, on the training examples in eval mode."""
+    """Return whether the loss and error on the training examples meet all targets."""
     return (recipe.target_loss is None or loss <= recipe.target_loss) and (
         recipe.target_error is None or error <= recipe.target_error
     )
 
 
 def decide_status(recipe: Recipe, loss: float, error: float) -> str:
-    """Of a network with finite weights at the end of its training."""
+    """Return the status of a network with finite weights at the end of its training."""
     return "done" if has_met_targets(recipe, loss, error) else "missed"
 
 
@@ -79,17 +78,16 @@ def evaluate_outcome(
     *,
     notes: Sequence[str] = (),
 ) -> Outcome:
-    """Of a model that was trained by anyone.
+    """Evaluate a trained model.
 
     Args:
-        model: after training; left as it is.
-        recipe: what it was trained by: its targets, and the labels it was trained on. None for the examples as they
-            are and no targets.
-        examples: on the device of the model, in its precision.
+        model: model after training; not changed.
+        recipe: recipe with the targets and the label noise of the training; None for neither.
+        examples: examples on the device of the model, in its precision.
         initial: parameters before training by name, if known.
-        epochs: that training took.
-        curve: mean loss of each epoch, as training saw it.
-        notes: for the reader.
+        epochs: number of epochs of the training.
+        curve: mean loss over the steps of each epoch.
+        notes: notes for the reader.
     """
     if recipe is None:
         inputs, labels, measured = examples.train_inputs, examples.train_labels, len(examples.train_labels)
@@ -115,7 +113,7 @@ def make_outcome(
     curve: Sequence[float],
     notes: Sequence[str] = (),
 ) -> Outcome:
-    """The outcome, once losses and errors are known; whatever is not finite makes it ``"diverged"``."""
+    """Return the outcome for these losses and errors; ``"diverged"`` if any of them is not finite."""
     norm = compute_norm(parameters.values())
     fine = all(map(math.isfinite, (norm, *train, *test, *curve)))
     if not fine:
@@ -144,5 +142,5 @@ def make_outcome(
 
 @torch.no_grad()
 def compute_norm(tensors: Iterable[Tensor]) -> float:
-    """Euclidean, of all together."""
+    """Return the Euclidean norm of all tensors together."""
     return math.sqrt(math.fsum(float(each.detach().double().square().sum()) for each in tensors))

@@ -26,22 +26,22 @@ from saltflat.studies.store.checkpoint import (
     trained_to_dict,
     write_checkpoint,
 )
-from saltflat.studies.training.batched_epoch import StackState, StackTrainer
+from saltflat.studies.training.batched_epoch import BatchTrainer, NetworkBatch
 from saltflat.studies.training.build import use_matmul_precision
 from saltflat.studies.training.train_one import train_alone
-from saltflat.studies.training.vmap_check import UnstackableError
+from saltflat.studies.training.vmap_check import NotVmappableError
 
-# Settings that may differ between networks of one stack are not here.
+# Settings that must be the same for all networks of a batch.
 SHARED = (
     "network", "optimizer", "nesterov", "batch_size", "train_size", "confusion", "augment", "crop", "dtype",
 )  # fmt: skip
 
 
 def compute_group_key(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Hashable:
-    """Equal for recipes whose networks are of one architecture and take the same steps.
+    """Return a key that is equal for recipes whose networks can be trained together.
 
-    Seeds, learning rates, momentum, decay, dropout, label noise, initialisations, schedules, epochs and targets may
-    differ.
+    These have the same architecture and take the same steps. Seeds, learning rates, momentum, weight decay, dropout,
+    label noise, initializations, schedules, epochs and targets may differ.
 
     Example:
         >>> recipes = [Recipe(lr=lr, batch_size=size) for lr in (0.1, 0.2) for size in (32, 64)]
@@ -55,7 +55,7 @@ def compute_group_key(recipe: Recipe, shape: tuple[int, ...], classes: int) -> H
 def group_runs(
     recipes_by_key: Mapping[str, Recipe], shape: tuple[int, ...], classes: int, most: int
 ) -> list[tuple[str, ...]]:
-    """The keys of runs to train together, at most so many at once, of nearly the same number, in the order given.
+    """Return groups of runs to train together, of nearly equal size and at most ``most`` runs, in the order given.
 
     Example:
         >>> recipes = {name: Recipe(batch_size=32 if name == "b" else 64) for name in "abcd"}
@@ -74,7 +74,7 @@ def _split_evenly(keys: list[str], most: int) -> list[tuple[str, ...]]:
     return [tuple(keys[begin:end]) for begin, end in pairwise(ends)]
 
 
-REMEMBER_EVERY = 20.0  # seconds: copying a large stack takes about as long as an epoch of it
+REMEMBER_EVERY = 20.0  # seconds: copying a large batch takes about as long as an epoch of it
 
 
 def train_together(
@@ -87,33 +87,33 @@ def train_together(
     tell: Callable[[int, int], None] | None = None,
     way: str = "auto",
 ) -> list[TrainedNetwork]:
-    """Train networks, all of one architecture and batch size at once, others after them; in the order of the recipes.
+    """Train networks, those of the same architecture and batch size at once; return them in the order of the recipes.
 
-    A network that meets its targets, or diverges, leaves the stack, and the others go on.
+    A network that meets its targets, or diverges, leaves its batch, and the others continue.
 
     Args:
-        recipes: how each is trained.
-        examples: on what; they are moved to the device.
-        device: where.
-        checkpoint: a file that holds where the training stands. If it is of this training, it goes on from there, and
-            ends as if it had not been interrupted. It is left when the training is over, with the results in it.
+        recipes: recipe of each network.
+        examples: training and test examples; they are moved to the device.
+        device: device to train on.
+        checkpoint: file for the state of the training. If it holds a state of this training, the training resumes, and
+            ends as if it had not been interrupted. At the end it holds the results.
         every: seconds between checkpoints.
-        tell: is called after every epoch with the epochs done and the epochs at most, of all stacks.
-        way: of doing convolutions: ``"auto"``, ``"grouped"``, ``"each"`` or ``"banded"``.
+        tell: called after every epoch with the number of epochs done and the maximum, of all batches.
+        way: method of convolutions: ``"auto"``, ``"grouped"``, ``"each"`` or ``"banded"``.
     """
     for recipe in recipes:  # before the first of them is trained
         check_recipe(recipe)
     place = torch.device(device)
-    work = _StackScheduler(recipes, examples, place, checkpoint, every, tell, way)
-    while work.stacks:
-        with use_matmul_precision(recipes[work.stacks[0].members[0]].dtype):
-            work.train_first_stack()
+    work = _BatchScheduler(recipes, examples, place, checkpoint, every, tell, way)
+    while work.batches:
+        with use_matmul_precision(recipes[work.batches[0].members[0]].dtype):
+            work.train_first_batch()
     work.save_checkpoint()
     return [work.finished[number] for number in range(len(recipes))]
 
 
-class _StackScheduler:
-    """All stacks of a call, and what has come of them."""
+class _BatchScheduler:
+    """Train the batches of networks of a call, one after the other."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _StackScheduler:
         self.checkpoint, self.every, self.tell, self.way = checkpoint, every, tell, way
         self.placed: dict[str, Examples] = {}
         self.finished: dict[int, TrainedNetwork] = {}
-        self.stacks: list[StackState] = []
+        self.batches: list[NetworkBatch] = []
         self.epochs_before = 0
         self.who = "" if checkpoint is None else describe_training(recipes, examples, together=True)
         self.written = time.perf_counter()
@@ -137,115 +137,115 @@ class _StackScheduler:
         if standing is not None and self._is_complete(standing):
             self._resume(standing)
         else:
-            self._make_stacks()
+            self._make_batches()
 
-    def _make_stacks(self) -> None:
+    def _make_batches(self) -> None:
         members: dict[Hashable, list[int]] = {}
         for number, recipe in enumerate(self.recipes):
             key = compute_group_key(recipe, self.examples.shape, self.examples.classes)
             members.setdefault(key, []).append(number)
-        self.stacks = [StackState(each) for each in members.values()]
+        self.batches = [NetworkBatch(each) for each in members.values()]
 
     def _is_complete(self, standing: Checkpoint) -> bool:
-        """Return whether every recipe is in the checkpoint once, which earlier versions did not secure by a digest."""
-        going = [number for stack in standing.facts["stacks"] for number in stack["members"]]
+        """Return whether every recipe is in the checkpoint once, which no digest covered in earlier versions."""
+        going = [number for batch in standing.facts["stacks"] for number in batch["members"]]
         return sorted([*map(int, standing.facts["finished"]), *going]) == list(range(len(self.recipes)))
 
     def _resume(self, standing: Checkpoint) -> None:
         for number, plain in standing.facts["finished"].items():
             self.finished[int(number)] = trained_from_dict(plain, select_prefix(standing.tensors, f"finished/{number}"))
-        self.stacks = [
-            StackState.from_checkpoint(facts, select_prefix(standing.tensors, f"stack/{place}"))
+        self.batches = [
+            NetworkBatch.from_checkpoint(facts, select_prefix(standing.tensors, f"stack/{place}"))
             for place, facts in enumerate(standing.facts["stacks"])
-            if facts["members"]  # empty where it was written just after the last of them left
+            if facts["members"]  # empty if written just after the last of them left
         ]
 
     def save_checkpoint(self) -> None:
-        """A checkpoint of everything."""
+        """Write a checkpoint of all batches."""
         if self.checkpoint is None:
             return
         facts = {
             "finished": {number: trained_to_dict(each) for number, each in self.finished.items()},
-            "stacks": [stack.collect_facts() for stack in self.stacks],
+            "stacks": [batch.collect_facts() for batch in self.batches],
         }
         tensors: dict[str, Tensor] = {}
         for number, each in self.finished.items():
             tensors |= add_prefix(f"finished/{number}", each.weights)
-        for place, stack in enumerate(self.stacks):
-            tensors |= add_prefix(f"stack/{place}", stack.collect_tensors())
+        for place, batch in enumerate(self.batches):
+            tensors |= add_prefix(f"stack/{place}", batch.collect_tensors())
         write_checkpoint(self.checkpoint, self.who, Checkpoint(facts, tensors))
         self.written = time.perf_counter()
 
-    def train_first_stack(self) -> None:
-        """Train the first stack to its end; where memory does not hold it, split it instead."""
-        self._back_up_stack()
+    def train_first_batch(self) -> None:
+        """Train the first batch to its end, or split it if it does not fit in memory."""
+        self._back_up_batch()
         full = False
         try:
-            self._train_stack()
+            self._train_batch()
         except torch.OutOfMemoryError:
             if len(self.before.members) == 1:
                 raise
             full = True
-        # Not in the clause above, where the error still holds on to what filled the memory.
+        # Not in the clause above, where the error still holds the tensors that filled the memory.
         if full:
-            note = f"trained in smaller stacks: memory did not hold {len(self.before.members)} networks at once"
-            self.stacks[:1] = self.before.split_in_half(note)
+            note = f"trained in smaller groups: memory did not hold {len(self.before.members)} networks at once"
+            self.batches[:1] = self.before.split_in_half(note)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _back_up_stack(self) -> None:
-        """What to go back to when memory runs out, kept where it takes none of a GPU's."""
-        self.before = self.stacks[0].copy_to("cpu")
+    def _back_up_batch(self) -> None:
+        """Copy the first batch to the CPU, to return to it when memory runs out."""
+        self.before = self.batches[0].copy_to("cpu")
         self.remembered = time.perf_counter()
 
-    def _train_stack(self) -> None:
-        self.stacks[0] = stack = self.stacks[0].copy_to(self.device)
+    def _train_batch(self) -> None:
+        self.batches[0] = batch = self.batches[0].copy_to(self.device)
         try:
-            training = StackTrainer(self.recipes, self._get_examples(stack), stack, self.way)
-        except UnstackableError as error:
-            self._train_each(stack, f"trained alone, since torch.func could not stack the network: {error}")
+            training = BatchTrainer(self.recipes, self._get_examples(batch), batch, self.way)
+        except NotVmappableError as error:
+            self._train_each(batch, f"trained alone, since torch.func could not batch the network: {error}")
             return
-        if len(stack.members) > training.max_networks:
-            self.stacks[:1] = stack.split_in_half()
+        if len(batch.members) > training.max_networks:
+            self.batches[:1] = batch.split_in_half()
             return
-        while stack.members:
+        while batch.members:
             found = training.train_epoch()
             self.finished |= found
-            # Who has left does not come back; otherwise some epochs may be repeated, which come out the same.
+            # Networks that left do not come back. Other epochs may be repeated, with the same result.
             if found or time.perf_counter() - self.remembered >= REMEMBER_EVERY:
-                self._back_up_stack()
+                self._back_up_batch()
             self._finish_epoch()
-        self.epochs_before += stack.epoch
-        del self.stacks[0]
+        self.epochs_before += batch.epoch
+        del self.batches[0]
 
-    def _get_examples(self, stack: StackState) -> Examples:
-        dtype = self.recipes[stack.members[0]].dtype
+    def _get_examples(self, batch: NetworkBatch) -> Examples:
+        dtype = self.recipes[batch.members[0]].dtype
         if dtype not in self.placed:
             self.placed = {dtype: self.examples.to(self.device, DTYPES[dtype])}
         return self.placed[dtype]
 
-    def _train_each(self, stack: StackState, note: str) -> None:
-        while stack.members:
-            recipe = self.recipes[stack.members[0]]
+    def _train_each(self, batch: NetworkBatch, note: str) -> None:
+        while batch.members:
+            recipe = self.recipes[batch.members[0]]
             found = train_alone(recipe, self.examples, device=self.device)
             outcome = replace(found.outcome, notes=(*found.outcome.notes, note))
-            self.finished[stack.members.pop(0)] = replace(found, outcome=outcome)
-            # Fresh again when it is taken up from a checkpoint: only the members say what is left to do.
-            stack.rows, stack.rest, stack.memory, stack.curves, stack.seconds = None, {}, {}, [], []
-            stack.epoch = outcome.epochs
+            self.finished[batch.members.pop(0)] = replace(found, outcome=outcome)
+            # A checkpoint of this batch starts it anew: only its members say what is left to do.
+            batch.rows, batch.rest, batch.memory, batch.curves, batch.seconds = None, {}, {}, [], []
+            batch.epoch = outcome.epochs
             self._finish_epoch()
-            stack.epoch = 0
-            self._back_up_stack()
-        del self.stacks[0]
+            batch.epoch = 0
+            self._back_up_batch()
+        del self.batches[0]
 
     def _finish_epoch(self) -> None:
         if self.tell is not None:
-            first, *others = self.stacks
+            first, *others = self.batches
             ahead = [self.recipes[number].epochs for number in first.members]
-            most = max([first.epoch, *ahead]) + sum(self._count_max_epochs(stack) for stack in others)
+            most = max([first.epoch, *ahead]) + sum(self._count_max_epochs(batch) for batch in others)
             self.tell(self.epochs_before + first.epoch, self.epochs_before + most)
         if time.perf_counter() - self.written >= self.every:
             self.save_checkpoint()
 
-    def _count_max_epochs(self, stack: StackState) -> int:
-        return max(self.recipes[number].epochs for number in stack.members)
+    def _count_max_epochs(self, batch: NetworkBatch) -> int:
+        return max(self.recipes[number].epochs for number in batch.members)

@@ -53,13 +53,13 @@ def train_alone(
     """Train one network.
 
     Args:
-        recipe: how.
-        examples: on what; they are moved to the device.
-        device: where.
-        checkpoint: a file that holds where the training stands. If it is of this training, it goes on from there. It
-            is left when the training is over, with the result in it.
+        recipe: settings of the training.
+        examples: training and test examples; they are moved to the device.
+        device: device to train on.
+        checkpoint: file for the state of the training. If it holds a state of this training, the training resumes. At
+            the end it holds the result.
         every: seconds between checkpoints.
-        tell: is called after every epoch with the epochs done and the epochs at most.
+        tell: called after every epoch with the number of epochs done and the maximum.
     """
     place = torch.device(device)
     model = build_network(recipe, examples.shape, examples.classes)
@@ -135,7 +135,7 @@ def _train_epoch(
     shapes: dict[str, tuple[int, ...]],
     epoch: int,
 ) -> float:
-    """Every example once; the mean of the losses of the steps."""
+    """Take all steps of an epoch; return the mean of their losses."""
     device, count = data.inputs.device, len(data.labels)
     steps, places = count_steps(count, recipe.batch_size), draw_order(recipe.seed, epoch, count).to(device)
     changes = Augmentation.draw(recipe, epoch, count)
@@ -143,7 +143,7 @@ def _train_epoch(
     masks = DropoutMasks.from_recipes(shapes, [recipe], epoch, device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     model.train()
-    # A network of the user's may draw from torch's own generators: these draws are repeatable, too.
+    # A user's network may draw from torch's global generators: make these draws repeatable.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         _seed_generators(device, derive_seed(recipe.seed, "own draws", epoch))
         for step in range(steps):
@@ -165,7 +165,7 @@ def _train_epoch(
 
 
 def _seed_generators(device: torch.device, seed: int) -> None:
-    """Of the CPU and of this device; torch.manual_seed would move the generators of other GPUs, too."""
+    """Seed the generators of the CPU and of this device; torch.manual_seed would also seed other GPUs."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

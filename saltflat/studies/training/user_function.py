@@ -1,4 +1,4 @@
-"""Networks that the user's own function trains."""
+"""Train networks with a user's own function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from saltflat.studies.training.outcome import evaluate_outcome
 
 @contextmanager
 def preserve_torch_state() -> Iterator[None]:
-    """Whatever code inside of it sets, such as the default dtype, is as before afterwards."""
+    """Restore torch's global settings, such as the default dtype, at the end of the block."""
     dtype, device, threads = torch.get_default_dtype(), _get_default_device(), torch.get_num_threads()
     gradients, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
     deterministic, warn = (
@@ -41,7 +41,7 @@ def preserve_torch_state() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         if _get_default_device() != device:
-            # None where it was the usual one: naming that, too, would slow every call of torch down.
+            # None for the CPU: an explicit default device slows down every call of torch.
             torch.set_default_device(None if device.type == "cpu" else device)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
@@ -60,15 +60,15 @@ def _get_default_device() -> torch.device:
 
 
 def run_user_training(config: Mapping[str, Any], context: TaskContext) -> TrainedRun:
-    """Call the user's train function for one run; measure at once where nobody could make the network again."""
+    """Call the user's train function for one run; measure the network now if it cannot be rebuilt later."""
     assert context.train is not None
     started = time.perf_counter()
     taker = inspect_train_function(context.train)
-    # Paths of the study may be relative: whatever the function does, we come back to where it was called.
+    # Paths of the study may be relative: return to this folder if the function changes it.
     with _use_seed(config["seed"]), preserve_torch_state(), chdir(Path.cwd()):
         try:
             found = taker.function(**_collect_arguments(taker, config, context))
-        except SystemExit as leaving:  # ends this run, not the study
+        except SystemExit as leaving:  # ends the run, not the study
             raise RuntimeError(f"the train function left with sys.exit({leaving.code!r})") from leaving
         except BaseException as leaving:
             if isinstance(leaving, Exception | KeyboardInterrupt):
@@ -82,7 +82,7 @@ def run_user_training(config: Mapping[str, Any], context: TaskContext) -> Traine
         _move_examples(model, context.examples),
         initial,
         int(config.get("epochs", 0)),
-        notes=(f"trained by {context.train}; the number of epochs is the one asked for",),
+        notes=(f"trained by {context.train}; the number of epochs is that of the settings",),
     )
     weights = {
         name: value.detach().cpu().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)
@@ -103,17 +103,19 @@ def run_user_training(config: Mapping[str, Any], context: TaskContext) -> Traine
 
 
 def _collect_arguments(taker: ConfigurableFunction, config: Mapping[str, Any], context: TaskContext) -> dict[str, Any]:
-    """The run's settings that the function takes; seed, data and device if it asks for them."""
+    """Return the settings that the function accepts, and the seed, data and device if it has these arguments."""
     settings = {name: value for name, value in config.items() if taker.can_take(name) and name != "seed"}
     given = {"seed": config["seed"], "data": context.examples, "device": context.device}
     asked = {name: value for name, value in given.items() if name in taker.handed}
     if "data" in asked:
-        # A copy: what the function does to its data is not done to those of the other runs, or of the measures.
+        # A copy: the function may change its data, but not those of other runs or of the measures.
         asked["data"] = context.examples.copy()
     return {**settings, **asked}
 
 
-def _unpack_train_result(found: Any, spec: str) -> tuple[nn.Module, dict[str, Tensor] | None]:
+def _unpack_train_result(
+    found: nn.Module | tuple[nn.Module, Mapping[str, Tensor]], spec: str
+) -> tuple[nn.Module, dict[str, Tensor] | None]:
     model, initial = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module) or not (initial is None or isinstance(initial, Mapping)):
         got = f"{type(model).__name__} and {type(initial).__name__}" if initial is not None else type(model).__name__
@@ -127,14 +129,14 @@ def _unpack_train_result(found: Any, spec: str) -> tuple[nn.Module, dict[str, Te
 
 
 def _move_examples(model: nn.Module, examples: Examples) -> Examples:
-    """The examples where the model is, and in its precision."""
+    """Return the examples on the device of the model, in its precision."""
     first = next((each for each in model.parameters() if each.is_floating_point()), None)
     return examples if first is None else examples.to(first.device, first.dtype)
 
 
 @contextmanager
 def _use_seed(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's random numbers begin at the run's seed, and go on afterwards where they were."""
+    """Seed the generators of Python, numpy and torch, and restore them at the end of the block."""
     kept = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Whether a network computes the same when batched: tried before it is trained."""
+"""Check that a network computes the same in a batch of networks as alone, before it is trained."""
 
 from __future__ import annotations
 
@@ -10,73 +10,73 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.errors import UnknownNameError, format_error_line
-from saltflat.studies.training.vmapped_model import StackedModel, compute_losses
+from saltflat.studies.training.vmapped_model import VmappedModel, compute_losses
 
 EXAMPLES = 4
-# How far results may be apart, as a share of their length, in float64 and in shorter numbers. Rounding stays below:
-# gradients of deep networks with BatchNorm on few examples differ by up to 4e-3 in float32, and by more in tf32.
+# Relative difference of results that is allowed in float64 and in lower precision. Rounding stays below: gradients of
+# deep networks with BatchNorm on few examples differ by up to 4e-3 in float32, and by more in tf32.
 TIGHT, LOOSE = 1e-6, 0.3
 SMALL = 1e-3
 
 
-class UnstackableError(Exception):
-    """torch.func cannot run many of these networks at once, or not so that each does what it does alone."""
+class NotVmappableError(Exception):
+    """vmap cannot run a batch of these networks, or gives other results than each network alone."""
 
 
-def check_stackable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str) -> None:
-    """Take a few networks through two passes on a few examples, together and alone, and compare what comes of it.
+def check_vmappable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str) -> None:
+    """Check that a few networks give the same results batched and alone, in two passes on a few examples.
 
     Args:
-        models: as they are before training; copies are used.
-        inputs: a few, where the networks are to be trained.
-        labels: of each network, a row each.
-        way: of doing convolutions.
+        models: networks before training; copies are used.
+        inputs: a few inputs, on the device of the training.
+        labels: labels, one row for each network.
+        way: method of convolutions.
     """
     try:
         finer = [deepcopy(model).double() for model in models]
         exact = inputs.double() if inputs.is_floating_point() else inputs
         _run_alone(finer[0], exact, labels[0])
-    except UnstackableError:
+    except NotVmappableError:
         raise
-    except Exception:  # they work in their own precision only
+    except Exception:  # they work only in their own precision
         finer = []
     if finer:
-        with suppress(torch.OutOfMemoryError):  # twice the memory of the training: it may have no room for that
+        with suppress(torch.OutOfMemoryError):  # it takes twice the memory of the training
             return _compare_results(finer, exact, labels, way, TIGHT)
     return _compare_results(models, inputs, labels, way, LOOSE)
 
 
 def _compare_results(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str, tolerance: float) -> None:
     try:
-        # A stack of its own: what passes leave behind in it is not for the training.
-        found = _run_stacked(StackedModel(models[0], inputs[0], way), models, inputs, labels)
+        # A copy: the buffers that these passes change are not those of the training.
+        found = _run_vmapped(VmappedModel(models[0], inputs[0], way), models, inputs, labels)
     except (torch.OutOfMemoryError, UnknownNameError):
         raise
     except Exception as error:
-        raise UnstackableError(format_error_line(error)) from error
+        raise NotVmappableError(format_error_line(error)) from error
     for place, model in enumerate(models):
         try:
             alone = _run_alone(model, inputs, labels[place])
-        except UnstackableError:
+        except NotVmappableError:
             raise
-        except Exception:  # it fails alone, too, and is told of there
+        except Exception:  # it also fails alone, and training it reports the error
             return
         for name, value in found.items():
             if not _is_close(value[place], alone[name], tolerance):
-                raise UnstackableError(f"its {name} in a stack is not what it is alone")
+                raise NotVmappableError(f"its {name} in a batch of networks is not what it is alone")
 
 
-def _run_stacked(
-    stacked: StackedModel, models: Sequence[nn.Module], inputs: Tensor, labels: Tensor
+def _run_vmapped(
+    vmapped: VmappedModel, models: Sequence[nn.Module], inputs: Tensor, labels: Tensor
 ) -> dict[str, Tensor]:
-    rows, rest = stacked.pack_models(models)
+    rows, rest = vmapped.pack_models(models)
     rows.requires_grad_()
     each = inputs.expand(len(models), *inputs.shape)
-    first = stacked.compute_logits(rows, rest, each, training=True)
+    first = vmapped.compute_logits(rows, rest, each, training=True)
     (gradient,) = torch.autograd.grad(compute_losses(first, labels).mean(1).sum(), rows)
     with torch.no_grad():
-        second = stacked.compute_logits(rows, rest, each, training=True)
-        last = stacked.compute_logits(rows, rest, inputs, training=False, shared=True)
+        second = vmapped.compute_logits(rows, rest, each, training=True)
+        last = vmapped.compute_logits(rows, rest, inputs, training=False, shared=True)
     return {
         "output": first.detach(),
         "gradient": gradient,
@@ -99,7 +99,7 @@ def _run_alone(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Te
     with torch.no_grad():
         second = model(inputs)
         if dict(_iter_plain_attributes(model)) != before:
-            raise UnstackableError("it counts or remembers in attributes that are no buffers")
+            raise NotVmappableError("it counts or remembers in attributes that are no buffers")
         last = model.eval()(inputs)
     state = {name: each.detach() for name, each in model.named_buffers()}
     state |= {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
@@ -113,7 +113,7 @@ def _run_alone(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Te
 
 
 def _iter_plain_attributes(model: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
-    """Numbers and texts that the modules hold, beside their tensors."""
+    """Yield the numbers and strings that the modules hold, besides their tensors."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key != "training" and isinstance(value, int | float | str):
@@ -125,8 +125,8 @@ def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    # A network that is not finite here diverges either way.
+    # A network that is not finite here diverges in both cases.
     if not bool(one.isfinite().all()) or not bool(other.isfinite().all()):
         return bool(one.isfinite().all()) == bool(other.isfinite().all())
-    # What should be zero is rounding, which may differ: numbers below a thousandth count as that much.
+    # Values that should be zero are rounding errors, which may differ: numbers below a thousandth count as that.
     return bool((one - other).norm() <= tolerance * (other.norm() + SMALL * other.numel() ** 0.5))

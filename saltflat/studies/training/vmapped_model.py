@@ -1,4 +1,4 @@
-"""Many networks of one architecture as one: their weights are the rows of a matrix."""
+"""Run a batch of networks of one architecture with vmap: their weights are the rows of a matrix."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from saltflat.studies.training.batched_convolution import set_convolution_method
 from saltflat.studies.training.dropout import find_mask_shapes
 
-# Numbers that may be at hand at once when networks are evaluated.
+# Activations that an evaluation may hold at once.
 ROOM = {"cpu": 2**25, "cuda": 2**30}
 
 
-class StackedModel:
-    """What networks of one architecture have in common: the passes, and where each parameter is in a row.
+class VmappedModel:
+    """The passes of a batch of networks, and the place of each parameter in a row.
 
     Attributes:
-        masks: shapes of the masks of dropout for one example.
+        masks: shapes of the dropout masks of one example.
     """
 
     def __init__(self, model: nn.Module, example: Tensor, way: str = "auto") -> None:
@@ -38,7 +38,7 @@ class StackedModel:
         self.numbers = _count_activations(self.model, example)
 
     def pack_models(self, models: Sequence[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The trained numbers of each model as a row, and everything else that a model holds, stacked by name."""
+        """Return the trained parameters of each model as a row, and all its other tensors by name, networks first."""
         device = next(self.model.parameters()).device
         held = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in models]
         rows = [torch.cat([each[name].detach().flatten() for name in self.trained]) for each in held]
@@ -46,7 +46,7 @@ class StackedModel:
         return torch.stack(rows).to(device), rest
 
     def unpack_parameters(self, row: Tensor, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of one network, by name."""
+        """Return the parameters of one network by name."""
         own = {
             name: part.view(shape)
             for (name, shape), part in zip(self.trained.items(), row.split(self.sizes), strict=True)
@@ -55,7 +55,7 @@ class StackedModel:
         return {name: own[name] if name in own else rest[name] for name in names}
 
     def make_state_dict(self, row: Tensor, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The ``state_dict`` of one network, on the CPU."""
+        """Return the ``state_dict`` of one network, on the CPU."""
         with torch.no_grad():
             held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             for name, value in {**self.unpack_parameters(row, rest), **rest}.items():
@@ -72,17 +72,17 @@ class StackedModel:
         shared: bool = False,
         masks: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """What every network says: ``(networks, examples, classes)``.
+        """Return the outputs of all networks, ``(networks, examples, classes)``.
 
-        In training the running statistics in ``rest`` are changed in place, each network's own.
+        In training, the running statistics in ``rest`` are updated in place.
 
         Args:
-            rows: ``(networks, weights)``.
-            rest: stacked, by name.
-            inputs: networks first, or ``shared`` by all.
-            training: train mode, or eval mode.
-            shared: whether all networks see the same inputs.
-            masks: of dropout, networks first.
+            rows: weights ``(networks, weights)``.
+            rest: other tensors by name, networks first.
+            inputs: inputs, networks first unless ``shared``.
+            training: whether the networks are in train mode.
+            shared: whether all networks get the same inputs.
+            masks: dropout masks, networks first.
         """
         self.passing.train(training)
         parts = rows.split(self.sizes, dim=1)
@@ -98,7 +98,7 @@ class StackedModel:
     def evaluate(
         self, rows: Tensor, rest: Mapping[str, Tensor], inputs: Tensor, labels: Tensor
     ) -> list[tuple[float, float]]:
-        """Mean loss and share of wrong answers of every network, in eval mode.
+        """Return the mean loss and the error of every network, in eval mode.
 
         Labels are ``(examples,)`` or one row for each network.
         """
@@ -115,16 +115,16 @@ class StackedModel:
 
 
 def compute_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropies, ``(networks, examples)``."""
+    """Return the cross-entropies, ``(networks, examples)``."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
 @torch.no_grad()
 def _count_activations(model: nn.Module, example: Tensor) -> int:
-    """That one network makes of one example, of all its layers together."""
+    """Return the number of activations of one network for one example."""
     found = [example.numel()]
 
-    def count_output(_: nn.Module, __: object, output: object) -> None:
+    def count_output(_: nn.Module, __: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         if isinstance(output, Tensor):
             found.append(output.numel())
 
