@@ -81,8 +81,8 @@ def _draw_panel(axis: Axes, name: str, series: Mapping[str, Reading], colors: Ma
         axis.barh(places, seen, thick * 0.95, color=colors[label])
         spread = [(p, v, e) for p, v, e in zip(places, seen, errors, strict=True) if e > 0]
         if spread:
-            heights, centres, widths = zip(*spread, strict=True)
-            axis.errorbar(centres, heights, xerr=widths, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+            heights, centers, widths = zip(*spread, strict=True)
+            axis.errorbar(centers, heights, xerr=widths, fmt="none", ecolor="black", elinewidth=1, capsize=2)
         for place, value in zip(places, values, strict=True):
             if not math.isfinite(value):
                 word = "undefined" if math.isnan(value) else "infinite"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from numpy.typing import NDArray
-from saltflat.symmetry.tracing.scales import collapse_repeats
-from scipy.sparse import coo_array, csr_array, hstack
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array, csr_array, hstack
+
+from saltflat.symmetry.tracing.scales import collapse_repeats
+
 if TYPE_CHECKING:
     from saltflat.symmetry.group import ScaledTensor, Symmetries
     from saltflat.symmetry.tracing.trace import Obstacle
-
 
 
 # In place of the number of a block: what is fixed.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from saltflat.results.comparison import Contrast
 
 
-TRAIN_MODE = "The model was in train mode; it was measured in eval mode and given back in train mode."
+TRAIN_MODE = "The model was in train mode; it was measured in eval mode and restored to train mode."
 
 GUESSING = "no better than guessing"
 
@@ -24,7 +24,10 @@ GUESSING = "no better than guessing"
 HARMLESS = {"memory", "results_bytes", "example_bytes", "strategy", "way", "seed", "progress", "device"}
 
 # Switching modes and back changes no number.
-HARMLESS_NOTES = {TRAIN_MODE}
+HARMLESS_NOTES = {
+    TRAIN_MODE,
+    "The model was in train mode; it was measured in eval mode and given back in train mode.",  # before 0.2.0
+}
 
 WHY = {
     "columns": "exact values have no error, others do",

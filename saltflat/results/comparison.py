@@ -203,7 +203,7 @@ def compare(*reports: Source | Mapping[str, Source], names: str | Sequence[str] 
     common to both networks cancels. Otherwise the variances of both add up. Where an error is unknown, or a solver
     stopped early, the difference is not judged.
     """
-    found = _load_labelled_reports(reports)
+    found = _load_labeled_reports(reports)
     if len(found) < 2:
         raise ReportError(f"Expected two or more reports, but got {len(found)}. Try passing another.")
     known = list(dict.fromkeys(name for report in found.values() for name in report))
@@ -268,7 +268,7 @@ def _make_layer_reading(reading: Reading, layer: str) -> Reading:
     )
 
 
-def _load_labelled_reports(given: Sequence[Source | Mapping[str, Source]]) -> dict[str, Report]:
+def _load_labeled_reports(given: Sequence[Source | Mapping[str, Source]]) -> dict[str, Report]:
     """Return reports by label: the mapping's, the name of the file, or the position in the list."""
     if len(given) == 1 and isinstance(given[0], Mapping) and not isinstance(given[0], Report):
         return {str(label): _load_report(source) for label, source in given[0].items()}

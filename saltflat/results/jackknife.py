@@ -71,9 +71,9 @@ class Jackknife:
         count, total = len(self.without), sum(self.sizes)
         value, without = scale * self.value, [scale * each for each in self.without]
         ratios = [total / size for size in self.sizes]
-        centre = count * value - math.fsum((1 - 1 / h) * each for h, each in zip(ratios, without, strict=True))
+        center = count * value - math.fsum((1 - 1 / h) * each for h, each in zip(ratios, without, strict=True))
         squares = [
-            (h * value - (h - 1) * each - centre) ** 2 / (h - 1) for h, each in zip(ratios, without, strict=True)
+            (h * value - (h - 1) * each - center) ** 2 / (h - 1) for h, each in zip(ratios, without, strict=True)
         ]
         return float(math.sqrt(math.fsum(squares) / count) * compute_student_factor(count - 1))
 

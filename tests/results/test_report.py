@@ -19,6 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import saltflat
 from saltflat.errors import MissingPackageError, ReportError, SaltflatError, UnknownNameError, import_optional
 from saltflat.results import Reading, Report, compare
 from saltflat.results.caveats import TRAIN_MODE
@@ -144,6 +145,14 @@ def test_formulas_of_a_legend_are_plain_text_in_a_terminal_and_in_a_hint() -> No
     assert f'title="{plain}"' in found._repr_html_()
     other = report(X, legend={"x": {"formula": "tr H"}})
     assert f"Different formulas of x: {plain}; tr H." in str(compare(found, other)).replace("\n", " ")
+
+
+def test_the_list_of_measures_is_plain_text() -> None:
+    listed = str(saltflat.list_measures())
+    assert "sum_l |W_l|_F^2" in listed
+    assert ":math:" not in listed
+    assert "`" not in listed
+    assert "\\" not in listed
 
 
 def test_details_that_no_file_can_hold_are_refused_at_once() -> None:
