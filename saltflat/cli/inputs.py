@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 import typer
 
@@ -181,7 +181,7 @@ class NetworkOptions:
 
         precisions = [each.dtype for each in network.parameters() if each.dtype in (torch.float32, torch.float64)]
         found: Data = read_data(self.data, self.data_dir, self.split, self.skip, self.limit, self.normalize)
-        return move_to_device(found, device, dtype or next(iter(precisions), torch.float32))
+        return move_data(found, device, dtype or next(iter(precisions), torch.float32))
 
     def _format_data_note(self) -> str:
         options = {"split": self.split, "skip": self.skip or None, "limit": self.limit, "normalize": self.normalize}
@@ -339,33 +339,12 @@ def load_initial_weights(network: nn.Module, path: Path | None) -> tuple[dict[st
     return found, [f"Weights before training: {path}.", *loaded.notes, *found.notes]
 
 
-@overload
-def move_to_device(data: tuple[Tensor, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]: ...
-@overload
-def move_to_device(data: Data, device: torch.device, dtype: torch.dtype) -> Data: ...
-def move_to_device(data: Data, device: torch.device, dtype: torch.dtype) -> Data:
+def move_data(data: Data, device: torch.device, dtype: torch.dtype) -> Data:
     """Return data on the device, tensors of real numbers in ``dtype``. Batches are moved when they are read."""
     import torch
 
+    from saltflat.engine.read_data import move_to_device
+
     if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
         return tuple(part.to(device, dtype if part.is_floating_point() else part.dtype) for part in data)
-    return data if device.type == "cpu" else DeviceBatches(data, device)
-
-
-@dataclass(frozen=True)
-class DeviceBatches:
-    """Data whose batches are moved to a device; it can be iterated as often as the data."""
-
-    data: Data
-    device: torch.device
-
-    def __iter__(self) -> Iterator[Any]:
-        from torch import Tensor
-        from torch.utils._pytree import tree_map
-        from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-        data: Any = self.data
-        if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-            data = DataLoader(data, batch_size=128)
-        for batch in data:
-            yield tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
+    return data if device.type == "cpu" else move_to_device(data, device)

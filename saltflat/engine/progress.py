@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from saltflat.engine.data import Data, RepeatableData
-from saltflat.engine.read_data import DataSelection
+from saltflat.engine.read_data import DataSelection, DeviceBatches
 from saltflat.errors import OptionError
 
 EVERY = 10.0  # seconds between two lines of text
@@ -232,6 +232,8 @@ def count_examples(data: Data) -> int | None:
     """Return about how many examples there are, or None if that is not known without reading them."""
     if isinstance(data, DataSelection):
         return data.count_examples(count_examples(data.data))
+    if isinstance(data, DeviceBatches):
+        return count_examples(data.data)
     if isinstance(data, RepeatableData):
         data = data.data
     counted: Any = None

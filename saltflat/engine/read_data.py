@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, TypeGuard
 
 import torch
@@ -19,14 +20,14 @@ from torch.utils.data import (
     Subset,
 )
 
-from saltflat.engine.data import Batch, Data, _compute_digests, find_unsupported_kind, prepare_data, read_batches
+from saltflat.engine.data import Batch, Data, compute_digests, find_unsupported_kind, prepare_data, read_batches
 from saltflat.errors import EmptyDataError, NondeterministicError, OptionError
 from saltflat.validation import parse_integer
 
 HELD = 1 << 30  # largest number of bytes to hold in memory if a loader's order cannot be fixed
 
 
-def _fix_loader_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+def fix_loader_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader in the order of its dataset, if nothing but torch's own shuffling orders the examples.
 
     Loaders of other classes, and loaders with the user's own sampler or batch sampler, are returned as they are.
@@ -59,7 +60,8 @@ def _find_sampler(loader: DataLoader[Any]) -> Any:
     return groups.sampler if type(groups) is BatchSampler else loader.sampler if groups is None else None
 
 
-def _has_fixed_order(data: Data) -> bool:
+def has_fixed_order(data: Data) -> bool:
+    """Return whether the data is a loader in the order of its dataset."""
     return isinstance(data, DataLoader) and type(_find_sampler(data)) is SequentialSampler
 
 
@@ -77,14 +79,14 @@ def _check_draws_all(loader: DataLoader[Any], sampler: RandomSampler, groups: Ba
         )
 
 
-def _load_into_memory(data: Data) -> list[Batch]:
+def load_into_memory(data: Data) -> list[Batch]:
     """Read data whose readings differ only in the order of the examples, and return it in a fixed order."""
     held: list[Batch] = []
     marks: list[bytes] = []
     size = 0
     for batch in read_batches(data):
         held.append(_copy_batch(batch))
-        marks += _compute_digests(batch)
+        marks += compute_digests(batch)
         size += sum(leaf.numel() * leaf.element_size() for leaf in [*batch.list_tensors(), batch.targets])
         if size > HELD:
             raise NondeterministicError(
@@ -93,7 +95,7 @@ def _load_into_memory(data: Data) -> list[Batch]:
                 f"hold in memory ({HELD >> 30} GiB at most). Try measuring on un-augmented data, with shuffle=False "
                 "or a sampler of a fixed order."
             )
-    if Counter(marks) != Counter(mark for batch in read_batches(data) for mark in _compute_digests(batch)):
+    if Counter(marks) != Counter(mark for batch in read_batches(data) for mark in compute_digests(batch)):
         raise NondeterministicError(
             f"Expected the same examples every time, but got a {type(data).__name__} whose first batch differs "
             "between two readings, and not by the order of its examples alone (random augmentation, a random "
@@ -223,3 +225,26 @@ def _check_some_left(skip: int, count: int) -> None:
         raise EmptyDataError(
             f"Expected at least one example after skip={skip}, but got data of {count} examples. Try skipping fewer."
         )
+
+
+@dataclass(frozen=True)
+class DeviceBatches:
+    """Data whose batches are moved to a device when they are read; it can be read as often as the data."""
+
+    data: Data
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in read_batches(self.data):
+            parts = batch.args, batch.kwargs, batch.targets
+            args, kwargs, targets = tree_map(
+                lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, parts
+            )
+            yield replace(batch, args=args, kwargs=kwargs, targets=targets)
+
+
+def move_to_device(data: Data, device: torch.device) -> Data:
+    """Return the data on a device: a pair of tensors is moved at once, batches when they are read."""
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        return data[0].to(device), data[1].to(device)
+    return DeviceBatches(prepare_data(data), device)

@@ -28,7 +28,7 @@ from saltflat.measures.apply import list_invariances
 from saltflat.measures.collect import DIAGONALS, StatisticCollector
 from saltflat.measures.registry import REFERENCES, MeasureRequest, parse_measures
 from saltflat.results.report import Reading, Report, describe_run
-from saltflat.validation import check_flag, check_seed, is_choice, parse_bytes, take_turns
+from saltflat.validation import check_flag, check_seed, is_choice, parse_bytes, parse_device, take_turns
 
 __all__ = ["measure"]
 
@@ -53,6 +53,7 @@ def measure(
     certificate: bool = True,
     sampling: bool = True,
     limit: int | None = None,
+    device: str | torch.device | None = None,
 ) -> Report:
     """Measure how flat the minimum is that a trained network sits in.
 
@@ -87,6 +88,8 @@ def measure(
         sampling: whether to estimate how far each number depends on the choice of the examples
             (``sampling_stderr``), by leaving out groups of them.
         limit: take at most so many examples, the first ones; all if None.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one; the model's own if None. A copy of the
+            model is moved there, and batches as they are read.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -106,6 +109,8 @@ def measure(
     chosen = parse_loss(loss)
     if not isinstance(logits, str) or logits != "none":
         chosen = normalize_logits(chosen, logits)
+    if device is not None:
+        model, data = _move_to_device(model, data, parse_device(device))
     agreement = None
     with open_session(model, mode, data) as notes:
         with show_steps(progress) as tick:
@@ -137,6 +142,15 @@ def measure(
         **describe_run(model, started, torch, numpy, scipy),
         **search.overview,
     )
+
+
+def _move_to_device(model: nn.Module, data: Data, device: torch.device) -> tuple[nn.Module, Data]:
+    """Return a copy of the model on the device, or the model itself if it is there, and the data moved."""
+    check_module(model)
+    there = torch.empty(0, device=device).device
+    if any(each.device != there for each in [*model.parameters(), *model.buffers()]):
+        model = deepcopy(model).to(there)
+    return model, move_to_device(data, there)
 
 
 def _parse_initial(given: nn.Module | Mapping[str, Tensor] | None, problem: Problem) -> dict[str, Tensor] | None:

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from saltflat.cli.inputs import DeviceBatches, move_to_device
+from saltflat.cli.inputs import move_data
 from saltflat.datasets import READERS, cifar, find_reader, mnist, read_data
 from saltflat.datasets.arrays import read_verified_bytes
+from saltflat.engine.read_data import DeviceBatches
 from saltflat.errors import DataError, EmptyDataError, OptionError, SaltflatError, UnknownNameError
 
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data"))
@@ -506,16 +507,18 @@ def test_what_a_users_module_lacks_is_not_hidden(tmp_path: Path, monkeypatch: py
 
 
 def test_data_is_put_where_the_model_is() -> None:
-    inputs, targets = move_to_device(pair(), torch.device("cpu"), torch.float64)
+    found = move_data(pair(), torch.device("cpu"), torch.float64)
+    assert isinstance(found, tuple)
+    inputs, targets = found
     assert (inputs.dtype, targets.dtype) == (torch.float64, torch.int64)
     batches = [pair()]
-    assert move_to_device(batches, torch.device("cpu"), torch.float64) is batches
+    assert move_data(batches, torch.device("cpu"), torch.float64) is batches
     meta = torch.device("meta")
     for data in (batches, TensorDataset(*pair()), DataLoader(TensorDataset(*pair()), 4)):
-        moved = move_to_device(data, meta, torch.float32)
+        moved = move_data(data, meta, torch.float32)
         assert isinstance(moved, DeviceBatches)
         for _ in range(2):
-            leaves = [leaf for batch in moved for leaf in batch]
+            leaves = [leaf for batch in moved for leaf in (*batch.args, batch.targets)]
             assert leaves
             assert all(isinstance(leaf, Tensor) and leaf.device == meta for leaf in leaves)
 

@@ -232,3 +232,18 @@ def test_a_model_in_train_mode_is_measured_in_eval_mode_throughout() -> None:
     report = saltflat.measure(net.train(), (x, y), measures="squared_norm", certificate=False)
     assert report.loss == pytest.approx(expected, rel=1e-5)
     assert net.training
+
+
+def test_a_model_can_be_measured_on_another_device_and_stays_where_it_is() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).double()
+    inputs, labels = torch.randn(12, 3, dtype=torch.float64), torch.randint(2, (12,))
+    plain = saltflat.measure(net, (inputs, labels), measures="kappa_trace")
+    batches = [(inputs[:5], labels[:5]), (inputs[5:], labels[5:])]
+    for device in ("cpu", "auto", torch.device("cpu")):
+        for data in ((inputs, labels), batches):
+            found = saltflat.measure(net, data, measures="kappa_trace", device=device)
+            assert found["kappa_trace"].value == pytest.approx(plain["kappa_trace"].value, rel=1e-5)
+    assert all(each.device.type == "cpu" for each in net.parameters())
+    with pytest.raises(saltflat.SaltflatError, match=r"Expected a device .*, but got 'cudda'"):
+        saltflat.measure(net, (inputs, labels), device="cudda")
