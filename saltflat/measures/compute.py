@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from saltflat.engine.losses import LossLike, parse_loss
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem, find_input_notes, is_finite
 from saltflat.engine.progress import show_steps
-from saltflat.engine.read_data import select_examples
-from saltflat.engine.session import open_session
+from saltflat.engine.read_data import move_to_device, select_examples
+from saltflat.engine.session import check_module, open_session
 from saltflat.engine.statistic import STATISTICS
 from saltflat.errors import NonFiniteError, OptionError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
