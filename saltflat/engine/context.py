@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from itertools import chain
 from math import nan
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from saltflat._late import load_later
 from saltflat.engine.data import Batch, Leaf
 from saltflat.engine.losses import format_loss
 from saltflat.engine.network import Network
@@ -141,7 +141,7 @@ def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str
     With a batch, it is determined by the operations that use the parameter; without, by the module that owns it.
     """
     if batch is not None:
-        found: Mapping[str, Geometry] = load_later("symmetry.axes").find_used_geometries(network, batch)
+        found: Mapping[str, Geometry] = import_module("saltflat.symmetry.axes").find_used_geometries(network, batch)
         return found
     return {
         name: infer_geometry(network.model.get_submodule(name.rpartition(".")[0]), value.shape)

@@ -201,7 +201,7 @@ def _compute_row_checksums(rows: Tensor) -> Tensor:
     return (each * (places * 2654435761 % (1 << 31) | 1)).sum(1)
 
 
-def _compute_digests(batch: Batch) -> list[bytes]:
+def compute_digests(batch: Batch) -> list[bytes]:
     """Return a digest of each example's content."""
     rows = [
         leaf.detach().cpu().contiguous().reshape(batch.examples, -1).view(torch.uint8).numpy()
@@ -284,9 +284,9 @@ def prepare_data(data: Data) -> Data:
     if isinstance(data, RepeatableData):
         return data
     if isinstance(data, DataLoader):
-        from saltflat.engine.read_data import _fix_loader_order  # which builds on this module
+        from saltflat.engine.read_data import fix_loader_order  # which builds on this module
 
-        data = _fix_loader_order(data)
+        data = fix_loader_order(data)
     one = next(read_batches(data), None)
     if one is None:
         raise EmptyDataError(
@@ -303,15 +303,15 @@ def prepare_data(data: Data) -> Data:
             "reading. Try passing a list of its batches."
         )
     if not _has_same_checksums(first, _compute_batch_checksums(two)):
-        from saltflat.engine.read_data import _has_fixed_order, _load_into_memory
+        from saltflat.engine.read_data import has_fixed_order, load_into_memory
 
-        if _has_fixed_order(data):
+        if has_fixed_order(data):
             raise NondeterministicError(
                 "Expected the same examples every time, but got a DataLoader whose first batch differs between two "
                 "readings (random augmentation). Try measuring on a dataset without random transforms, or passing "
                 "list(loader) to measure what one pass yields."
             )
-        return _load_into_memory(data)
+        return load_into_memory(data)
     return RepeatableData(data)
 
 

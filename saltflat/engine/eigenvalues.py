@@ -18,13 +18,13 @@ from saltflat.engine.lanczos import (
     BASIS,
     LEAST,
     ROUNDING,
+    EigenvalueSearch,
     Product,
     StackedProduct,
     Vectors,
-    _advance_searches,
-    _compute_error_bounds,
-    _compute_error_scales,
-    _EigenvalueSearch,
+    advance_searches,
+    compute_error_bounds,
+    compute_error_scales,
 )
 from saltflat.engine.noise import draw_normals
 from saltflat.engine.statistic import ParameterSite, Statistic
@@ -60,7 +60,7 @@ class ExtremeEigenvalues:
     scale: float
 
 
-class _MissedEigenvalueSearch(_EigenvalueSearch):
+class _MissedEigenvalueSearch(EigenvalueSearch):
     """A search for eigenvalues beyond ``high`` and below ``low``, orthogonal to the vectors that were found.
 
     It ends as soon as there are none with high probability: with a random start, the largest Ritz value after m steps
@@ -70,7 +70,7 @@ class _MissedEigenvalueSearch(_EigenvalueSearch):
     """
 
     def __init__(
-        self, found: _EigenvalueSearch, start: Tensor, outside: Tensor, low: float, high: float, basis: int
+        self, found: EigenvalueSearch, start: Tensor, outside: Tensor, low: float, high: float, basis: int
     ) -> None:
         super().__init__(start, found.tolerance, basis, 1, min(1, found.smallest), found.relative, outside)
         self.scale, self.patience = found.scale, found.steps
@@ -159,10 +159,10 @@ def find_extreme_eigenvalues(
         return lambda: draw_next()[name]
 
     runs = {
-        name: _EigenvalueSearch(start, tolerance, basis, largest, smallest, relative, fresh=make_drawer(name))
+        name: EigenvalueSearch(start, tolerance, basis, largest, smallest, relative, fresh=make_drawer(name))
         for name, start in draw(0).items()
     }
-    _advance_searches(multiply_single, runs, steps, noise=rounding)
+    advance_searches(multiply_single, runs, steps, noise=rounding)
     found = {name: _EigenPairs(run) for name, run in runs.items()}
     unsure = [name for name, pairs in found.items() if len(pairs.values) < pairs.vectors.shape[1]]
     for _ in range(largest + smallest + 1):
@@ -170,7 +170,7 @@ def find_extreme_eigenvalues(
             break
         starts = draw_next()
         checks = {name: found[name].make_missed_search(runs[name], starts[name], basis) for name in unsure}
-        _advance_searches(multiply_single, checks, steps, noise=rounding)
+        advance_searches(multiply_single, checks, steps, noise=rounding)
         unsure = [name for name, check in checks.items() if found[name].add_missed(check)]
         del checks  # and their bases
     products = product({name: pairs.vectors for name, pairs in found.items()})
@@ -185,13 +185,13 @@ def find_extreme_eigenvalues(
 class _EigenPairs:
     """The eigenvalues and eigenvectors of one block found so far: the largest ones first, then the smallest."""
 
-    def __init__(self, run: _EigenvalueSearch) -> None:
+    def __init__(self, run: EigenvalueSearch) -> None:
         self.tolerance, self.relative = run.tolerance, run.relative
         self.largest, self.smallest, self.scale = run.largest, run.smallest, run.scale
         self.values, self.vectors, self.gaps = run.values, run.compute_vectors(), run.gaps
         run.basis = run.basis.new_empty(0)  # frees memory for the next search
 
-    def make_missed_search(self, run: _EigenvalueSearch, start: Tensor, basis: int) -> _MissedEigenvalueSearch:
+    def make_missed_search(self, run: EigenvalueSearch, start: Tensor, basis: int) -> _MissedEigenvalueSearch:
         """Return a search for eigenvalues that were missed."""
         high = float(self.values[: self.largest].min())
         low = float(self.values[self.largest :].max()) if len(self.values) > self.largest else -torch.inf
@@ -220,11 +220,11 @@ class _EigenPairs:
         order = torch.cat(ends)
         values, vectors, products, gaps = values[order], self.vectors[order], products[order], self.gaps[order]
         residuals = (products - values[:, None] * vectors).norm(dim=1)
-        references = _compute_error_scales(values, self.relative, self.scale, self.largest)
+        references = compute_error_scales(values, self.relative, self.scale, self.largest)
         # Copies of an eigenvalue are not its neighbors: the bound holds for an eigenvalue of any multiplicity.
         apart = (values[:, None] - values).abs()
         apart = apart.where(apart > self.tolerance * references, torch.inf)
-        bounds = _compute_error_bounds(residuals, torch.minimum(gaps, apart.min(1).values), self.largest).clamp_min(
+        bounds = compute_error_bounds(residuals, torch.minimum(gaps, apart.min(1).values), self.largest).clamp_min(
             rounding
         )
         converged = bounds <= (10 * self.tolerance * references).clamp_min(noise)

@@ -91,7 +91,7 @@ class _KrylovSpace:
         return vector if self.outside is None else vector - (self.outside @ vector) @ self.outside
 
 
-class _EigenvalueSearch(_KrylovSpace):
+class EigenvalueSearch(_KrylovSpace):
     """A search for the ``largest`` and ``smallest`` eigenvalues.
 
     The error of each is compared with ``tolerance`` times its absolute value, or times ``relative`` of the largest one
@@ -131,7 +131,7 @@ class _EigenvalueSearch(_KrylovSpace):
         # A V = V T + rest e', so the residual of V y is |rest| times y's last entry.
         self.residuals = length * vectors[-1, ends].abs()
         self.gaps = _compute_gaps(values)[ends]
-        self.bounds = _compute_error_bounds(self.residuals, self.gaps, min(self.largest, len(ends)))
+        self.bounds = compute_error_bounds(self.residuals, self.gaps, min(self.largest, len(ends)))
         error = float((self.bounds / self.compute_error_scales()).max()) if self.scale else 0.0
         if error < self.best / 2:
             self.best, self.since = error, self.steps
@@ -151,7 +151,7 @@ class _EigenvalueSearch(_KrylovSpace):
 
     def compute_error_scales(self) -> Tensor:
         """Return the scale of each wanted eigenvalue's error."""
-        return _compute_error_scales(self.values, self.relative, self.scale, min(self.largest, len(self.values)))
+        return compute_error_scales(self.values, self.relative, self.scale, min(self.largest, len(self.values)))
 
     def compute_vectors(self) -> Tensor:
         """Return the unit eigenvectors of the wanted eigenvalues, as rows."""
@@ -216,14 +216,14 @@ def _compute_gaps(values: Tensor) -> Tensor:
     return torch.minimum(torch.cat([end, apart]), torch.cat([apart, end]))
 
 
-def _compute_error_scales(values: Tensor, relative: float, scale: float, largest: int) -> Tensor:
+def compute_error_scales(values: Tensor, relative: float, scale: float, largest: int) -> Tensor:
     """Return the scales of errors; the first of the values are the ``largest`` ones."""
     least = torch.full_like(values, SMALLEST * scale)
     least[:largest] = relative * scale
     return torch.maximum(values.abs(), least)
 
 
-def _compute_error_bounds(residuals: Tensor, gaps: Tensor, largest: int) -> Tensor:
+def compute_error_bounds(residuals: Tensor, gaps: Tensor, largest: int) -> Tensor:
     """Return bounds on the errors of Rayleigh quotients, which are quadratic in the residuals if the gaps are large.
 
     The quadratic bound is used for the first, ``largest`` ones only: the smallest ones often have unseen neighbors.
@@ -233,9 +233,9 @@ def _compute_error_bounds(residuals: Tensor, gaps: Tensor, largest: int) -> Tens
     return torch.minimum(residuals, quadratic)
 
 
-def _advance_searches(
+def advance_searches(
     product: Product,
-    runs: Mapping[str, _EigenvalueSearch],
+    runs: Mapping[str, EigenvalueSearch],
     steps: int,
     tick: Callable[[int, int], None] = lambda done, total: None,
     noise: float = 0.0,
@@ -278,8 +278,8 @@ def find_top_eigenvalues(
         >>> round(found.value, 6), found.steps
         (5.0, 5)
     """
-    runs = {name: _EigenvalueSearch(start, tolerance, basis) for name, start in starts.items()}
-    _advance_searches(product, runs, steps, tick)
+    runs = {name: EigenvalueSearch(start, tolerance, basis) for name, start in starts.items()}
+    advance_searches(product, runs, steps, tick)
     return {name: run.make_top_eigenvalue() for name, run in runs.items()}
 
 

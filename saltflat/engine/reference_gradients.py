@@ -20,7 +20,7 @@ from saltflat.engine.problem import Problem
 from saltflat.errors import CoupledExamplesError, ModelError, SaltflatError, format_error_line
 
 # The errors that torch and Python raise if shapes, types or arguments do not fit.
-USUAL = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+RUN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
 QUOTIENTS = (3.0, 1.0, 0.3)  # step sizes of difference quotients, in multiples of the default
 PAIRS = 4  # largest number of pairs of examples to run while some parameter has no gradient
@@ -30,12 +30,13 @@ GROUP = 6  # examples to run together to see whether the model changes their ord
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
-def _split_singles(batch: Batch) -> list[Batch]:
+def split_singles(batch: Batch) -> list[Batch]:
+    """Return the examples of a batch as batches of one."""
     return [batch.cut(n, n + 1) for n in range(batch.examples)]
 
 
 @dataclass(frozen=True)
-class _ReferenceGradients:
+class ReferenceGradients:
     """The correct gradients of some examples, for a random column each.
 
     Attributes:
@@ -57,16 +58,15 @@ class _ReferenceGradients:
     coarsest: torch.dtype
 
     @classmethod
-    def compute(cls, problem: Problem, batch: Batch, coarsest: torch.dtype) -> _ReferenceGradients:
+    def compute(cls, problem: Problem, batch: Batch, coarsest: torch.dtype) -> ReferenceGradients:
         """Compute the gradients by their definition: one example at a time, by autograd alone."""
-        taken = [_differentiate_example(problem, single) for single in _split_singles(batch)]
+        taken = [_differentiate_example(problem, single) for single in split_singles(batch)]
         outputs = [outputs for outputs, _, _ in taken]
-        same = all(each.shape[1:] == outputs[0].shape[1:] for each in outputs)
-        if not same:
-            raise _make_coupled_error()
+        if any(each.shape[1:] != outputs[0].shape[1:] for each in outputs):
+            raise make_coupled_error()
         gradients = {name: torch.stack([found[name] for _, _, found in taken]) for name in problem.network.measured}
         columns = torch.cat([column for _, column, _ in taken], 1)
-        rounding, tolerance = _compute_rounding(columns, coarsest), TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
+        rounding, tolerance = compute_rounding(columns, coarsest), TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
         norms = {name: value.norm() for name, value in gradients.items()}
         largest = torch.stack([norm.double() for norm in norms.values()]).amax()
         directions = {}
@@ -81,7 +81,7 @@ class _ReferenceGradients:
         ).sum(0)
         return cls(batch, columns, torch.cat(outputs), gradients, directions, along, coarsest)
 
-    def select_example(self, n: int) -> _ReferenceGradients:
+    def select_example(self, n: int) -> ReferenceGradients:
         """Return the gradients of example ``n``."""
         gradients = {name: value[n : n + 1] for name, value in self.gradients.items()}
         columns, outputs, along = self.columns[:, n : n + 1], self.outputs[n : n + 1], self.along[n : n + 1]
@@ -115,7 +115,7 @@ class _ReferenceGradients:
         return TOLERANCE.get(self.coarsest, TOLERANCE[torch.float32])
 
 
-def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _ReferenceGradients:
+def verify_reference(problem: Problem, truth: ReferenceGradients) -> ReferenceGradients:
     """Return the reference gradients after comparing them with other computations of the same numbers.
 
     Single examples use other kernels and memory layouts than batches, and not all of torch's are correct.
@@ -123,7 +123,7 @@ def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _Referenc
     wrong = _find_contradiction(problem, truth)
     if wrong is not None and not problem.network.rewrites_batch_norm:
         problem.network.rewrites_batch_norm = True
-        truth = _ReferenceGradients.compute(problem, truth.batch, truth.coarsest)
+        truth = ReferenceGradients.compute(problem, truth.batch, truth.coarsest)
         wrong = _find_contradiction(problem, truth)
     if wrong is not None:
         written = _find_written_parameters(problem)
@@ -141,7 +141,7 @@ def _verify_reference(problem: Problem, truth: _ReferenceGradients) -> _Referenc
     return truth
 
 
-def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | None:
+def _find_contradiction(problem: Problem, truth: ReferenceGradients) -> str | None:
     """Return parameters whose gradients differ in a batch or by forward differentiation, or None."""
     network, batch, columns = problem.network, truth.batch, truth.columns
     if batch.examples == 1:
@@ -159,7 +159,7 @@ def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | N
     repeats = batch.examples // truth.batch.examples
     wanted = {name: repeats * value.sum(0) for name, value in truth.gradients.items()}
     sizes = {name: value.abs().sum(0) * repeats for name, value in truth.gradients.items()}
-    for name in _find_differences(found, wanted, sizes, truth, _compute_rounding(columns, truth.coarsest)):
+    for name in find_differences(found, wanted, sizes, truth, compute_rounding(columns, truth.coarsest)):
         return repr(name)
     every = ", ".join(map(repr, list(truth.gradients)[:3]))
     if _find_written_parameters(problem):
@@ -171,7 +171,7 @@ def _find_contradiction(problem: Problem, truth: _ReferenceGradients) -> str | N
         # Training uses backward passes, and detaching a part is a convention: no error, but a note.
         network.has_other_slope = network.has_other_slope or _has_other_slope(problem, truth)
         return None
-    if _is_near_reference(forward, truth):
+    if is_near_reference(forward, truth):
         return None
     # Either derivative may be wrong. A difference quotient is coarse, but shows which.
     quotient = _compute_difference_quotient(problem, truth)
@@ -187,7 +187,8 @@ def _find_written_parameters(problem: Problem) -> list[str]:
     return [name for name in network.find_writes() if name in network.measured and name not in known]
 
 
-def _is_near_reference(found: Tensor, truth: _ReferenceGradients) -> bool:
+def is_near_reference(found: Tensor, truth: ReferenceGradients) -> bool:
+    """Return whether derivatives along all directions are those of the reference up to rounding."""
     scale = truth.along.abs().max().clamp_min(1.0)  # every parameter contributes about one
     return bool((found - truth.along).abs().max() <= truth.tolerance * scale)
 
@@ -220,7 +221,7 @@ class _BackwardConventions(TorchFunctionMode):
         return torch.where((given["input"] == padding % rows).unsqueeze(-1), result.detach(), result)
 
 
-def _compute_forward_derivative(problem: Problem, truth: _ReferenceGradients) -> Tensor | None:
+def _compute_forward_derivative(problem: Problem, truth: ReferenceGradients) -> Tensor | None:
     """Return each example's derivative along the directions by forward differentiation, or None if torch has none."""
     network = problem.network
     try:
@@ -240,7 +241,7 @@ def _compute_forward_derivative(problem: Problem, truth: _ReferenceGradients) ->
     return _sum_per_example(tangent.detach() * truth.columns[0]).to(truth.along)
 
 
-def _has_other_slope(problem: Problem, truth: _ReferenceGradients) -> bool:
+def _has_other_slope(problem: Problem, truth: ReferenceGradients) -> bool:
     """Return whether difference quotients contradict a backward pass that has no other reference.
 
     They can be trusted if two step sizes agree: then there is no kink between them.
@@ -256,7 +257,7 @@ def _has_other_slope(problem: Problem, truth: _ReferenceGradients) -> bool:
     return False
 
 
-def _compute_difference_quotient(problem: Problem, truth: _ReferenceGradients, shrink: float = 1.0) -> Tensor:
+def _compute_difference_quotient(problem: Problem, truth: ReferenceGradients, shrink: float = 1.0) -> Tensor:
     network = problem.network
     steps = {name: truth.directions[name].double() for name in network.measured}
     for module in network.modules:
@@ -282,16 +283,16 @@ def _compute_difference_quotient(problem: Problem, truth: _ReferenceGradients, s
     return _sum_per_example((ahead - behind) / (2 * size) * truth.columns[0]).to(truth.along)
 
 
-def _make_group_references(problem: Problem, batch: Batch, truth: _ReferenceGradients) -> list[_ReferenceGradients]:
+def make_group_references(problem: Problem, batch: Batch, truth: ReferenceGradients) -> list[ReferenceGradients]:
     """Return references for more examples than a pair: a model may reorder larger batches."""
     group = replace(truth, batch=batch, columns=_draw_random_column(truth.outputs, batch), gradients={})
     along = _compute_forward_derivative(problem, group)
     if along is None:
-        return [_ReferenceGradients.compute(problem, batch.cut(0, 4), truth.coarsest)]
+        return [ReferenceGradients.compute(problem, batch.cut(0, 4), truth.coarsest)]
     return [replace(group, along=along)]
 
 
-def _find_silent_parameters(truths: list[_ReferenceGradients]) -> list[str]:
+def find_silent_parameters(truths: list[ReferenceGradients]) -> list[str]:
     """Return the parameters whose gradients were all zero."""
     return [
         name
@@ -300,7 +301,8 @@ def _find_silent_parameters(truths: list[_ReferenceGradients]) -> list[str]:
     ]
 
 
-def _make_coupled_error() -> CoupledExamplesError:
+def make_coupled_error() -> CoupledExamplesError:
+    """Return the error for a model that couples examples."""
     return CoupledExamplesError(
         "Expected a model that treats examples independently, without which per-example gradients are undefined, but "
         "got other outputs for an example in a batch than for the same example alone. Try replacing layers that mix "
@@ -312,7 +314,7 @@ def _project_gradients(gradients: Tensor, direction: Tensor) -> Tensor:
     return gradients.reshape(len(gradients), direction.numel()) @ direction.reshape(-1)
 
 
-def _compute_rounding(columns: Tensor, coarsest: torch.dtype) -> float:
+def compute_rounding(columns: Tensor, coarsest: torch.dtype) -> float:
     """Return the largest size of gradients that may be rounding alone, such as those of a norm of one feature."""
     return 300 * torch.finfo(coarsest).eps * float(columns.norm())
 
@@ -322,11 +324,11 @@ def _sum_per_example(values: Tensor) -> Tensor:
     return values.reshape(len(values), values[0].numel()).sum(1)
 
 
-def _find_differences(
+def find_differences(
     found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     sizes: Mapping[str, Tensor],
-    truth: _ReferenceGradients,
+    truth: ReferenceGradients,
     rounding: float,
     degree: int = 1,
 ) -> list[str]:
@@ -342,8 +344,7 @@ def _find_differences(
     size = torch.stack([sizes[name].max().double() for name in names])
     if size.max() <= rounding:
         return []
-    # The gradient of a parameter without effect (a key's bias) is only rounding, of other gradients or of sums that
-    # cancel.
+    # The gradient of a parameter without effect (a key's bias) is rounding of other gradients or of sums that cancel.
     floor = ((100 * torch.finfo(truth.coarsest).eps) ** degree * size.max()).clamp_min(rounding / 30**degree)
     bad = ~(off <= torch.maximum(truth.tolerance * size, floor))
     return [name for name, each in zip(names, bad.tolist(), strict=True) if each]
@@ -394,5 +395,6 @@ def _compute_gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Te
     return {name: torch.zeros_like(leaf) if value is None else value.detach() for (name, leaf), value in pairs}
 
 
-def _is_allclose(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def is_allclose(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Return whether two tensors differ by at most ``tolerance`` times the largest entry."""
     return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -18,18 +18,18 @@ from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.engine.reference_gradients import (
     GROUP,
     PAIRS,
+    RUN_ERRORS,
     TOLERANCE,
-    USUAL,
-    _compute_rounding,
-    _find_differences,
-    _find_silent_parameters,
-    _is_allclose,
-    _is_near_reference,
-    _make_coupled_error,
-    _make_group_references,
-    _ReferenceGradients,
-    _split_singles,
-    _verify_reference,
+    ReferenceGradients,
+    compute_rounding,
+    find_differences,
+    find_silent_parameters,
+    is_allclose,
+    is_near_reference,
+    make_coupled_error,
+    make_group_references,
+    split_singles,
+    verify_reference,
 )
 from saltflat.errors import (
     ModelError,
@@ -123,17 +123,17 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     if can_accept_labels(problem.model, pairs[0]):
         check_model_loss(problem, pairs)
     coarsest = noticed.coarsest
-    truths = [_ReferenceGradients.compute(problem, pairs[0], coarsest)]
+    truths = [ReferenceGradients.compute(problem, pairs[0], coarsest)]
     _check_fixed_function(problem, truths[0], outputs)
-    truths[0] = _verify_reference(problem, truths[0])
+    truths[0] = verify_reference(problem, truths[0])
     # A gradient of zero agrees with everything: run more examples while some parameter has no other.
     for pair in pairs[1:]:
-        if not _find_silent_parameters(truths):
+        if not find_silent_parameters(truths):
             break
-        truths.append(_verify_reference(problem, _ReferenceGradients.compute(problem, pair, coarsest)))
+        truths.append(verify_reference(problem, ReferenceGradients.compute(problem, pair, coarsest)))
     checks = [truth for truth in truths if truth.batch.examples > 1]
     strategies = ["together", "mapped"]
-    if not checks or len(_find_silent_parameters(truths)) == len(problem.network.measured) or noticed.sizes:
+    if not checks or len(find_silent_parameters(truths)) == len(problem.network.measured) or noticed.sizes:
         # Examples that take different paths through the layers have to be run alone.
         strategies = []
     elif noticed.order:
@@ -157,7 +157,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     group = batch.cut(0, min(GROUP, max(2, fitting)))
     _check_uncoupled(problem, group, coarsest)
     if strategies and group.examples > 2:
-        checks += _make_group_references(problem, group, truths[0])
+        checks += make_group_references(problem, group, truths[0])
     strategy = next(
         (strategy for strategy in strategies if all(_is_consistent(problem, strategy, check) for check in checks)), None
     )
@@ -176,10 +176,10 @@ def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: 
     with torch.no_grad():
         found = problem.network(batch)
     if found.shape != outputs.shape:
-        raise _make_coupled_error()
+        raise make_coupled_error()
     off = (found - outputs.to(found)).abs().reshape(batch.examples, -1).amax(1)
     if not bool((off <= tolerance * scales.to(off)).all()):
-        raise _make_coupled_error()
+        raise make_coupled_error()
 
 
 def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, OperationRecorder]:
@@ -190,7 +190,7 @@ def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, Oper
         _check_first_loss(problem, outputs, pair)
     except SaltflatError:
         raise
-    except USUAL as error:
+    except RUN_ERRORS as error:
         raise OptionError(
             "Expected a loss that accepts these outputs and targets (real ones in float64), but got "
             f"{format_error_line(error)} from the loss on the first examples. Check it on one batch of the model's "
@@ -215,7 +215,7 @@ def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, Opera
                 outputs = network(pair, as_is=True)
     except SaltflatError:
         raise
-    except USUAL as error:
+    except RUN_ERRORS as error:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pair.list_tensors())
         raise ModelError(
             f"Expected a model that runs on this data, but got {format_error_line(error)} from the model on the "
@@ -245,17 +245,17 @@ def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> N
         return
     with torch.no_grad():
         together = problem.network(batch, as_is=True)
-        alone = [problem.network(single, as_is=True) for single in _split_singles(batch)]
+        alone = [problem.network(single, as_is=True) for single in split_singles(batch)]
     tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
-    if any(one.shape[1:] != together.shape[1:] for one in alone) or not _is_allclose(
+    if any(one.shape[1:] != together.shape[1:] for one in alone) or not is_allclose(
         together, torch.cat(alone), tolerance
     ):
-        raise _make_coupled_error()
+        raise make_coupled_error()
 
 
-def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs: Tensor) -> None:
+def _check_fixed_function(problem: Problem, truth: ReferenceGradients, outputs: Tensor) -> None:
     """Check that the outputs of a batch are those of its examples alone."""
-    if _is_allclose(outputs, truth.outputs, truth.tolerance):
+    if is_allclose(outputs, truth.outputs, truth.tolerance):
         return
     if torch.finfo(truth.coarsest).bits < 32:
         raise PrecisionError(
@@ -264,8 +264,8 @@ def _check_fixed_function(problem: Problem, truth: _ReferenceGradients, outputs:
         )
     with torch.no_grad():
         again = problem.network(truth.batch, as_is=True)
-    if _is_allclose(outputs, again, truth.tolerance):
-        raise _make_coupled_error()
+    if is_allclose(outputs, again, truth.tolerance):
+        raise make_coupled_error()
     names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     raise NondeterministicError(
         "Expected a fixed function, but got different outputs from the same inputs: the model draws random numbers "
@@ -285,7 +285,7 @@ def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
         )
 
 
-def _is_consistent(problem: Problem, strategy: str, truth: _ReferenceGradients) -> bool:
+def _is_consistent(problem: Problem, strategy: str, truth: ReferenceGradients) -> bool:
     """Return whether a strategy computes the reference gradients of every example, for each parameter."""
     comparison = _GradientComparison(problem, truth)
     try:
@@ -303,7 +303,7 @@ def _is_consistent(problem: Problem, strategy: str, truth: _ReferenceGradients) 
 class _GradientComparison:
     """Compares gradients with the reference as they are emitted."""
 
-    def __init__(self, problem: Problem, truth: _ReferenceGradients) -> None:
+    def __init__(self, problem: Problem, truth: ReferenceGradients) -> None:
         self.truth, measured = truth, problem.network.measured
         self.squares = {name: torch.zeros_like(value) for name, value in measured.items()}
         self.along = {name: value.new_zeros(truth.batch.examples) for name, value in measured.items()}
@@ -318,13 +318,13 @@ class _GradientComparison:
         """Return whether all gradients agree with the reference up to rounding."""
         truth, squares, along = self.truth, self.squares, self.along
         if not truth.gradients:
-            return _is_near_reference(torch.stack([each.double() for each in along.values()]).sum(0), truth)
-        rounding = _compute_rounding(truth.columns, truth.coarsest)
-        if _find_differences(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
+            return is_near_reference(torch.stack([each.double() for each in along.values()]).sum(0), truth)
+        rounding = compute_rounding(truth.columns, truth.coarsest)
+        if find_differences(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
             return False
         # Sums over the examples do not show that examples were swapped, but projections do. The directions are scaled
         # so that rounding is below the tolerance.
-        return not _find_differences(along, truth.projections, truth.sizes, truth, truth.tolerance)
+        return not find_differences(along, truth.projections, truth.sizes, truth, truth.tolerance)
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class _ExampleCost:
 
 
 def _measure_example_cost(
-    problem: Problem, truth: _ReferenceGradients, strategy: str, results: int
+    problem: Problem, truth: ReferenceGradients, strategy: str, results: int
 ) -> _ExampleCost | None:
     """Return the cost of an example, from a pass of it alone in a looped strategy, or None if its gradients are wrong.
 

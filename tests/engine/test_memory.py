@@ -27,10 +27,10 @@ for _ in range(8):
     layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
 net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 x, y = torch.randn(48, 3, 32, 32), torch.randint(10, (48,))
-saltflat.compute_statistics(net, (x[:2], y[:2]), "curvature_diagonal", memory="1MiB")  # loads what is loaded once
+saltflat.compute_statistics(net, (x[:2], y[:2]), names="curvature_diagonal", memory="1MiB")  # loads what is loaded once
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS:")
-saltflat.compute_statistics(net, (x, y), "curvature_diagonal", memory="{limit}MiB")
+saltflat.compute_statistics(net, (x, y), names="curvature_diagonal", memory="{limit}MiB")
 print((status("VmHWM:") - before) / 2**20)
 """
 
@@ -99,7 +99,7 @@ def test_results_larger_than_the_limit_are_announced_before_the_work_starts() ->
 def test_an_example_larger_than_the_limit_is_announced() -> None:
     net = nn.Sequential(nn.Linear(2, 1000), nn.ReLU(), nn.Linear(1000, 3))
     data = torch.randn(3, 4000, 2), torch.randint(3, (3, 4000))
-    with pytest.warns(errors.MemoryLimitWarning, match="one example takes about"):
+    with pytest.warns(errors.MemoryLimitWarning, match="one example needs about"):
         saltflat.measure(
             Transposed(net), data, measures="hessian_trace", columns="sampled:2", memory="1MiB", certificate=False
         )

@@ -224,9 +224,9 @@ def test_loaders_of_torch_keep_all_that_they_were_given() -> None:
     loader = DataLoader(DATA, 5, shuffle=True, collate_fn=collate, generator=torch.Generator().manual_seed(1))
     assert_measured_as(loader, X / 255, Y)
     assert set(seen) == {5, 2}
-    ordered = part._fix_loader_order(DataLoader(DATA, 5, shuffle=True, num_workers=1, in_order=False, timeout=7))
+    ordered = part.fix_loader_order(DataLoader(DATA, 5, shuffle=True, num_workers=1, in_order=False, timeout=7))
     assert (ordered.num_workers, ordered.timeout, ordered.in_order) == (1, 7, True)
-    unsorted = part._fix_loader_order(DataLoader(DATA, 5, num_workers=1, in_order=False, persistent_workers=True))
+    unsorted = part.fix_loader_order(DataLoader(DATA, 5, num_workers=1, in_order=False, persistent_workers=True))
     assert unsorted.in_order
     assert unsorted.persistent_workers
     batches: Any = list(zip(X.split(5), Y.split(5), strict=True))
