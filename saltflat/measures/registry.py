@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -113,7 +114,7 @@ class Measure:
         """The first sentence of its docstring."""
         return (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
 
-    @property
+    @cached_property
     def cost(self) -> str:
         """One of :data:`COSTS`: the cost of its most expensive statistic with default options, or its own."""
         costs = [COMPUTED[need].cost for need in self.statistics if need in COMPUTED]

@@ -8,14 +8,14 @@ import reprlib
 import stat
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from saltflat.errors import ReportError, SaltflatError, import_optional
-from saltflat.results.json_codec import JsonValue, decode_nonfinite, encode_nonfinite, to_plain_types
+from saltflat.results.json_codec import JsonRecord, JsonValue, decode_nonfinite
 
 if TYPE_CHECKING:
     from saltflat.results.report import Reading
@@ -198,58 +198,6 @@ def _check_depth(content: JsonValue) -> None:
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
-
-
-def _convert_notes(notes: str | Iterable[str]) -> tuple[str, ...]:
-    return (notes,) if isinstance(notes, str) else tuple(str(note) for note in notes)
-
-
-# By field. Tensors and numpy numbers become Python's, so that a result holds no device memory and can be written.
-CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    "model": str,
-    "examples": int,
-    "loss": float,
-    "settings": lambda settings: to_plain_types(settings, "the settings"),
-    "versions": lambda versions: {str(name): str(version) for name, version in versions.items()},
-    "seconds": float,
-    "notes": _convert_notes,
-    "created": str,
-}
-
-
-class JsonRecord:
-    """A dataclass that converts to strict JSON; two are equal if their JSON is, so that nan equals nan.
-
-    Attributes:
-        optional_fields: fields left out of the JSON where they are None or empty, as files of earlier versions do.
-    """
-
-    optional_fields: ClassVar[tuple[str, ...]] = ()
-
-    def _convert_fields(self, **converted: Any) -> None:
-        """Set fields to converted values, and those that most results have to Python's own types."""
-        for each in fields(self):  # type: ignore[arg-type]
-            if each.name in converted or each.name in CONVERTERS:
-                value = getattr(self, each.name)
-                value = converted[each.name] if each.name in converted else CONVERTERS[each.name](value)
-                object.__setattr__(self, each.name, value)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as strict JSON; nan and infinities are encoded, see ``saltflat.results.json_codec``."""
-        return self._encode_fields()
-
-    def _encode_fields(self, without: Iterable[str] = ()) -> dict[str, Any]:
-        names = [each.name for each in fields(self) if each.name not in without]  # type: ignore[arg-type]
-        return {
-            name: encode_nonfinite(to_plain_types(getattr(self, name), name))
-            for name in names
-            if name not in self.optional_fields or getattr(self, name) not in (None, {}, ())
-        }
-
-    def __eq__(self, other: object) -> bool:
-        return self.to_dict() == other.to_dict() if isinstance(other, type(self)) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class JsonFile(JsonRecord):

@@ -1,15 +1,11 @@
-"""Encode values as strict JSON without loss, and check what is read back.
-
-JSON has no nan and no infinity: they are written ``{"$float": "nan"}``, ``{"$float": "inf"}`` and
-``{"$float": "-inf"}``. A key that itself begins with ``$`` gets a second one, so that nothing else is mistaken for
-such a number. All other floats are written with enough digits to restore them bit for bit.
-"""
+"""Write results to disk as strict JSON, atomically, read them back with checks, and build data frames of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from saltflat.errors import ReportError
 
@@ -162,3 +158,55 @@ def _find_structure_errors(value: JsonValue | Mapping[str, Any], structure: Stru
 
 
 _NAMES = {str: "text", bool: "truth value", int: "whole number", float: "number", list: "list", dict: "mapping"}
+
+
+def _convert_notes(notes: str | Iterable[str]) -> tuple[str, ...]:
+    return (notes,) if isinstance(notes, str) else tuple(str(note) for note in notes)
+
+
+# By field. Tensors and numpy numbers become Python's, so that a result holds no device memory and can be written.
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "model": str,
+    "examples": int,
+    "loss": float,
+    "settings": lambda settings: to_plain_types(settings, "the settings"),
+    "versions": lambda versions: {str(name): str(version) for name, version in versions.items()},
+    "seconds": float,
+    "notes": _convert_notes,
+    "created": str,
+}
+
+
+class JsonRecord:
+    """A dataclass that converts to strict JSON; two are equal if their JSON is, so that nan equals nan.
+
+    Attributes:
+        optional_fields: fields left out of the JSON where they are None or empty, as files of earlier versions do.
+    """
+
+    optional_fields: ClassVar[tuple[str, ...]] = ()
+
+    def _convert_fields(self, **converted: Any) -> None:
+        """Set fields to converted values, and those that most results have to Python's own types."""
+        for each in fields(self):  # type: ignore[arg-type]
+            if each.name in converted or each.name in CONVERTERS:
+                value = getattr(self, each.name)
+                value = converted[each.name] if each.name in converted else CONVERTERS[each.name](value)
+                object.__setattr__(self, each.name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as strict JSON; nan and infinities are encoded, see ``saltflat.results.json_codec``."""
+        return self._encode_fields()
+
+    def _encode_fields(self, without: Iterable[str] = ()) -> dict[str, Any]:
+        names = [each.name for each in fields(self) if each.name not in without]  # type: ignore[arg-type]
+        return {
+            name: encode_nonfinite(to_plain_types(getattr(self, name), name))
+            for name in names
+            if name not in self.optional_fields or getattr(self, name) not in (None, {}, ())
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, type(self)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from saltflat._late import load_later
 from saltflat.errors import OptionError, ReportError, UnknownNameError, make_unknown_name_error
 from saltflat.results.display import Displayable
-from saltflat.results.files import REPORT, JsonFile, JsonRecord, build_frame, build_frame_rows
+from saltflat.results.files import REPORT, JsonFile, build_frame, build_frame_rows
 from saltflat.results.json_codec import (
     CERTIFICATE,
     EACH,
     LEGEND,
     MAPPING,
     SAMPLE,
+    JsonRecord,
     Structure,
     check_structure,
     decode_nonfinite,
