@@ -177,6 +177,10 @@ class StatisticResult:
     notes: tuple[str, ...] = ()
 
 
+def ignore_progress(what: str, done: int, total: int | None) -> None:
+    """Show no progress."""
+
+
 class Context:
     """A problem and the conditions under which it is measured.
 
@@ -199,7 +203,7 @@ class Context:
         seed: int,
         limit: int,
         initial: Mapping[str, Tensor] | None = None,
-        tick: Tick = lambda what, done, total: None,
+        tick: Tick = ignore_progress,
         sampling: bool = False,
     ) -> None:
         self.problem, self.plan, self.seed, self.limit = problem, plan, seed, limit

@@ -102,7 +102,8 @@ class Problem:
     @property
     def num_examples(self) -> int | None:
         """Return the number of examples, or None if it is not known without reading them."""
-        return count_examples(self.data)
+        pair = isinstance(self.data, tuple) and isinstance(self.data[0], Tensor)
+        return len(self.data[0]) if pair else count_examples(self.data)  # type: ignore[index]
 
     def check_outputs(self, outputs: Tensor, batch: Batch) -> None:
         """Check that the model's outputs are finite, in full precision, and have one entry per example."""

@@ -153,7 +153,7 @@ class StatisticCollector:
         self.seconds: dict[str, float] = {}
         self.overview: dict[str, Any] = {}
         self.notes: list[str] = []
-        self.forecast = Forecast({})
+        self.forecast: Forecast | None = None  # only if progress is shown
 
     def gather(self, asked: Sequence[MeasureRequest]) -> None:
         """Compute everything the measures need: one shared sweep, then statistics with passes of their own."""
@@ -186,7 +186,8 @@ class StatisticCollector:
             totals.run(lambda done: self.context.tick("Sweeping examples", done, total))
             values = totals.compute_values()
             self.context.store_counts(totals.examples, totals.share, totals.loss)
-            self.forecast.examples = totals.examples
+            if self.forecast is not None:
+                self.forecast.examples = totals.examples
         exact = not self.context.plan.is_random
         for each in swept:
             drawn, notes = (
@@ -272,11 +273,13 @@ class StatisticCollector:
     def time_step(self, step: str) -> Iterator[None]:
         """Record the time that a step takes."""
         started = time.perf_counter()
-        self.forecast.begin(step)
+        if self.forecast is not None:
+            self.forecast.begin(step)
         try:
             yield
         finally:
-            self.forecast.end()
+            if self.forecast is not None:
+                self.forecast.end()
             self.context.heap.trim()
             self.seconds[step] = time.perf_counter() - started
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.engine.certificate import certify_context
-from saltflat.engine.context import Context, describe_context
+from saltflat.engine.context import Context, describe_context, ignore_progress
 from saltflat.engine.custom_losses import normalize_logits
 from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike, parse_loss
@@ -114,7 +116,8 @@ def measure(
         model, data = _move_to_device(model, data, parse_device(device))
     agreement = None
     with open_session(model, mode, data) as notes:
-        with show_steps(progress) as tick:
+        hidden = progress is False or (progress is None and not sys.stderr.isatty())
+        with nullcontext(ignore_progress) if hidden else show_steps(progress) as tick:
             problem = Problem.build(model, data, chosen, layers, dtype, mode)
             context = Context(problem, plan, seed, room, _parse_initial(initial, problem), tick, sampling)
             search = StatisticCollector(context, DIAGONALS[diagonal], certificate)
