@@ -105,10 +105,10 @@ def test_a_definition_that_does_not_fit_together_is_told_and_made_again(
     change: Callable[[dict[str, Any]], object], calm: Results, folder: Path
 ) -> None:
     edited(folder / "study.json", change)
-    with pytest.raises(StudyError, match=r"it was changed after it was written|does not fit together"):
+    with pytest.raises(StudyError, match=r"it was changed after it was written|does not match its rows"):
         Results.load(folder)
     edited(folder / "study.json", lambda content: content.pop("digest"))  # as an earlier version wrote it
-    with pytest.raises(StudyError, match="does not fit together"):
+    with pytest.raises(StudyError, match="does not match its rows"):
         Results.load(folder)
     assert study().run(folder, progress=False).csv() == calm.csv()
 

@@ -302,7 +302,7 @@ def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> No
     script = f"""
         import os, signal, sys, time
         from pathlib import Path
-        from saltflat.studies.lock import lock_folder
+        from saltflat.studies.store import lock_folder
         try:
             with lock_folder(Path({str(tmp_path)!r})):
                 if os.fork() == 0:
@@ -391,7 +391,7 @@ def test_a_definition_of_another_kind_is_one_clear_error_and_made_again(change: 
         Results.load(tmp_path / "runs")
     content = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in content.items() if name != "digest"}))
-    with pytest.raises(StudyError, match=r"is missing or of another kind|does not fit together"):
+    with pytest.raises(StudyError, match=r"is missing or of another kind|does not match its rows"):
         Results.load(tmp_path / "runs")
     assert study().run(tmp_path / "runs", progress=False).csv() == before
     assert Results.load(tmp_path / "runs").csv() == before

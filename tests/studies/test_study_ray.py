@@ -117,7 +117,7 @@ def test_a_raylet_killed_twice_fails_no_run_and_the_same_command_ends_with_the_s
         killer.start()
         # One core: while a training waits, all else waits behind it.
         with pytest.raises(
-            StudyError, match=r"a local Ray cluster .*lost it: .*finished is kept: give the same command"
+            StudyError, match=r"a local Ray cluster .*lost it: .*All finished runs are kept: run the same command"
         ):
             chosen(False).run(tmp_path / "runs", make_executor("ray", workers=1), progress=False, every=0.0)
         killer.join()

@@ -126,6 +126,6 @@ def test_a_task_asks_a_cluster_for_a_gpu_where_the_study_works_on_one(
 
 
 def test_the_number_of_a_gpu_is_left_to_the_cluster(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"Got the device 'cuda:1' with the executor 'ray'.*Do: use 'cuda'"):
+    with pytest.raises(DeviceError, match=r"got the device 'cuda:1' with the executor 'ray'.*Try 'cuda'"):
         study().run(tmp_path / "runs", Watched(), "cuda:1", progress=False)
     assert not (tmp_path / "runs").exists()

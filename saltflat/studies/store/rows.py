@@ -90,8 +90,8 @@ def row_from_dict(given: Mapping[str, Any]) -> Row:
         _check_row_types(row)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
         raise StudyError(
-            f"Expected a row as Study.run writes it, but got {type(problem).__name__}: {problem}. "
-            "Try running the study again, which makes it again."
+            f"Expected a row as Study.run writes it, but got one that cannot be understood ({type(problem).__name__}: "
+            f"{problem}). Try running the study again, which makes it again."
         ) from problem
     return row if given["schema"] == ROW.schema else replace(row, config=config_from_version_1(row.config))
 
