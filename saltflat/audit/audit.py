@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import time
-import torch
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from saltflat.audit.change import TOLERANCE, compute_change
 from saltflat.audit.result import Audit, AuditLine
 from saltflat.engine.data import Data
@@ -27,9 +31,6 @@ from saltflat.symmetry.find import find_output_symmetries
 from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.rescale import apply_rescaling, check_same_function
 from saltflat.validation import check_count, check_positive, check_seed, is_choice, take_turns
-from torch import Tensor, nn
-from typing import Any
-
 
 # The invariance that a measure claims, for each kind of rescaling.
 KINDS = {"layer": "layer_scale", "unit": "unit_scale"}

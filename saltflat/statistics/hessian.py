@@ -180,9 +180,7 @@ def _make_leave_out(
         return form.project(vectors[site.name].to(site.value)).double().square().sum()
 
     along = Statistic("along", of="curvature", total=sum_curvature, spread=None, meaning="v' G v", kind="scalar")
-    left_out = (
-        Sweep(context, [along], only=vectors.keys(), groups=context.groups).run().make_leave_one_out(along)
-    )
+    left_out = Sweep(context, [along], only=vectors.keys(), groups=context.groups).run().make_leave_one_out(along)
     if left_out is None:
         return None
     return lambda group: {name: row(value, name) for name, value in left_out(group).items()}

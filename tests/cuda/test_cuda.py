@@ -26,9 +26,9 @@ NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_a_gpu_gives_what_a_cpu_gives(name: str) -> None:
     case = CASES[name]()
-    here = saltflat.compute_statistics(case.model, case.batches, NAMES, loss=case.loss)
+    here = saltflat.compute_statistics(case.model, case.batches, names=NAMES, loss=case.loss)
     batches = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, case.batches)
-    there = saltflat.compute_statistics(case.model.cuda(), batches, NAMES, loss=case.loss)
+    there = saltflat.compute_statistics(case.model.cuda(), batches, names=NAMES, loss=case.loss)
     for statistic in NAMES:
         largest = max(float(value.abs().max()) for value in here[statistic].values())
         for parameter, value in here[statistic].items():
@@ -47,7 +47,7 @@ def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:
     for memory in ("256MiB", "1GiB"):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        found = saltflat.compute_statistics(net, (x, y), "curvature_diagonal", memory=memory)
+        found = saltflat.compute_statistics(net, (x, y), names="curvature_diagonal", memory=memory)
         results = sum(value.numel() * 8 for value in found["curvature_diagonal"].values())
         extra = torch.cuda.max_memory_allocated() - before - 2 * results
         assert extra <= int(found.settings["memory"])
@@ -57,7 +57,7 @@ def test_random_states_and_the_memory_limit_hold_on_a_gpu() -> None:
 def test_data_on_the_cpu_is_named() -> None:
     with pytest.raises(saltflat.SaltflatError, match="cuda"):
         saltflat.compute_statistics(
-            nn.Linear(2, 2).cuda(), (torch.randn(3, 2), torch.tensor([0, 1, 0])), "curvature_trace"
+            nn.Linear(2, 2).cuda(), (torch.randn(3, 2), torch.tensor([0, 1, 0])), names="curvature_trace"
         )
 
 

@@ -19,7 +19,7 @@ NAMES = ["curvature_diagonal", "gradient_second_moment"]
 def assert_same(one: nn.Module, two: nn.Module, data: Any, **options: Any) -> None:
     """Two spellings of one function, with the same parameters, have the same statistics."""
     two.load_state_dict(one.state_dict())
-    here, there = (saltflat.compute_statistics(each, data, NAMES, **options) for each in (one, two))
+    here, there = (saltflat.compute_statistics(each, data, names=NAMES, **options) for each in (one, two))
     for name in NAMES:
         torch.testing.assert_close(dict(here[name]), dict(there[name]), rtol=1e-10, atol=1e-14)
 
@@ -86,7 +86,7 @@ def test_gradients_that_are_not_those_of_the_forward_pass_are_refused(most: int)
     torch.manual_seed(0)
     model = shaken(Net(rule, layer=nn.Linear(4, 5), head=nn.Linear(5, 3)))
     with pytest.raises(errors.ModelError, match=r"'layer\.weight'.*forward pass"):
-        saltflat.compute_statistics(model, (reals(5, 4), integers(3, 5)), NAMES)
+        saltflat.compute_statistics(model, (reals(5, 4), integers(3, 5)), names=NAMES)
 
 
 def test_a_parameter_held_by_a_list_or_an_attribute_is_the_same_parameter() -> None:
@@ -130,7 +130,7 @@ def test_a_parameter_reached_past_the_modules_is_refused_by_name() -> None:
     weight = layer.weight
     model = Net(lambda net, x: F.linear(net.layer(x).tanh(), weight), layer=layer)
     with pytest.raises(errors.ModelError, match=r"'layer\.weight' by a reference"):
-        saltflat.compute_statistics(model, (reals(5, 4), integers(4, 5)), NAMES)
+        saltflat.compute_statistics(model, (reals(5, 4), integers(4, 5)), names=NAMES)
 
 
 def test_a_float64_head_on_float32_layers_is_measured_to_the_digits_of_float32() -> None:
@@ -138,10 +138,10 @@ def test_a_float64_head_on_float32_layers_is_measured_to_the_digits_of_float32()
     parts = {"layer": nn.Linear(4, 5), "head": nn.Linear(5, 3).double()}
     model = Net(lambda net, x: net.head(net.layer(x.float()).relu().double()), **parts)
     x, y = torch.randn(6, 4), integers(3, 6)
-    found = saltflat.compute_statistics(model, (x, y), "curvature_trace")["curvature_trace"]
+    found = saltflat.compute_statistics(model, (x, y), names="curvature_trace")["curvature_trace"]
     wide = Net(lambda net, x: net.head(net.layer(x).relu()), layer=nn.Linear(4, 5), head=nn.Linear(5, 3)).double()
     wide.load_state_dict(model.state_dict())
-    wanted = saltflat.compute_statistics(wide, (x.double(), y), "curvature_trace")["curvature_trace"]
+    wanted = saltflat.compute_statistics(wide, (x.double(), y), names="curvature_trace")["curvature_trace"]
     torch.testing.assert_close(dict(found), dict(wanted), rtol=1e-4, atol=0)
 
 
@@ -152,7 +152,7 @@ def test_half_precision_inside_of_the_model_is_named() -> None:
     )
     noisy = Net(lambda net, x: net.inner(x) + 0.1 * x.mean().bfloat16().float(), inner=model)
     with pytest.raises(errors.PrecisionError, match="bfloat16"):
-        saltflat.compute_statistics(noisy, (torch.randn(6, 64), integers(3, 6)), "curvature_trace")
+        saltflat.compute_statistics(noisy, (torch.randn(6, 64), integers(3, 6)), names="curvature_trace")
 
 
 def test_masked_classes_are_named() -> None:
@@ -160,7 +160,7 @@ def test_masked_classes_are_named() -> None:
     model = Net(lambda net, x: net.head(x).masked_fill(mask, -torch.inf), head=nn.Linear(4, 3))
     data = torch.randn(6, 4), torch.tensor([0, 2, 0, 2, 0, 2])
     with pytest.raises(errors.NonFiniteError, match=r"-inf.*\(at 1 of .*-1e9"):
-        saltflat.compute_statistics(model, data, "curvature_trace")
+        saltflat.compute_statistics(model, data, names="curvature_trace")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -170,7 +170,7 @@ def test_gradients_that_are_rounding_alone_contradict_nothing(norm: type[nn.Modu
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 1), norm(1), nn.Linear(1, 2)).to(dtype)
     data = torch.randn(6, 3, dtype=dtype), torch.randint(2, (6,))
-    found = saltflat.compute_statistics(net, data, "curvature_trace", layers=["0"])
+    found = saltflat.compute_statistics(net, data, names="curvature_trace", layers=["0"])
     assert all(float(value) < 1e-6 for value in found["curvature_trace"].values())
 
 
@@ -184,7 +184,9 @@ def test_gradients_that_cancel_beside_small_ones_contradict_nothing() -> None:
 
     torch.manual_seed(2)
     net = shaken(Net(rule, norm=nn.LayerNorm(2), head=nn.Linear(18, 2, bias=False).requires_grad_(False)))
-    found = saltflat.compute_statistics(net, (reals(6, 9, 2), integers(2, 6)), "curvature_trace")["curvature_trace"]
+    found = saltflat.compute_statistics(net, (reals(6, 9, 2), integers(2, 6)), names="curvature_trace")[
+        "curvature_trace"
+    ]
     assert float(found["norm.weight"]) > 1e-12
     assert float(found["norm.bias"]) < 1e-24
 
@@ -208,4 +210,4 @@ def test_examples_that_mix_only_in_larger_batches_are_noticed(mix: Any) -> None:
 
     torch.manual_seed(0)
     with pytest.raises(errors.CoupledExamplesError):
-        saltflat.compute_statistics(Mixing(), (torch.randn(8, 2), torch.arange(8) % 3), "curvature_trace")
+        saltflat.compute_statistics(Mixing(), (torch.randn(8, 2), torch.arange(8) % 3), names="curvature_trace")
