@@ -68,7 +68,7 @@ def test_no_bad_input_gives_a_raw_error(tmp_path: Path, monkeypatch: pytest.Monk
 def test_data_that_cannot_be_cut_into_examples_are_refused(data: object, says: str) -> None:
     for limit in (None, 2):
         with pytest.raises(errors.DataError, match=says):
-            saltflat.measure(net(), data, limit=limit)
+            saltflat.measure(net(), data, limit=limit)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["weight", "parameter", "buffer"])

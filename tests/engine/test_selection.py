@@ -124,7 +124,7 @@ def test_mistakes_in_the_data_are_found_behind_a_limit_too() -> None:
     with pytest.raises(OneShotDataError):
         saltflat.measure(net(), iter([(X, Y)]), limit=5)
     with pytest.raises(DataError, match="of type int"):
-        saltflat.measure(net(), 7, limit=5)
+        saltflat.measure(net(), 7, limit=5)  # type: ignore[arg-type]
     with pytest.raises(EmptyDataError):
         saltflat.measure(net(), [], limit=5)
 
