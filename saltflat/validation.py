@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 import sys
 import threading
@@ -138,6 +139,9 @@ def _reset_in_child() -> None:
     # A process that is forked while another thread is measuring does not have that thread to wait for.
     _TurnState.lock = threading.RLock()
     _TurnState.borrowed, _TurnState.is_running = 0, False
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def take_turns(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from torch.utils import checkpoint
 from saltflat.engine.data import Data, find_unsupported_kind
 from saltflat.errors import DeviceError, ModelError, OptionError
 from saltflat.results.caveats import TRAIN_MODE
-from saltflat.validation import _reset_in_child, borrow_model, is_choice
+from saltflat.validation import borrow_model, is_choice
 
 # Attributes of every module: parameters, buffers, submodules and hooks, which are handled elsewhere.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -176,9 +175,6 @@ def snapshot_rng() -> Callable[[], None]:
             torch.cuda.set_rng_state_all(cuda)
 
     return restore_rng
-
-
-os.register_at_fork(after_in_child=_reset_in_child)
 
 
 @contextmanager
