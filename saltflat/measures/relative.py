@@ -141,7 +141,7 @@ def rho_max(unit_forms: Tensor) -> MeasureResult:
     on="weights",
     invariant_to=BOTH,
     reference="petzka2021relative",
-    formula="sum over pairs of output units of <w_s, w_t> * trace of the curvature between them, features normalised",
+    formula="sum over pairs of output units of <w_s, w_t> * trace of the curvature between them, features normalized",
 )
 def relative_flatness(
     weight: Tensor, unit_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
@@ -157,9 +157,9 @@ def relative_flatness(
 
     Args:
         weight: ``(groups, out, in, positions)``, or ``(out, in)``.
-        unit_trace: ``(groups, out, out)``, or ``(out, out)``, of the normalised layer.
+        unit_trace: ``(groups, out, out)``, or ``(out, out)``, of the normalized layer.
         feature_deviation: ``(groups * in,)``, infinite for inputs that are always zero; None where it is not known.
-        normalize: whether the features are normalised.
+        normalize: whether the features are normalized.
 
     Example:
         >>> relative_flatness(2 * torch.eye(2), torch.eye(2), None, normalize=False).value

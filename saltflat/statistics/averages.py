@@ -17,7 +17,7 @@ def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple
     """Compute the standard deviation of each input channel over examples and positions, by weight, with notes.
 
     A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
-    not zero cannot be normalised and gets 1.
+    not zero cannot be normalized and gets 1.
     """
     network = context.problem.network
     # A tied weight has the channels that the module sees which owns its name.
