@@ -226,7 +226,7 @@ def test_a_draw_that_fails_is_kept_as_failed_and_the_others_as_they_are(
                 next(model.parameters()).fill_(INF)
         return model
 
-    monkeypatch.setattr("saltflat.symmetry.rescale.apply_rescaling", overflowing)
+    monkeypatch.setattr("saltflat.audit.audit.apply_rescaling", overflowing)
     found = audited("mlp_with_biases", draws=3)
     assert list(found.failed["layer"]) == ["1"]
     assert "infinite numbers in '0.weight'" in found.failed["layer"]["1"]
@@ -254,7 +254,7 @@ def test_a_rescaling_that_changes_the_loss_is_a_failed_draw(monkeypatch: pytest.
             next(model.parameters()).mul_(1.5)
         return model
 
-    monkeypatch.setattr("saltflat.symmetry.rescale.apply_rescaling", wrong)
+    monkeypatch.setattr("saltflat.audit.audit.apply_rescaling", wrong)
     found = audited("mlp_with_biases", "hessian_trace")
     assert all("not the same function" in why for why in found.failed["unit"].values())
     assert len(found.failed["unit"]) == 2

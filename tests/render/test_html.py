@@ -466,7 +466,7 @@ def test_pictures_that_would_make_the_page_heavy_are_named_instead(
     rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heavy = "data:image/png;base64," + "A" * 500_000
-    monkeypatch.setattr("saltflat.render.html.page.encode_picture", lambda figure: heavy)
+    monkeypatch.setattr("saltflat.render.html.study.encode_picture", lambda figure: heavy)
 
     class Drawn:
         def plot(self) -> None: ...
