@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import saltflat.engine.losses
 import torch
 import torch.nn.functional as F
 from cases import Inputs, LossFunction, log_cosh, mean_over_examples, rows
@@ -26,6 +25,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+
+import saltflat.engine.losses
 
 
 @dataclass(frozen=True)

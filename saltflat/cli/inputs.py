@@ -238,7 +238,7 @@ class MeasureOptions:
         list[str] | None,
         typer.Option(
             help="Names, separated by commas or given one by one; quick (one sweep over the data), invariant "
-            "(unchanged by rescaling) or all. Default: quick."
+            "(unchanged by rescaling layers) or all. Default: quick."
         ),
     ] = None
     columns: Columns = "exact"

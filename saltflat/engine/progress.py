@@ -22,29 +22,7 @@ from saltflat.errors import OptionError
 
 EVERY = 10.0  # seconds between two lines of text
 
-Progress = Callable[[int, int | None], None]
-
-
-@contextmanager
-def show_progress(progress: bool | Progress | None, data: Data) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the number of examples done."""
-    total = count_examples(data)
-    if callable(progress) and not isinstance(progress, type):
-        yield lambda done: progress(done, total)
-        return
-    _check_progress(progress)
-    if progress is False or (progress is None and not sys.stderr.isatty()):
-        yield lambda done: None
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        lines = _LineProgress()
-        yield lambda done: lines("Sweeping examples", done, total, None)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("Sweeping examples", total=total)
-        yield lambda done: bar.update(task, completed=done)
+Progress = Callable[[str, int, int | None], None]  # of the step, what is done of it, and how much there is
 
 
 class Forecast:

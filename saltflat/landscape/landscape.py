@@ -18,6 +18,7 @@ from saltflat.engine.losses import LossLike
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.progress import show_steps
+from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
 from saltflat.errors import ModelError, NotDefinedError, OptionError, ParameterError, make_unknown_name_error
 from saltflat.landscape.directions import Direction, DirectionOptions, compute_directions, parse_direction_options
@@ -122,6 +123,7 @@ def compute_landscape(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: bool | Callable[[str, int, int | None], None] | None = None,
+    limit: int | None = None,
 ) -> Landscape:
     r"""Compute the loss around a network's weights, along one or two directions.
 
@@ -153,6 +155,7 @@ def compute_landscape(
         seed: the seed of the random directions.
         progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
             only, or a function of ``(step, done, total)``.
+        limit: use at most this many examples, the first ones; all if None.
 
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
@@ -164,6 +167,7 @@ def compute_landscape(
         ([10.0, 12.5, 16.0], (1.0,))
     """
     started = time.perf_counter()
+    data = data if limit is None else select_examples(data, limit=limit)
     grid = make_grid(dimensions, points, radius)
     wanted = parse_direction_options(directions, dimensions, normalize, biases)
     if not isinstance(batch_norm, str) or batch_norm not in BATCH_NORM:

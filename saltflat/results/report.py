@@ -344,6 +344,11 @@ def normalize_measure_name(name: Hashable, taken: Iterable[str]) -> Any:
 
 def make_missing_measure_error(name: str, left_out: Mapping[str, str], taken: Iterable[str]) -> UnknownNameError:
     """Return the error for a measure without a reading: why it was left out, or the closest name that has one."""
+    if name in load_later("measures.registry").MEASURES and name not in left_out:
+        return UnknownNameError(
+            f"Expected a measure with a reading ({', '.join(taken) or 'there is none'}), but got {name!r}, which was "
+            "not measured. Try adding it to measures=."
+        )
     if name not in left_out:
         return make_unknown_name_error("measure", name, taken)
     return UnknownNameError(

@@ -15,7 +15,7 @@ from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem, find_input_notes
-from saltflat.engine.progress import Progress, show_progress
+from saltflat.engine.progress import Progress, show_steps
 from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
 from saltflat.engine.statistic import find_statistics
@@ -91,8 +91,7 @@ def compute_statistics(
             always.
         seed: of the random columns.
         progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
-            only, or a function of ``(done, total)``
-            examples.
+            only, or a function of ``(step, done, total)``.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
         limit: take at most so many examples, the first ones; all if None.
 
@@ -113,8 +112,8 @@ def compute_statistics(
         context = Context(problem, plan, seed, room)
         deviations = compute_input_deviations(context)[0] if any(each.features for each in wanted) else {}
         totals = Sweep(context, wanted, deviations)
-        with show_progress(progress, problem.data) as report:
-            totals.run(report)
+        with show_steps(progress) as tick:
+            totals.run(lambda done: tick("Sweeping examples", done, problem.num_examples))
         if context.first is not None:
             notes += find_input_notes(problem, context.first, totals.compute_mean_loss())
     values, errors = totals.compute_values(), totals.compute_errors()

@@ -35,7 +35,7 @@ def fold(model: nn.Module, example: Example | None = None) -> nn.Module:
 
     The model itself is not modified. The copy has its class, train and eval modes, hooks and ``requires_grad``: a
     folded weight takes that of the layer; a folded bias that of the layer, or of the BatchNorm if the layer had no
-    bias. New parameters do not require a gradient.
+    bias. New parameters require a gradient if those they replace do.
 
     A BatchNorm is kept if it has no running statistics or a custom forward pass, or if other code of the model reads
     its tensors.

@@ -185,7 +185,7 @@ def rebalance(
         memory: working memory beyond the model and the results.
         dtype: precision of the computation; that of the model if None.
         seed: seed of random columns.
-        progress: True or False for a progress bar, or a function of ``(done, total)``.
+        progress: True or False for a progress bar, or a function of ``(step, done, total)``.
         strict: whether to check in float64 on a few examples that the function is unchanged.
 
     Example:

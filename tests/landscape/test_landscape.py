@@ -894,3 +894,10 @@ def test_there_are_at_most_sixteen_public_names_and_others_are_in_their_package(
         assert hasattr(symmetry, name)
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             getattr(saltflat, name)
+
+
+def test_a_limit_takes_the_first_examples() -> None:
+    torch.manual_seed(0)
+    net, data = nn.Linear(3, 2), (torch.randn(9, 3), torch.randint(2, (9,)))
+    few = saltflat.compute_landscape(net, (data[0][:4], data[1][:4]), points=3)
+    assert saltflat.compute_landscape(net, data, points=3, limit=4).loss == few.loss

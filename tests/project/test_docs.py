@@ -68,7 +68,10 @@ def test_what_a_python_block_imports_and_calls_exists(block: str) -> None:
             assert hasattr(saltflat, node.attr), node.attr
 
 
-def test_the_code_of_the_readme_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_the_readme_prints_what_the_readme_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = BLOCK.findall(text)
     exec(block, {})

@@ -916,3 +916,10 @@ def test_numbers_that_a_reading_cannot_have_are_refused(key: str, value: object)
     assert Reading.from_dict(content).stderr == 0.5
     with pytest.raises(ReportError, match="cannot be understood"):
         Reading.from_dict({**content, key: value})
+
+
+def test_a_measure_that_was_not_measured_is_called_that() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    report = saltflat.measure(net, (torch.randn(6, 2), torch.randint(2, (6,))), measures="kappa_trace")
+    with pytest.raises(KeyError, match=r"got 'rho', which was not measured\. Try adding it to measures="):
+        report["rho"]

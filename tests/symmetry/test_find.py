@@ -20,8 +20,15 @@ from torch.utils._pytree import tree_map
 from saltflat.symmetry.find import find_symmetries
 from saltflat.symmetry.group import Symmetries
 from saltflat.symmetry.rescale import apply_rescaling
-from saltflat.symmetry.tracing.scales import Elimination, LinearForm, add_scaled_form, equate_factors
-from saltflat.symmetry.tracing.scales import ANY, GROUND, ScaleSystem
+from saltflat.symmetry.tracing.scales import (
+    ANY,
+    GROUND,
+    Elimination,
+    LinearForm,
+    ScaleSystem,
+    add_scaled_form,
+    equate_factors,
+)
 
 DRAWS = 50
 REACH = 4.0  # logarithms of units' sizes go from -4 to 4

@@ -18,8 +18,8 @@ from torch.nn.utils import parametrizations, prune
 import saltflat
 from saltflat.errors import DataError, ModelError, OptionError, SaltflatError
 from saltflat.layers.normalization import Affine
-from saltflat.symmetry.fold import FoldedBatchNorm, fold
 from saltflat.symmetry.equality import Example
+from saltflat.symmetry.fold import FoldedBatchNorm, fold
 
 
 class Model(Net):
