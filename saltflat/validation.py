@@ -113,7 +113,7 @@ def parse_device(device: str | torch.device, probe: bool = True) -> torch.device
         found = torch.device(device)
         if probe:
             torch.empty(1, device=found).tolist()  # fails on the meta device, which holds no numbers
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError, OverflowError) as error:
         raise DeviceError(
             f"Expected a device that torch can use here, but got {str(device)!r} ({format_error_line(error)}). "
             "Try device='cpu'."

@@ -51,8 +51,8 @@ VALUES: list[Any] = [
     {"$float": "nan", "a": 1}, {"$$float": "nan"},
 ]  # fmt: skip
 SCHEMAS = [
-    "saltflat.results/1",
-    "saltflat.results/2",
+    "saltflat.report/1",
+    "saltflat.report/2",
     "saltflat.audit/1",
     "saltflat.landscape/1",
     "saltflat.spectrum/1",

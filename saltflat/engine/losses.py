@@ -312,6 +312,10 @@ def parse_loss(given: LossLike) -> Loss:
         if given not in LOSSES:
             raise make_unknown_name_error("loss", given, LOSSES)
         return LOSSES[given]()
+    if isinstance(given, list | tuple):
+        raise OptionError(
+            f"Expected a loss, but got {given!r} as the third argument. Try naming measures as measures=[...]."
+        )
     if not callable(given):
         raise make_unknown_name_error("loss", given, LOSSES)
     if isinstance(given, type):

@@ -48,7 +48,7 @@ class FileFormat:
         return self.schema.partition("/")[0]
 
 
-REPORT = FileFormat("saltflat.results/1", "a report", "Report.save")
+REPORT = FileFormat("saltflat.report/1", "a report", "Report.save")
 AUDIT = FileFormat("saltflat.audit/1", "an audit", "Audit.save")
 LANDSCAPE = FileFormat("saltflat.landscape/1", "a landscape", "Landscape.save")
 SPECTRUM = FileFormat("saltflat.spectrum/1", "a spectrum", "Spectrum.save")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from saltflat.errors import StudyError, import_optional, make_unknown_name_error
+from saltflat.errors import OptionError, StudyError, import_optional, make_unknown_name_error
 from saltflat.results.files import parse_path
 from saltflat.studies.callables import get_function_path
 from saltflat.studies.canonical import DEEPEST, JsonLike, to_json_value
@@ -360,6 +360,8 @@ class Study:
         """
         from saltflat.studies.results import Results  # at call time: it imports this module
 
+        if resources is not None and not isinstance(resources, Mapping):
+            raise OptionError(f"Expected a mapping of resources, but got resources={resources!r}. Try {{'cpus': 2}}.")
         check_non_negative(every=every, **(resources or {}))
         workers = select_executor(executor, timeout)
         runs = self.runs()

@@ -1,8 +1,8 @@
 """Random problems against the dense oracle: a short form with fixed choices, and a long one on request.
 
-``SALTFLAT_FUZZ_SECONDS=3600 pytest tests/engine/test_fuzz.py -s`` searches with fresh choices for an hour. Every failure
-is reduced to a minimal problem; from then on, problems with the same ingredients that fail in the same way count as that
-failure, so that the search goes on to the next. ``SALTFLAT_FUZZ_SEED`` repeats a search.
+``SALTFLAT_FUZZ_SECONDS=3600 pytest tests/engine/test_fuzz.py -s`` searches with fresh choices for an hour. Every
+failure is reduced to a minimal problem; from then on, problems with the same ingredients that fail in the same way
+count as that failure, so that the search goes on to the next. ``SALTFLAT_FUZZ_SEED`` repeats a search.
 """
 
 from __future__ import annotations

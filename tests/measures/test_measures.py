@@ -247,3 +247,9 @@ def test_a_model_can_be_measured_on_another_device_and_stays_where_it_is() -> No
     assert all(each.device.type == "cpu" for each in net.parameters())
     with pytest.raises(saltflat.SaltflatError, match=r"Expected a device .*, but got 'cudda'"):
         saltflat.measure(net, (inputs, labels), device="cudda")
+
+
+def test_measures_in_the_place_of_the_loss_are_refused_with_the_right_word() -> None:
+    data = torch.randn(4, 2), torch.randint(2, (4,))
+    with pytest.raises(saltflat.SaltflatError, match=r"Expected a loss, but got \['rho'\].*measures="):
+        saltflat.measure(torch.nn.Linear(2, 2), data, ["rho"])  # type: ignore[arg-type]

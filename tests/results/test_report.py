@@ -218,7 +218,7 @@ def test_a_mapping_that_looks_like_a_coded_number_comes_back_as_a_mapping() -> N
 def test_the_file_is_strict_json_and_names_its_schema(tmp_path: Path) -> None:
     text = FULL.save(tmp_path / "full.json").read_text(encoding="utf-8")
     content = json.loads(text, parse_constant=refuse_constant)
-    assert content["schema"] == "saltflat.results/1"
+    assert content["schema"] == "saltflat.report/1"
     assert content["readings"]["trace"]["value"] == {"$float": "nan"}
     assert content == FULL.to_dict()
 
@@ -239,7 +239,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 BROKEN = {
     "a list": [1, 2],
     "no schema": {key: value for key, value in FULL.to_dict().items() if key != "schema"},
-    "another schema": changed(schema="saltflat.results/2"),
+    "another schema": changed(schema="saltflat.report/2"),
     "a field missing": {key: value for key, value in FULL.to_dict().items() if key != "loss"},
     "a field too many": changed(colour="red"),
     "a text for a number": changed(loss="small"),
@@ -919,7 +919,15 @@ def test_numbers_that_a_reading_cannot_have_are_refused(key: str, value: object)
 
 
 def test_a_measure_that_was_not_measured_is_called_that() -> None:
-    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     report = saltflat.measure(net, (torch.randn(6, 2), torch.randint(2, (6,))), measures="kappa_trace")
-    with pytest.raises(KeyError, match=r"got 'rho', which was not measured\. Try adding it to measures="):
+    with pytest.raises(saltflat.SaltflatError, match=r"got 'rho', which was not measured\. Try adding it to measures="):
         report["rho"]
+
+
+def test_a_report_written_by_the_first_version_is_read(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    report = saltflat.measure(net, (torch.randn(6, 2), torch.randint(2, (6,))), measures="kappa_trace")
+    content = {**report.to_dict(), "schema": "saltflat.report/1"}
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    assert saltflat.Report.load(tmp_path / "old.json") == report
