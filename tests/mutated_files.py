@@ -19,7 +19,7 @@ from saltflat.landscape.result import Landscape
 from saltflat.spectrum.result import Spectrum
 
 KINDS: dict[str, Any] = {
-    "saltflat.results": saltflat.Report,
+    "saltflat.report": saltflat.Report,
     "saltflat.audit": Audit,
     "saltflat.landscape": Landscape,
     "saltflat.spectrum": Spectrum,
