@@ -20,7 +20,7 @@ from saltflat.studies.canonical import (
     make_hashable,
     to_version_1,
 )
-from saltflat.studies.recipe import RENAMED, SETTINGS, Recipe, make_renamed_error
+from saltflat.studies.recipe import ADDED, RENAMED, SETTINGS, Recipe, make_renamed_error
 from saltflat.studies.schema import ALLOWED
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def _make_config(
         filled = {**USUAL, "network": network, **given}
         config = {name: ALLOWED[name].convert(value) if name in ALLOWED else value for name, value in filled.items()}
         config = {name: config[name] for name in [*order, *(each for each in config if each not in order)]}
-        whole = to_version_1({**takers[network].defaults, **config})
+        known = {name: value for name, value in config.items() if name not in ADDED or value != USUAL[name]}
+        whole = to_version_1({**takers[network].defaults, **known})
     else:
         taker = takers[study.train]
         filled = {**taker.defaults, **given, **({} if study.network is None else {"network": study.network})}

@@ -17,7 +17,7 @@ from saltflat.studies.data import Examples
 from saltflat.studies.grid import is_same_value, make_recipe, raise_problems
 from saltflat.studies.recipe import SETTINGS, Recipe
 from saltflat.studies.row import Row
-from saltflat.studies.schema import DTYPES
+from saltflat.studies.schema import DTYPES, find_conflict
 from saltflat.studies.store import PARTIAL, DamageError, Store, has_damaged_copy
 from saltflat.studies.training.build import build_network
 from saltflat.studies.training.train_batched import group_runs
@@ -39,6 +39,7 @@ def check_fit(study: Study, runs: Mapping[str, Mapping[str, Any]], examples: Exa
         (r.train_size, r.confusion, r.batch_size, r.nesterov, r.momentum, r.optimizer) for r in recipes
     )
     problems = [text for each in sizes for text in _find_size_problems(*each, len(examples.train_inputs))]
+    problems += [text for text in map(find_conflict, recipes) if text is not None]
     if len(examples.shape) != 3:
         problems += [
             f"Expected images (channels, height, width) for augment={kind!r}, but got inputs of shape "

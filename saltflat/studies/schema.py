@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.nn import init
 
 from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
-from saltflat.studies.optimizers import OPTIMIZERS, SCHEDULES
+from saltflat.studies.gradient_rules import GRADIENT_RULES
+from saltflat.studies.optimizers import OPTIMIZERS
 from saltflat.studies.recipe import Recipe, Value
-from saltflat.studies.training.examples import AUGMENTATION_KINDS, NOISE_KINDS
+from saltflat.studies.schedules import SCHEDULES
+from saltflat.studies.training.examples import AUGMENTATION_KINDS, NOISE_KINDS, SUBSET_KINDS
 
 LARGEST_SEED = 2**63 - 1
-# tf32 differs from float32 only inside of products.
-DTYPES = {"float32": torch.float32, "tf32": torch.float32, "float64": torch.float64}
+# The precision of the weights: tf32 and bf16 differ from float32 only inside of a pass.
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 INITIALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "xavier_normal": init.xavier_normal_,
     "xavier_uniform": init.xavier_uniform_,
@@ -106,6 +108,7 @@ class ChoiceRule:
 _POSITIVE = ValueRule("a number above 0", lambda value: value > 0)
 _NOT_NEGATIVE = ValueRule("a number from 0", lambda value: value >= 0)
 _BELOW_ONE = ValueRule("a number from 0 to below 1", lambda value: 0 <= value < 1)
+_SHARE = ValueRule("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _COUNT = ValueRule("a whole number from 1", lambda value: value >= 1, int)
 _COUNT_FROM_ZERO = ValueRule("a whole number from 0", lambda value: value >= 0, int)
 
@@ -116,14 +119,28 @@ ALLOWED: dict[str, ValueRule | ChoiceRule] = {
     "momentum": _BELOW_ONE,
     "nesterov": ValueRule("true or false", lambda value: True, bool),
     "weight_decay": _NOT_NEGATIVE,
+    "decoupled_weight_decay": _NOT_NEGATIVE,
     "beta1": _BELOW_ONE,
     "beta2": _BELOW_ONE,
     "eps": _POSITIVE,
+    "sam": _NOT_NEGATIVE,
+    "asam": _NOT_NEGATIVE,
+    "asam_eta": _NOT_NEGATIVE,
+    "gradient_norm": _NOT_NEGATIVE,
+    "gradient_norm_balance": _SHARE,
+    "fisher_penalty": _NOT_NEGATIVE,
+    "fisher_parts": _COUNT,
+    "fisher_alpha": _POSITIVE,
+    "fisher_clip": ValueRule("a number above 0, or none", lambda value: value > 0, optional=True),
+    "fisher_start_epoch": _COUNT_FROM_ZERO,
+    "label_smoothing": _BELOW_ONE,
     "schedule": ChoiceRule("schedule", SCHEDULES),
     "decay": _NOT_NEGATIVE,
     "milestones": ValueRule(
         "a list of fractions of the epochs, from 0 to 1", lambda value: all(0 <= each <= 1 for each in value), list
     ),
+    "patience": _COUNT_FROM_ZERO,
+    "warmup": _NOT_NEGATIVE,
     "batch_size": _COUNT,
     "epochs": _COUNT_FROM_ZERO,
     "target_loss": ValueRule("a number above 0, or none", lambda value: value > 0, optional=True),
@@ -133,7 +150,8 @@ ALLOWED: dict[str, ValueRule | ChoiceRule] = {
     "init": ChoiceRule("initialization", ("default", *INITIALIZERS)),
     "init_scale": _POSITIVE,
     "train_size": ValueRule("a whole number from 1, or none", lambda value: value >= 1, int, optional=True),
-    "label_noise": ValueRule("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "train_subset": ChoiceRule("subset", SUBSET_KINDS),
+    "label_noise": _SHARE,
     "label_noise_kind": ChoiceRule("kind of label noise", NOISE_KINDS),
     "confusion": _COUNT_FROM_ZERO,
     "augment": ChoiceRule("augmentation", AUGMENTATION_KINDS),
@@ -154,3 +172,18 @@ def check_recipe(recipe: Recipe) -> None:
         problem = rule.find_problem(name, getattr(recipe, name), exact=True)
         if problem is not None:
             raise problem
+    conflict = find_conflict(recipe)
+    if conflict is not None:
+        raise OptionError(conflict)
+
+
+def find_conflict(recipe: Recipe) -> str | None:
+    """Return what is wrong with settings that exclude each other; None if nothing is."""
+    asked = [name for name in GRADIENT_RULES if getattr(recipe, name) > 0]
+    if len(asked) < 2:
+        return None
+    got = ", ".join(f"{name}={getattr(recipe, name)!r}" for name in asked)
+    return (
+        f"Expected at most one of {', '.join(GRADIENT_RULES)} above 0, but got {got} in one run. Try a study for each, "
+        "or an axis on which they vary together, such as 'sam, asam': [[0, 0], [0.05, 0], [0, 0.5]]."
+    )

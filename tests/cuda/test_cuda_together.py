@@ -11,7 +11,7 @@ from training_cases import SHRUNK, assert_same, examples
 
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.training import batched_epoch
-from saltflat.studies.training.batched_epoch import WORTH_IT, CudaGraphSteps
+from saltflat.studies.training.cuda_graph import WORTH_IT, CudaGraphSteps
 from saltflat.studies.training.train_batched import train_together
 from saltflat.studies.training.train_one import train_alone
 

@@ -19,7 +19,7 @@ from training_cases import examples
 from saltflat.errors import OptionError, SaltflatError, StudyError
 from saltflat.studies import Study
 from saltflat.studies.grid import collect_axis_values, iter_grid_points, make_recipe, split_axis_names
-from saltflat.studies.recipe import SETTINGS, Recipe
+from saltflat.studies.recipe import ADDED, SETTINGS, Recipe
 from saltflat.studies.schema import ALLOWED
 from saltflat.studies.training.train_batched import train_together
 from saltflat.studies.training.train_one import train_alone
@@ -54,7 +54,8 @@ def test_a_configuration_has_every_setting_filled_in() -> None:
 
 def test_a_key_is_the_hash_of_what_determines_the_training() -> None:
     made = study(axes={"lr": [1.0]}, settings={"width": 4}, stop={"epochs": 3, "loss": 0.5}, seeds=[7])
-    usual = {each: getattr(Recipe(), each) for each in SETTINGS if each not in ("batch_size", "weight_decay")}
+    renamed = ("batch_size", "weight_decay")
+    usual = {each: getattr(Recipe(), each) for each in SETTINGS if each not in (*renamed, *ADDED)}
     # By their first names, so that runs of earlier versions are recognized.
     config = {**usual, "network": "mlp", "widths": None, "width": 4, "depth": 2, "lr": 1, "batch": 128}
     config |= {"epochs": 3, "target_loss": 0.5, "seed": 7, "momentum": 0, "l2": 0, "weight_decay": 0, "dropout": 0}
@@ -64,6 +65,25 @@ def test_a_key_is_the_hash_of_what_determines_the_training() -> None:
         {"format": 1, "data": data, "train": None, "config": config}, sort_keys=True, separators=(",", ":")
     )
     assert list(made.runs()) == [hashlib.sha256(text.encode()).hexdigest()[:16]]
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_later_settings_change_a_key_only_where_they_are_not_the_default(name: str) -> None:
+    plain, default = study(axes={"lr": [1.0]}), getattr(Recipe(), name)
+    other = {"train_subset": "random", "fisher_clip": 5.0}.get(name, 1 if isinstance(default, int) else 0.5)
+    same, changed = (study(axes={"lr": [1.0], name: [value]}) for value in (default, other))
+    assert list(same.runs()) == list(plain.runs()) != list(changed.runs())
+
+
+def test_methods_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
+    made = study(axes={"sam": [0, 0.05], "asam": [0, 0.5]})
+    with pytest.raises(StudyError, match=r"at most one of .* above 0, but got sam=0.05, asam=0.5 in one run"):
+        made.run(tmp_path, progress=False)
+    assert not list(tmp_path.rglob("*.json"))
+    fine = study(axes={"sam, asam": [[0, 0], [0.05, 0], [0, 0.5]]})
+    assert {row.status for row in fine.run(tmp_path, progress=False).rows.values()} == {"done"}
+    with pytest.raises(OptionError, match="at most one"):
+        train_alone(Recipe(sam=0.1, fisher_penalty=1.0), examples())
 
 
 def test_one_and_one_point_zero_give_one_key() -> None:
@@ -192,7 +212,8 @@ def test_every_setting_of_a_recipe_is_checked() -> None:
     ("name", "value"),
     [
         ("momentum", 2), ("lr", 0), ("target_loss", -1), ("init_scale", -1), ("target_error", 5), ("eps", 0),
-        ("seed", -5), ("milestones", (7,)),
+        ("seed", -5), ("milestones", (7,)), ("sam", -0.1), ("gradient_norm_balance", 1.5), ("fisher_parts", 0),
+        ("fisher_clip", 0), ("label_smoothing", 1), ("warmup", -1), ("patience", -1), ("decoupled_weight_decay", -1),
     ],
 )  # fmt: skip
 def test_a_study_and_a_recipe_have_one_schema(name: str, value: Any) -> None:

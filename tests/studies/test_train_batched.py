@@ -22,7 +22,11 @@ DATA = examples()
 IMAGES = examples((2, 16, 16))
 BASE = Recipe(architecture={"widths": (7, 5)}, lr=0.1, batch_size=8, epochs=3, dtype="float64")
 # Of the networks with convolutions, every way of doing them; the others have none.
-WAYS = [(name, way) for name in SHRUNK for way in (("auto",) if "mlp" in name else ("grouped", "each", "banded"))]
+WAYS = [
+    (name, way)
+    for name in SHRUNK
+    for way in (("auto",) if "mlp" in name else ("grouped", "each", "banded", "separate"))
+]
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
@@ -65,6 +69,20 @@ VARIED: dict[str, list[dict[str, Any]]] = {
     "confusion": [{"train_size": 20, "confusion": 7, "seed": 0}, {"train_size": 20, "confusion": 7, "seed": 1}],
     "initialisation": [{"init": "normal", "init_scale": 0.1}, {"init": "kaiming_uniform"}, {"init_scale": 2.0}],
     "dropout": [{"dropout": 0.0}, {"dropout": 0.5}, {"dropout": 0.1}],
+    "decoupled decay": [
+        {"decoupled_weight_decay": 0.0}, {"decoupled_weight_decay": 0.3, "weight_decay": 0.1, "momentum": 0.9},
+    ],
+    "decoupled decay of adamw": [
+        {"optimizer": "adamw", "lr": 0.01, "decoupled_weight_decay": d, "weight_decay": w}
+        for d, w in ((0.0, 0.2), (0.3, 0.0), (0.3, 0.2))
+    ],
+    "label smoothing": [{"label_smoothing": 0.0}, {"label_smoothing": 0.1}, {"label_smoothing": 0.5}],
+    "random subsets": [{"train_subset": "random", "train_size": 18, "confusion": 4, "seed": s} for s in (0, 1)],
+    "warm-up": [{"warmup": 0.0}, {"warmup": 1.5}, {"warmup": 2, "schedule": "cosine"}],
+    "plateau": [
+        {"schedule": "plateau", "patience": patience, "decay": 0.3, "lr": 2.0, "epochs": 8, "momentum": 0.9}
+        for patience in (0, 1, 30)
+    ],
     "one batch": [{"batch_size": 100, "seed": 0}, {"batch_size": 100, "seed": 1}],
     "whole batches": [{"train_size": 24, "seed": 0}, {"train_size": 24, "seed": 1}],
 }  # fmt: skip

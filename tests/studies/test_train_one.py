@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training_cases import examples, noisy
 
-from saltflat.studies.optimizers import compute_learning_rate
 from saltflat.studies.recipe import Recipe
+from saltflat.studies.schedules import compute_epoch_rates, compute_learning_rate
 from saltflat.studies.training.build import build_network
+from saltflat.studies.training.draws import draw_short_numbers, draw_words, make_keys
 from saltflat.studies.training.dropout import Dropout, DropoutMasks
-from saltflat.studies.training.examples import Augmentation, augment_images, draw_order
+from saltflat.studies.training.examples import Augmentation, draw_order
 from saltflat.studies.training.outcome import evaluate_model, evaluate_outcome
 from saltflat.studies.training.train_one import train_alone
 
@@ -121,6 +122,34 @@ def test_schedules_are_torchs() -> None:
     )
 
 
+def test_a_plateau_is_torchs() -> None:
+    losses = [1.0, 0.9, 0.91, 0.90001, 0.92, 0.7, 0.8, 0.8, 0.8, 0.69999, 0.9, 0.9, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]
+    for patience in (0, 1, 2):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+        torchs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.2, patience=patience, eps=0.0)
+        recipe = Recipe(lr=0.4, schedule="plateau", decay=0.2, patience=patience, epochs=len(losses))
+        seen = set()
+        for epoch in range(len(losses)):
+            rate = compute_learning_rate(recipe, epoch, 0, curve=losses[:epoch])
+            assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+            seen.add(rate)
+            torchs.step(losses[epoch])
+        assert len(seen) > 2
+
+
+def test_a_warm_up_is_torchs_and_then_the_schedules_own() -> None:
+    base = Recipe(lr=0.4, epochs=6, warmup=1.5, schedule="cosine")
+    rates = torch.cat([compute_epoch_rates(base, epoch, 4, ()) for epoch in range(6)]).tolist()
+    plain = torch.cat([compute_epoch_rates(replace(base, warmup=0), epoch, 4, ()) for epoch in range(6)]).tolist()
+    assert [one / other for one, other in zip(rates, plain, strict=True)] == pytest.approx(
+        [(step + 1) / 6 for step in range(6)] + [1.0] * 18, rel=1e-12
+    )
+    linear = torch.optim.lr_scheduler.LinearLR
+    constant = torch.cat([compute_epoch_rates(replace(base, schedule="constant"), epoch, 4, ()) for epoch in range(6)])
+    wanted = _torchs_rates(lambda o: linear(o, start_factor=1 / 6, total_iters=5), 24)
+    assert constant.tolist() == pytest.approx(wanted, rel=1e-12)
+
+
 def test_the_outcome_is_what_the_definitions_say() -> None:
     recipe = replace(BASE, label_noise=0.4, train_size=20, confusion=6)
     found = train_alone(recipe, DATA)
@@ -205,61 +234,98 @@ def test_evaluation_is_the_same_in_batches_and_gives_back_every_mode() -> None:
     assert not norm.running_mean.any()
 
 
+def test_random_words_are_splitmix64s() -> None:
+    def compute_word(key: int, counter: int) -> int:
+        word = (key + counter * 0x9E3779B97F4A7C15) % 2**64
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
+        return word ^ (word >> 31)
+
+    keys = torch.tensor([[0], [1], [-1], [2**63 - 1], [-(2**63)], [123456789]])
+    counters = torch.tensor([[0, 1, 2, 50_000, 2**40]])
+    found = draw_words(keys, counters)
+    for key, row in zip(keys[:, 0].tolist(), found.tolist(), strict=True):
+        assert [each % 2**64 for each in row] == [compute_word(key, counter) for counter in counters[0].tolist()]
+
+
+def test_short_numbers_are_uniform_and_independent_of_their_neighbours() -> None:
+    keys = draw_words(torch.tensor([[3]]), torch.arange(1, 2001)[None])
+    numbers = (draw_short_numbers(keys, 203)[0].double() + 32768) / 65536
+    assert numbers.shape == (2000, 203)
+    counts = (numbers.flatten() * 64).long().bincount(minlength=64).double()
+    expected = numbers.numel() / 64
+    assert float(((counts - expected) ** 2 / expected).sum()) < 110  # 63 degrees of freedom: exceeded once in 4000
+    centred = (numbers - 0.5) * 12**0.5
+    for one, other in (
+        (centred[:, :-1], centred[:, 1:]),
+        (centred[:-1], centred[1:]),
+        (centred[:, 4:], centred[:, :-4]),
+    ):
+        assert abs(float((one * other).mean())) < 4 / one.numel() ** 0.5
+
+
 def test_images_are_cut_and_mirrored_as_their_changes_say() -> None:
     draws = torch.Generator().manual_seed(0)
     images = torch.randn(40, 2, 5, 7, generator=draws)
-    changes = Augmentation.draw(Recipe(augment="flip_crop", crop=3), 2, 40)
-    assert changes is not None
-    found = augment_images(images, changes)
-    for number in range(40):
-        down, across = changes.moved[number].tolist()
+    augmentation = Augmentation(flip=True, padding=3)
+    which = torch.randperm(40, generator=draws)[None]
+    mirrored, starts = augmentation.draw(torch.tensor([[5]]), which)
+    found = augmentation.read(augmentation.pad(images), which, mirrored, starts)
+    assert found.shape == (1, 40, 2, 5, 7)
+    for place, number in enumerate(which[0].tolist()):
+        down, across = starts[0, place].tolist()
         wanted = torch.zeros(2, 5, 7)
         for row in range(5):
             for column in range(7):
                 source_row, source_column = row + down - 3, column + across - 3
                 if 0 <= source_row < 5 and 0 <= source_column < 7:
                     wanted[:, row, column] = images[number, :, source_row, source_column]
-        if changes.mirrored[number]:
+        if mirrored[0, place]:
             wanted = wanted.flip(-1)
-        assert torch.equal(found[number], wanted)
+        assert torch.equal(found[0, place], wanted)
 
 
 @pytest.mark.parametrize("kind", ["none", "flip", "crop", "flip_crop"])
 def test_the_kinds_of_augmentation_do_what_they_are_called(kind: str) -> None:
-    changes = Augmentation.draw(Recipe(augment=kind, crop=2, seed=1), 0, 4000)
+    recipe, places = Recipe(augment=kind, crop=2, seed=1), torch.arange(4000)[None]
+    augmentation = Augmentation.from_recipe(recipe)
     if kind == "none":
-        assert changes is None
+        assert augmentation is None
         return
-    assert changes is not None
-    assert float(changes.mirrored.double().mean()) == pytest.approx(0.5 if "flip" in kind else 0.0, abs=0.04)
+    assert augmentation is not None
+    mirrored, starts = augmentation.draw(make_keys([recipe], "augment", 0), places)
+    assert float(mirrored.double().mean()) == pytest.approx(0.5 if "flip" in kind else 0.0, abs=0.04)
     wanted = [4000 / 5] * 5 if "crop" in kind else [4000]
-    for direction in changes.moved.unbind(1):
+    for direction in starts[0].unbind(1):
         assert direction.bincount().tolist() == pytest.approx(wanted, rel=0.15)
-    later = Augmentation.draw(Recipe(augment=kind, crop=2, seed=1), 1, 4000)
-    assert later is not None
-    assert not torch.equal(later.moved, changes.moved) or not torch.equal(later.mirrored, changes.mirrored)
+    other, elsewhere = augmentation.draw(make_keys([recipe], "augment", 1), places)
+    assert not torch.equal(elsewhere, starts) or not torch.equal(other, mirrored)
 
 
 def test_dropout_keeps_a_share_of_units_and_their_mean() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"a": (50,), "b": (10, 4)}
     recipes = [Recipe(dropout=share, seed=seed) for share, seed in ((0.2, 0), (0.2, 1), (0.0, 2), (0.7, 3))]
-    masks = DropoutMasks.from_recipes({"a": (50,), "b": (10, 4)}, recipes, 0, torch.device("cpu"))
-    assert masks is not None
-    drawn = masks.draw(200)
+
+    def draw(which: list[Recipe], places: Tensor, epoch: int = 0) -> dict[str, Tensor]:
+        masks = DropoutMasks.from_recipes(shapes, which, torch.float64, torch.device("cpu"))
+        assert masks is not None
+        return masks.draw(make_keys(which, "dropout", epoch), places.expand(len(which), -1))
+
+    drawn = draw(recipes, torch.arange(200))
     assert {name: tuple(each.shape) for name, each in drawn.items()} == {"a": (4, 200, 50), "b": (4, 200, 10, 4)}
     for each in drawn.values():
         for share, values in zip((0.2, 0.2, 0.0, 0.7), each, strict=True):
             assert float((values == 0).double().mean()) == pytest.approx(share, abs=0.02)
-            torch.testing.assert_close(values[values != 0], torch.full_like(values[values != 0], 1 / (1 - share)))
+            kept = values[values != 0]
+            torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - share)), rtol=1e-4, atol=0)
         assert not torch.equal(each[0], each[1])
-    assert not torch.equal(masks.draw(200)["a"], drawn["a"])
+    assert not torch.equal(draw(recipes, torch.arange(200, 400))["a"], drawn["a"])
+    # An equal recipe alone, in another order: seed, epoch and example determine what is dropped.
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     for epoch in (0, 1):
-        # Of an equal recipe, alone: the seed and the epoch say what is dropped.
-        again = DropoutMasks.from_recipes(
-            {"a": (50,), "b": (10, 4)}, [Recipe(dropout=0.2, seed=1)], epoch, torch.device("cpu")
-        )
-        assert again is not None
-        assert torch.equal(again.draw(200)["b"][0], drawn["b"][1]) == (epoch == 0)
-    assert DropoutMasks.from_recipes({"a": (50,)}, [Recipe()], 0, torch.device("cpu")) is None
+        again = draw([Recipe(dropout=0.2, seed=1)], order, epoch)
+        assert torch.equal(again["b"][0], drawn["b"][1][order]) == (epoch == 0)
+    assert DropoutMasks.from_recipes({"a": (50,)}, [Recipe()], torch.float32, torch.device("cpu")) is None
 
 
 def test_dropout_changes_training_and_not_what_comes_of_it_in_eval_mode() -> None:

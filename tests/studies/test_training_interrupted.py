@@ -128,7 +128,7 @@ def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatc
         raise AssertionError("trained again")
 
     monkeypatch.setattr(train_batched, "BatchTrainer", never)
-    monkeypatch.setattr(train_one, "_train_epoch", never)
+    monkeypatch.setattr(train_one._TrainingSteps, "train_epoch", never)
     for one, other in zip(train_batched.train_together(RECIPES, DATA, checkpoint=path), wanted, strict=True):
         assert_equal(one, other)
         assert one.seconds == other.seconds

@@ -7,7 +7,6 @@ multiplying ``w`` by ``1 - lr * weight_decay`` before the step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -62,6 +61,18 @@ def gather_setting(recipes: Sequence[Recipe], setting: str) -> Tensor:
     return torch.tensor([float(getattr(recipe, setting)) for recipe in recipes], dtype=torch.float64)
 
 
+def gather_decays(recipes: Sequence[Recipe]) -> tuple[Tensor, Tensor]:
+    """Return the weight decay that is added to the gradient, and the one that multiplies the weights, of every network.
+
+    Example:
+        >>> gather_decays([Recipe(optimizer="adamw", weight_decay=0.1, decoupled_weight_decay=0.2)])
+        (tensor([0.], dtype=torch.float64), tensor([0.3000], dtype=torch.float64))
+    """
+    decay, decoupled = (gather_setting(recipes, name) for name in ("weight_decay", "decoupled_weight_decay"))
+    own = torch.tensor([find_optimizer(recipe.optimizer).decoupled for recipe in recipes])
+    return decay.where(~own, 0.0), decoupled + decay.where(own, 0.0)
+
+
 @dataclass(frozen=True)
 class StepFactors:
     """The factors of every step of an epoch, on the device and in the precision of the weights."""
@@ -77,10 +88,11 @@ class StepFactors:
         """
         optimizer = find_optimizer(recipes[0].optimizer)
         factors = optimizer.plan(recipes, rates, before)
-        decay = gather_setting(recipes, "weight_decay")
-        if bool(decay.any()):
-            name, factor = ("kept", 1 - rates * decay) if optimizer.decoupled else ("decay", decay.expand_as(rates))
-            factors[name] = factor
+        coupled, decoupled = gather_decays(recipes)
+        if bool(coupled.any()):
+            factors["decay"] = coupled.expand_as(rates)
+        if bool(decoupled.any()):
+            factors["kept"] = 1 - rates * decoupled
         return cls(
             optimizer,
             {name: each.to(weights.device, weights.dtype).unsqueeze(-1) for name, each in factors.items()},
@@ -109,56 +121,18 @@ def step_together(
 @torch.no_grad()
 def step_alone(optimizer: torch.optim.Optimizer, recipe: Recipe, rate: float) -> None:
     """Take one step of one network at this learning rate."""
-    decoupled = find_optimizer(recipe.optimizer).decoupled
+    coupled, decoupled = (float(each) for each in gather_decays([recipe]))
     for group in optimizer.param_groups:
         group["lr"] = rate
         for parameter in group["params"]:
             if parameter.grad is None:  # not used in this pass: as if its gradient were zero
                 parameter.grad = torch.zeros_like(parameter)
-            if recipe.weight_decay and decoupled:
-                parameter.mul_(1 - rate * recipe.weight_decay)
-            elif recipe.weight_decay:
-                parameter.grad.add_(parameter, alpha=recipe.weight_decay)
+            if coupled:
+                parameter.grad.add_(parameter, alpha=coupled)
+            if decoupled:
+                parameter.mul_(1 - rate * decoupled)
     optimizer.step()
 
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
-
-
-def _constant(recipe: Recipe, epoch: int, step: int) -> float:
-    return 1.0
-
-
-def _cosine(recipe: Recipe, epoch: int, step: int) -> float:
-    return (1 + math.cos(math.pi * epoch / recipe.epochs)) / 2
-
-
-def _steps(recipe: Recipe, epoch: int, step: int) -> float:
-    # 0.3 * 10 is a little more than 3, which nobody means.
-    passed = sum(epoch >= share * recipe.epochs - 1e-9 for share in recipe.milestones)
-    return float(recipe.decay**passed)
-
-
-def _inverse(recipe: Recipe, epoch: int, step: int) -> float:
-    return 1 / (1 + recipe.decay * step)
-
-
-SCHEDULES: dict[str, Callable[[Recipe, int, int], float]] = {
-    "constant": _constant,
-    "cosine": _cosine,
-    "steps": _steps,
-    "inverse": _inverse,
-}
-
-
-def compute_learning_rate(recipe: Recipe, epoch: int, step: int) -> float:
-    """Return the learning rate of the step after ``epoch`` epochs and ``step`` steps.
-
-    Example:
-        >>> compute_learning_rate(Recipe(lr=0.4, schedule="steps", epochs=10, decay=0.5), epoch=7, step=0)
-        0.2
-    """
-    if recipe.schedule not in SCHEDULES:
-        raise make_unknown_name_error("schedule", recipe.schedule, SCHEDULES)
-    return recipe.lr * SCHEDULES[recipe.schedule](recipe, epoch, step)

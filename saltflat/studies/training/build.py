@@ -13,7 +13,7 @@ from saltflat.engine.session import set_precision, snapshot_precision
 from saltflat.studies.networks import find_network
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.schema import DTYPES, INITIALIZERS, check_recipe
-from saltflat.studies.training.examples import derive_seed
+from saltflat.studies.training.draws import derive_seed
 
 
 @contextmanager

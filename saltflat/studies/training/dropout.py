@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.schema import DTYPES
-from saltflat.studies.training.examples import derive_seed
+from saltflat.studies.training.draws import draw_short_numbers, draw_words
+
+LEVELS = 2**16  # probabilities are rounded to multiples of 1 / LEVELS
 
 
 class Dropout(nn.Module):
@@ -25,7 +26,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input times the mask in training, and the input otherwise."""
-        return x * self.mask if self.training and self.mask.ndim else x
+        return (x * self.mask).to(x.dtype) if self.training and self.mask.ndim else x
 
 
 @torch.no_grad()
@@ -48,46 +49,46 @@ def find_mask_shapes(model: nn.Module, example: Tensor) -> dict[str, tuple[int, 
 
 @dataclass(frozen=True)
 class DropoutMasks:
-    """The dropout masks of several networks in one epoch, each drawn from its network's own generator."""
+    """The dropout masks of several networks, functions of a network's key and the number of an example.
+
+    Attributes:
+        shapes: shape of each mask for one example, by name.
+        least: smallest number of 16 bits that keeps a unit, for each network.
+        factor: factor of the units that are kept, for each network.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
-    generators: Sequence[torch.Generator | None]
-    share: Tensor
+    least: Tensor
     factor: Tensor
 
     @classmethod
     def from_recipes(
-        cls, shapes: Mapping[str, tuple[int, ...]], recipes: Sequence[Recipe], epoch: int, device: torch.device
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        recipes: Sequence[Recipe],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> DropoutMasks | None:
-        """Return the masks of an epoch; None if nothing is dropped."""
+        """Return the masks of these networks; None if nothing is dropped."""
         if not shapes or all(recipe.dropout == 0 for recipe in recipes):
             return None
-        kept = torch.tensor([[1 - recipe.dropout] for recipe in recipes], dtype=torch.float64)
-        dtype = DTYPES[recipes[0].dtype]
-        return cls(
-            shapes,
-            [_make_dropout_generator(recipe, epoch, device) for recipe in recipes],
-            (1 - kept).to(device, torch.float32),
-            (1 / kept).to(device, dtype),
-        )
+        dropped = [min(round(recipe.dropout * LEVELS), LEVELS - 1) for recipe in recipes]
+        least = torch.tensor([each - LEVELS // 2 for each in dropped], dtype=torch.int16)
+        factor = torch.tensor([LEVELS / (LEVELS - each) for each in dropped], dtype=torch.float64)
+        return cls(shapes, least.to(device), factor.to(device, dtype))
 
-    def draw(self, batch: int) -> dict[str, Tensor]:
-        """Draw the masks of the next step, by name, networks first, then examples."""
-        numbers = sum(map(prod, self.shapes.values()))
-        # In float32 for every precision, so that the dropped units do not depend on it.
-        draws = torch.ones(len(self.generators), batch * numbers, device=self.share.device)
-        for row, source in zip(draws, self.generators, strict=True):
-            if source is not None:
-                row.uniform_(generator=source)
-        masks = (draws >= self.share) * self.factor
-        parts = masks.split([batch * prod(shape) for shape in self.shapes.values()], dim=1)
+    def draw(self, keys: Tensor, places: Tensor) -> dict[str, Tensor]:
+        """Return the masks of a step, by name, networks first, then examples.
+
+        Args:
+            keys: key of each network in this epoch, ``(networks, 1)``.
+            places: numbers of the examples, ``(networks, examples)``.
+        """
+        sizes = [prod(shape) for shape in self.shapes.values()]
+        numbers = draw_short_numbers(draw_words(keys, places + 1), sum(sizes))
+        # Networks that drop nothing keep the smallest number, too.
+        least, factor = self.least[:, None, None], self.factor[:, None, None]
         return {
-            name: part.reshape(-1, batch, *shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+            name: ((part >= least) * factor).unflatten(-1, shape)
+            for (name, shape), part in zip(self.shapes.items(), numbers.split(sizes, dim=-1), strict=True)
         }
-
-
-def _make_dropout_generator(recipe: Recipe, epoch: int, device: torch.device) -> torch.Generator | None:
-    if recipe.dropout == 0:
-        return None
-    return torch.Generator(device).manual_seed(derive_seed(recipe.seed, "dropout", epoch))

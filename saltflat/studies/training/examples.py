@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -13,22 +12,7 @@ from torch.nn import functional as F
 from saltflat.errors import DataError, make_unknown_name_error
 from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
-
-
-def derive_seed(*what: int | str) -> int:
-    """Return a seed for these words and numbers, the same on every machine.
-
-    Example:
-        >>> seed = derive_seed(0, "order", 1)
-        >>> seed == derive_seed(0, "order", 1), seed == derive_seed(0, "order", 2)
-        (True, False)
-    """
-    return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def make_generator(*what: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a random generator of its own for this purpose."""
-    return torch.Generator(device).manual_seed(derive_seed(*what))
+from saltflat.studies.training.draws import draw_words, make_generator
 
 
 def draw_order(seed: int, epoch: int, count: int) -> Tensor:
@@ -52,67 +36,65 @@ def count_steps(count: int, batch_size: int) -> int:
 
 
 AUGMENTATION_KINDS = ("none", "flip", "crop", "flip_crop")
+FIELD = 2**20  # bits of a word that decide about one coordinate
+ACROSS = 40  # place of the second coordinate's bits
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The augmentation of each image of an epoch, in the order of training.
+    """How training images are augmented: each padded with zeros, cropped at random, and mirrored or not.
 
     Attributes:
-        mirrored: whether the image is mirrored, left to right.
-        moved: where the crop begins in the padded image, down and across.
-        padding: pixels of zero padding around the image before the crop.
+        flip: whether half of the images are mirrored, left to right.
+        padding: pixels of padding around an image before the crop.
     """
 
-    mirrored: Tensor
-    moved: Tensor
+    flip: bool
     padding: int
 
     @classmethod
-    def draw(cls, recipe: Recipe, epoch: int, count: int) -> Augmentation | None:
-        """Draw the augmentation of an epoch on the CPU, from the seed and the epoch alone; None for no augmentation."""
+    def from_recipe(cls, recipe: Recipe) -> Augmentation | None:
+        """Return the augmentation of a recipe; None for none."""
         if recipe.augment == "none":
             return None
-        draws = make_generator(recipe.seed, "augment", epoch)
-        padding = recipe.crop if "crop" in recipe.augment else 0
-        mirrored = torch.randint(2, (count,), generator=draws, dtype=torch.bool) & ("flip" in recipe.augment)
-        return cls(mirrored, torch.randint(2 * padding + 1, (count, 2), generator=draws), padding)
+        return cls("flip" in recipe.augment, recipe.crop if "crop" in recipe.augment else 0)
 
-    @classmethod
-    def stack(cls, changes: list[Augmentation], device: torch.device) -> Augmentation:
-        """Return the augmentations of several networks, networks first."""
-        return cls(
-            torch.stack([each.mirrored for each in changes]).to(device),
-            torch.stack([each.moved for each in changes]).to(device),
-            changes[0].padding,
-        )
+    def pad(self, images: Tensor) -> Tensor:
+        """Return all images with their padding, to be read by :meth:`read`."""
+        return F.pad(images, (self.padding,) * 4) if self.padding else images
 
-    def select_range(self, begin: int, end: int) -> Augmentation:
-        """Return the augmentation of a range of images, for one network or many."""
-        return Augmentation(self.mirrored[..., begin:end], self.moved[..., begin:end, :], self.padding)
+    def draw(self, keys: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which images are mirrored, and where each crop begins, down and across along the last axis.
 
+        Args:
+            keys: key of each network in this epoch, ``(networks, 1)``.
+            places: numbers of the examples, ``(networks, examples)``.
+        """
+        words = draw_words(keys, places + 1)
+        starts = torch.stack([words % FIELD, (words >> ACROSS) % FIELD], dim=-1) % (2 * self.padding + 1)
+        return (words.bitwise_and(FIELD) != 0) & self.flip, starts
 
-def augment_images(images: Tensor, changes: Augmentation) -> Tensor:
-    """Return the images, each padded, cropped and mirrored.
+    def read(self, padded: Tensor, which: Tensor, mirrored: Tensor, starts: Tensor) -> Tensor:
+        """Return the images with these numbers, each cropped and mirrored; ``which`` may have any shape.
 
-    Example:
-        >>> image = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
-        >>> augment_images(image, Augmentation(torch.tensor([True]), torch.tensor([[0, 0]]), 0))
-        tensor([[[[2., 1.], [4., 3.]]]])
-        >>> augment_images(image, Augmentation(torch.tensor([False]), torch.tensor([[0, 1]]), 1))
-        tensor([[[[0., 0.], [1., 2.]]]])
-    """
-    *_, channels, height, width = images.shape
-    flat = images.reshape(-1, channels, height, width)
-    mirrored, moved = changes.mirrored.reshape(-1, 1), changes.moved.reshape(-1, 2)
-    place = torch.arange(max(height, width), device=images.device)
-    rows = place[:height] + moved[:, :1]
-    columns = place[:width] + moved[:, 1:]
-    columns = torch.where(mirrored, columns.flip(1), columns)
-    padded = F.pad(flat, (changes.padding,) * 4) if changes.padding else flat
-    which = torch.arange(len(flat), device=images.device)[:, None, None, None]
-    channel = torch.arange(channels, device=images.device)[:, None, None]
-    return padded[which, channel, rows[:, None, :, None], columns[:, None, None, :]].reshape(images.shape)
+        Example:
+            >>> images = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
+            >>> flipped = Augmentation(flip=True, padding=0)
+            >>> flipped.read(images, torch.tensor([0]), torch.tensor([True]), torch.tensor([[0, 0]]))
+            tensor([[[[2., 1.], [4., 3.]]]])
+            >>> cropped = Augmentation(flip=False, padding=1)
+            >>> cropped.read(cropped.pad(images), torch.tensor([0]), torch.tensor([False]), torch.tensor([[0, 1]]))
+            tensor([[[[0., 0.], [1., 2.]]]])
+        """
+        _, channels, height, width = padded.shape
+        height, width = height - 2 * self.padding, width - 2 * self.padding
+        place = torch.arange(max(height, width), device=padded.device)
+        rows = place[:height] + starts[..., :1].reshape(-1, 1)
+        columns = place[:width] + starts[..., 1:].reshape(-1, 1)
+        columns = torch.where(mirrored.reshape(-1, 1), columns.flip(1), columns)
+        channel = torch.arange(channels, device=padded.device)[:, None, None]
+        found = padded[which.reshape(-1, 1, 1, 1), channel, rows[:, None, :, None], columns[:, None, None, :]]
+        return found.view(*which.shape, channels, height, width)
 
 
 NOISE_KINDS = ("permuted", "uniform")
@@ -123,26 +105,41 @@ class TrainingSet:
     """The training examples of one network.
 
     Attributes:
-        inputs: inputs of all training examples.
+        chosen: numbers of its examples in the data; None for the first ones.
         labels: labels the network is trained on.
         measured: number of examples that losses and measures use; the confusion set comes after them.
+        data: inputs of the whole data set.
     """
 
-    inputs: Tensor
+    chosen: Tensor | None
     labels: Tensor
     measured: int
+    data: Tensor
+
+    @property
+    def inputs(self) -> Tensor:
+        """The inputs of the training examples."""
+        return self.data[: len(self.labels)] if self.chosen is None else self.data[self.chosen]
+
+
+SUBSET_KINDS = ("first", "random")
 
 
 def make_training_set(recipe: Recipe, examples: Examples) -> TrainingSet:
-    """Return the first ``train_size`` examples, some with random labels, followed by the confusion set.
+    """Return the ``train_size`` examples of a network, some with random labels, followed by the confusion set.
 
-    The labels depend on the recipe's seed and label noise alone. More noise randomizes more labels, including those
-    that less noise randomizes.
+    The labels depend on the recipe's seed, subset and label noise alone. More noise randomizes more labels, including
+    those that less noise randomizes.
     """
-    measured, trained = count_training_examples(recipe, len(examples.train_labels))
-    labels = examples.train_labels[:trained].clone()
+    available, device = len(examples.train_labels), examples.train_labels.device
+    measured, trained = count_training_examples(recipe, available)
+    chosen = None
+    if recipe.train_subset == "random":
+        order = torch.randperm(available, generator=make_generator(recipe.seed, "subset"))
+        chosen = order[:trained].to(device)
+    labels = examples.train_labels[:trained].clone() if chosen is None else examples.train_labels[chosen]
     # Drawn on the CPU, so that a GPU trains on the same labels.
-    labels[:measured] = add_label_noise(labels[:measured].cpu(), recipe, examples.classes).to(labels.device)
+    labels[:measured] = add_label_noise(labels[:measured].cpu(), recipe, examples.classes).to(device)
     if recipe.confusion:
         draws = torch.randint(
             examples.classes,
@@ -150,8 +147,8 @@ def make_training_set(recipe: Recipe, examples: Examples) -> TrainingSet:
             generator=make_generator(recipe.seed, "confusion"),
             dtype=labels.dtype,
         )
-        labels[measured:] = draws.to(labels.device)
-    return TrainingSet(examples.train_inputs[:trained], labels, measured)
+        labels[measured:] = draws.to(device)
+    return TrainingSet(chosen, labels, measured, examples.train_inputs)
 
 
 def count_training_examples(recipe: Recipe, available: int) -> tuple[int, int]:

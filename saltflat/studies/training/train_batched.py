@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saltflat.studies.data import Examples
+from saltflat.studies.gradient_rules import find_gradient_rule
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import TrainedNetwork
 from saltflat.studies.schema import DTYPES, check_recipe
@@ -26,14 +27,16 @@ from saltflat.studies.store.checkpoint import (
     trained_to_dict,
     write_checkpoint,
 )
-from saltflat.studies.training.batched_epoch import BatchTrainer, NetworkBatch
+from saltflat.studies.training.batched_epoch import BatchTrainer
 from saltflat.studies.training.build import use_matmul_precision
+from saltflat.studies.training.network_batch import NetworkBatch
 from saltflat.studies.training.train_one import train_alone
 from saltflat.studies.training.vmap_check import NotVmappableError
 
 # Settings that must be the same for all networks of a batch.
 SHARED = (
-    "network", "optimizer", "nesterov", "batch_size", "train_size", "confusion", "augment", "crop", "dtype",
+    "network", "optimizer", "nesterov", "batch_size", "train_size", "train_subset", "confusion", "augment", "crop",
+    "dtype",
 )  # fmt: skip
 
 
@@ -41,7 +44,7 @@ def compute_group_key(recipe: Recipe, shape: tuple[int, ...], classes: int) -> H
     """Return a key that is equal for recipes whose networks can be trained together.
 
     These have the same architecture and take the same steps. Seeds, learning rates, momentum, weight decay, dropout,
-    label noise, initializations, schedules, epochs and targets may differ.
+    label noise and smoothing, radii of SAM, initializations, schedules, epochs and targets may differ.
 
     Example:
         >>> recipes = [Recipe(lr=lr, batch_size=size) for lr in (0.1, 0.2) for size in (32, 64)]
@@ -49,7 +52,10 @@ def compute_group_key(recipe: Recipe, shape: tuple[int, ...], classes: int) -> H
         2
     """
     architecture = json.dumps(dict(recipe.architecture), sort_keys=True, default=list)
-    return (tuple(shape), classes, architecture, *(getattr(recipe, name) for name in SHARED))
+    rule = find_gradient_rule(recipe)
+    shared = SHARED if rule is None else (*SHARED, *rule.shared)
+    name = None if rule is None else rule.name
+    return (tuple(shape), classes, architecture, name, *(getattr(recipe, each) for each in shared))
 
 
 def group_runs(
@@ -99,7 +105,8 @@ def train_together(
             ends as if it had not been interrupted. At the end it holds the results.
         every: seconds between checkpoints.
         tell: called after every epoch with the number of epochs done and the maximum, of all batches.
-        way: method of convolutions: ``"auto"``, ``"grouped"``, ``"each"`` or ``"banded"``.
+        way: method of convolutions under ``vmap``: ``"auto"``, ``"grouped"``, ``"each"`` or ``"banded"``; or
+            ``"separate"``: ordinary operations for each network, which ``"auto"`` uses for large networks on a GPU.
     """
     for recipe in recipes:  # before the first of them is trained
         check_recipe(recipe)

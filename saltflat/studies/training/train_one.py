@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saltflat.studies.data import Examples
-from saltflat.studies.optimizers import compute_learning_rate, find_optimizer, step_alone
+from saltflat.studies.gradient_rules import Objective, OwnGradient, StepTensors, find_gradient_rule
+from saltflat.studies.optimizers import find_optimizer, step_alone
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import TrainedNetwork
+from saltflat.studies.schedules import compute_learning_rate
 from saltflat.studies.schema import DTYPES
 from saltflat.studies.store.checkpoint import (
     Checkpoint,
@@ -28,16 +30,9 @@ from saltflat.studies.store.checkpoint import (
     write_checkpoint,
 )
 from saltflat.studies.training.build import build_network, use_matmul_precision
+from saltflat.studies.training.draws import derive_seed, make_keys
 from saltflat.studies.training.dropout import DropoutMasks, find_mask_shapes
-from saltflat.studies.training.examples import (
-    Augmentation,
-    TrainingSet,
-    augment_images,
-    count_steps,
-    derive_seed,
-    draw_order,
-    make_training_set,
-)
+from saltflat.studies.training.examples import Augmentation, TrainingSet, count_steps, draw_order, make_training_set
 from saltflat.studies.training.outcome import NOTHING, evaluate_model, has_met_targets, is_check_due, make_outcome
 
 
@@ -81,10 +76,11 @@ def _train_model(
     tell: Callable[[int, int], None] | None,
 ) -> TrainedNetwork:
     data = make_training_set(recipe, examples)
-    shapes = find_mask_shapes(model, data.inputs[0])
+    inputs = data.inputs
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = find_optimizer(recipe.optimizer).alone(trained, recipe)
-    measured = data.inputs[: data.measured], data.labels[: data.measured]
+    steps = _TrainingSteps(recipe, model, optimizer, data)
+    measured = inputs[: data.measured], data.labels[: data.measured]
     epoch, curve, seconds = 0, [], 0.0
     train: tuple[float, float] | None = None
     standing = None if checkpoint is None else read_matching_checkpoint(checkpoint, who)
@@ -97,7 +93,7 @@ def _train_model(
     began = written = time.perf_counter()
     stop = epoch >= recipe.epochs
     while not stop:
-        curve.append(_train_epoch(recipe, model, optimizer, data, shapes, epoch))
+        curve.append(steps.train_epoch(epoch, curve))
         epoch += 1
         stop = epoch >= recipe.epochs
         train = None
@@ -127,41 +123,67 @@ def _train_model(
     return found
 
 
-def _train_epoch(
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: TrainingSet,
-    shapes: dict[str, tuple[int, ...]],
-    epoch: int,
-) -> float:
-    """Take all steps of an epoch; return the mean of their losses."""
-    device, count = data.inputs.device, len(data.labels)
-    steps, places = count_steps(count, recipe.batch_size), draw_order(recipe.seed, epoch, count).to(device)
-    changes = Augmentation.draw(recipe, epoch, count)
-    changes = None if changes is None else Augmentation.stack([changes], device)
-    masks = DropoutMasks.from_recipes(shapes, [recipe], epoch, device)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    model.train()
-    # A user's network may draw from torch's global generators: make these draws repeatable.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        _seed_generators(device, derive_seed(recipe.seed, "own draws", epoch))
-        for step in range(steps):
-            begin, end = step * recipe.batch_size, min((step + 1) * recipe.batch_size, count)
-            some = places[begin:end]
-            inputs = data.inputs[some]
-            if changes is not None:
-                inputs = augment_images(inputs, changes.select_range(begin, end))
-            if masks is not None:
-                for name, mask in masks.draw(end - begin).items():
-                    model.get_submodule(name.removesuffix(".mask")).mask = mask[0]
-            loss = F.cross_entropy(model(inputs), data.labels[some])
-            optimizer.zero_grad()
-            loss.backward()
-            step_alone(optimizer, recipe, compute_learning_rate(recipe, epoch, epoch * steps + step))
-            total += loss.detach()
-    model.eval()
-    return float(total) / steps
+class _TrainingSteps:
+    """The steps of one network, epoch by epoch."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, data: TrainingSet) -> None:
+        self.recipe, self.model, self.optimizer, self.data = recipe, model, optimizer, data
+        self.device, self.inputs = data.labels.device, data.inputs
+        self.shapes = find_mask_shapes(model, self.inputs[0])
+        self.masks = DropoutMasks.from_recipes(self.shapes, [recipe], DTYPES[recipe.dtype], self.device)
+        self.augmentation = Augmentation.from_recipe(recipe)
+        if self.augmentation is not None:
+            self.inputs = self.augmentation.pad(self.inputs)
+        rule = find_gradient_rule(recipe)
+        self.compute_gradient: OwnGradient = (
+            self._compute_plain_gradient if rule is None else rule.alone(model.train(), optimizer, recipe)
+        )
+
+    def train_epoch(self, epoch: int, curve: Sequence[float]) -> float:
+        """Take all steps of an epoch after those of this curve; return the mean of their losses."""
+        recipe, count, device = self.recipe, len(self.data.labels), self.device
+        steps, places = count_steps(count, recipe.batch_size), draw_order(recipe.seed, epoch, count).to(device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        self.model.train()
+        # A user's network may draw from torch's global generators: make these draws repeatable.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            _seed_generators(device, derive_seed(recipe.seed, "own draws", epoch))
+            for step in range(steps):
+                some = places[step * recipe.batch_size : (step + 1) * recipe.batch_size]
+                batch = self._read_batch(epoch, some)
+                with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bf16"):
+                    total += self.compute_gradient(self._compute_loss, batch, epoch)
+                rate = compute_learning_rate(recipe, epoch, epoch * steps + step, steps=steps, curve=curve)
+                step_alone(self.optimizer, recipe, rate)
+        self.model.eval()
+        return float(total) / steps
+
+    def _read_batch(self, epoch: int, some: Tensor) -> StepTensors:
+        """Return the inputs, labels and dropout masks of a step."""
+        if self.augmentation is None:
+            inputs = self.inputs[some]
+        else:
+            key = make_keys([self.recipe], "augment", epoch).to(self.device)
+            mirrored, starts = self.augmentation.draw(key, some[None])
+            inputs = self.augmentation.read(self.inputs, some, mirrored[0], starts[0])
+        masks: list[Tensor] = []
+        if self.masks is not None:
+            key = make_keys([self.recipe], "dropout", epoch).to(self.device)
+            masks = [each[0] for each in self.masks.draw(key, some[None]).values()]
+        return (inputs, self.data.labels[some], *masks)
+
+    def _compute_loss(self, model: nn.Module, batch: StepTensors) -> Tensor:
+        inputs, labels, *masks = batch
+        for name, mask in zip(self.shapes, masks, strict=bool(masks)):
+            model.get_submodule(name.removesuffix(".mask")).mask = mask
+        logits = model(inputs).to(DTYPES[self.recipe.dtype])
+        return F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
+
+    def _compute_plain_gradient(self, objective: Objective, batch: StepTensors, epoch: int) -> Tensor:
+        loss = objective(self.model, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        return loss.detach()
 
 
 def _seed_generators(device: torch.device, seed: int) -> None:

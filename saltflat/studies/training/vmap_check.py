@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.errors import UnknownNameError, format_error_line
+from saltflat.studies.training.separate_models import make_batched_model
 from saltflat.studies.training.vmapped_model import VmappedModel, compute_losses
 
 EXAMPLES = 4
@@ -30,7 +31,7 @@ def check_vmappable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor,
         models: networks before training; copies are used.
         inputs: a few inputs, on the device of the training.
         labels: labels, one row for each network.
-        way: method of convolutions.
+        way: method of convolutions, or ``"separate"``.
     """
     try:
         finer = [deepcopy(model).double() for model in models]
@@ -49,7 +50,7 @@ def check_vmappable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor,
 def _compare_results(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str, tolerance: float) -> None:
     try:
         # A copy: the buffers that these passes change are not those of the training.
-        found = _run_vmapped(VmappedModel(models[0], inputs[0], way), models, inputs, labels)
+        found = _run_vmapped(make_batched_model(models[0], inputs[0], way), models, inputs, labels)
     except (torch.OutOfMemoryError, UnknownNameError):
         raise
     except Exception as error:

@@ -22,6 +22,9 @@ class VmappedModel:
 
     Attributes:
         masks: shapes of the dropout masks of one example.
+        trained: shapes of the trained parameters by name, in the order of a row.
+        is_bias: which weights of a row belong to biases, by the parameters' names.
+        numbers: activations of one network for one example.
     """
 
     def __init__(self, model: nn.Module, example: Tensor, way: str = "auto") -> None:
@@ -35,7 +38,9 @@ class VmappedModel:
             *(name for name, each in self.model.named_parameters() if not each.requires_grad),
             *(name for name, _ in self.model.named_buffers() if name not in self.masks),
         ]
-        self.numbers = _count_activations(self.model, example)
+        self.numbers = count_activations(self.model, example)
+        biases = ["bias" in name.rpartition(".")[2] for name in self.trained]
+        self.is_bias = torch.tensor(biases).repeat_interleave(torch.tensor(self.sizes)).to(example.device)
 
     def pack_models(self, models: Sequence[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the trained parameters of each model as a row, and all its other tensors by name, networks first."""
@@ -96,31 +101,53 @@ class VmappedModel:
 
     @torch.no_grad()
     def evaluate(
-        self, rows: Tensor, rest: Mapping[str, Tensor], inputs: Tensor, labels: Tensor
+        self,
+        rows: Tensor,
+        rest: Mapping[str, Tensor],
+        inputs: Tensor,
+        labels: Tensor,
+        chosen: Tensor | None = None,
     ) -> list[tuple[float, float]]:
         """Return the mean loss and the error of every network, in eval mode.
 
-        Labels are ``(examples,)`` or one row for each network.
+        Args:
+            rows: weights ``(networks, weights)``.
+            rest: other tensors by name, networks first.
+            inputs: inputs of the examples.
+            labels: labels ``(examples,)``, or one row for each network.
+            chosen: numbers of each network's examples, ``(networks, examples)``; None if all use the same inputs.
         """
-        networks, count = len(rows), len(inputs)
+        networks, count = len(rows), labels.shape[-1]
         chunk = max(1, min(count, ROOM.get(rows.device.type, ROOM["cpu"]) // (networks * self.numbers)))
         labels = labels.expand(networks, count)
         loss = torch.zeros(networks, dtype=torch.float64, device=rows.device)
         wrong = torch.zeros(networks, dtype=torch.float64, device=rows.device)
-        for some, answers in zip(inputs.split(chunk), labels.split(chunk, dim=1), strict=True):
-            logits = self.compute_logits(rows, rest, some, training=False, shared=True)
+        for begin in range(0, count, chunk):
+            end, shared = min(begin + chunk, count), chosen is None
+            some = inputs[begin:end] if chosen is None else inputs[chosen[:, begin:end]]
+            logits, answers = self.compute_logits(rows, rest, some, training=False, shared=shared), labels[:, begin:end]
             loss += compute_losses(logits, answers).double().sum(1)
             wrong += (logits.argmax(-1) != answers).sum(1)
         return list(zip((loss / count).tolist(), (wrong / count).tolist(), strict=True))
 
 
-def compute_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropies, ``(networks, examples)``."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+def compute_losses(logits: Tensor, labels: Tensor, smoothing: Tensor | None = None) -> Tensor:
+    """Return the cross-entropies, ``(networks, examples)``.
+
+    Args:
+        logits: outputs ``(networks, examples, classes)``.
+        labels: labels ``(networks, examples)``.
+        smoothing: label smoothing of each network, ``(networks, 1)``; None for none.
+    """
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    if smoothing is None:
+        return losses
+    # Smoothed labels are a mixture of the label and all classes alike.
+    return losses + smoothing * (torch.logsumexp(logits, -1) - logits.mean(-1) - losses)
 
 
 @torch.no_grad()
-def _count_activations(model: nn.Module, example: Tensor) -> int:
+def count_activations(model: nn.Module, example: Tensor) -> int:
     """Return the number of activations of one network for one example."""
     found = [example.numel()]
 
