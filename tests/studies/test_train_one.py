@@ -264,17 +264,19 @@ def test_short_numbers_are_uniform_and_independent_of_their_neighbours() -> None
         assert abs(float((one * other).mean())) < 4 / one.numel() ** 0.5
 
 
-def test_images_are_cut_and_mirrored_as_their_changes_say() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_images_are_cut_and_mirrored_as_their_changes_say(channels: int, dtype: torch.dtype) -> None:
     draws = torch.Generator().manual_seed(0)
-    images = torch.randn(40, 2, 5, 7, generator=draws)
+    images = (100 * torch.rand(40, channels, 5, 7, generator=draws)).to(dtype)
     augmentation = Augmentation(flip=True, padding=3)
     which = torch.randperm(40, generator=draws)[None]
     mirrored, starts = augmentation.draw(torch.tensor([[5]]), which)
-    found = augmentation.read(augmentation.pad(images), which, mirrored, starts)
-    assert found.shape == (1, 40, 2, 5, 7)
+    found = augmentation.read(augmentation.pad(images), images[0], which, mirrored, starts)
+    assert found.shape == (1, 40, channels, 5, 7)
     for place, number in enumerate(which[0].tolist()):
         down, across = starts[0, place].tolist()
-        wanted = torch.zeros(2, 5, 7)
+        wanted = torch.zeros(channels, 5, 7, dtype=dtype)
         for row in range(5):
             for column in range(7):
                 source_row, source_column = row + down - 3, column + across - 3

@@ -46,7 +46,7 @@ class BatchTrainer:
         self.next_order: Tensor | None = None
         models = [self._build_network(recipe) for recipe in (self.recipes if batch.rows is None else [first])]
         inputs = examples.train_inputs
-        if way == "auto" and should_separate(models[0], inputs[0]):
+        if way == "auto" and should_separate(models[0], inputs[0], self.bfloat16):
             way = WAY
         if batch.rows is None:
             few = min(EXAMPLES, first.batch_size, len(inputs))
@@ -58,12 +58,12 @@ class BatchTrainer:
             batch.memory = {name: torch.zeros_like(batch.rows) for name in names}
             batch.curves = [[] for _ in batch.members]
             batch.seconds = [0.0 for _ in batch.members]
+        self.dropout = self._make_dropout()
         self.augmentation = Augmentation.from_recipe(first)
-        if self.augmentation is not None:
-            inputs = self.augmentation.pad(inputs)
         # Autocast would cast them as well; parts of a batch, which the Fisher penalty uses, run in float32.
         coarse = self.bfloat16 and inputs.is_floating_point() and (self.rule is None or not self.rule.shared)
-        self.inputs = inputs.to(torch.bfloat16) if coarse else inputs
+        inputs = inputs.to(torch.bfloat16) if coarse else inputs
+        self.inputs, self.like = inputs if self.augmentation is None else self.augmentation.pad(inputs), inputs[0]
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -72,6 +72,9 @@ class BatchTrainer:
 
     def _build_network(self, recipe: Recipe) -> torch.nn.Module:
         return build_network(recipe, self.examples.shape, self.examples.classes)
+
+    def _make_dropout(self) -> DropoutMasks | None:
+        return DropoutMasks.from_recipes(self.model.masks, self.recipes, self._rows.dtype, self._rows.device)
 
     @property
     def max_networks(self) -> int:
@@ -108,7 +111,6 @@ class BatchTrainer:
         """Take all steps of an epoch; return the mean of the losses of its steps for each network."""
         count, size = self.labels.shape[1], self.recipes[0].batch_size
         steps, inputs = count_steps(count, size), self._make_epoch_inputs()
-        self.dropout = DropoutMasks.from_recipes(self.model.masks, self.recipes, self._rows.dtype, self._rows.device)
         total = torch.zeros(len(self._rows), dtype=torch.float64, device=self._rows.device)
         played = 0
         if self._is_worth_recording(count // size):
@@ -185,7 +187,7 @@ class BatchTrainer:
         which = step.places if self.chosen is None else self.chosen.gather(1, step.places)
         if self.augmentation is not None:
             drawn = self.augmentation.draw(step.constants["augment"], step.places)
-            return self.augmentation.read(self.inputs, which, *drawn)
+            return self.augmentation.read(self.inputs, self.like, which, *drawn)
         return self.inputs.index_select(0, which.flatten()).view(*which.shape, *self.inputs.shape[1:])
 
     def _judge_networks(self, fine: list[bool]) -> tuple[dict[int, tuple[float, float]], list[int]]:
@@ -246,6 +248,7 @@ class BatchTrainer:
         kept = batch.select_networks(staying)
         batch.members, batch.rows, batch.rest, batch.memory = kept.members, kept.rows, kept.rest, kept.memory
         batch.curves, batch.seconds = kept.curves, kept.seconds
+        self.dropout = self._make_dropout()
         return found
 
     def _make_result(

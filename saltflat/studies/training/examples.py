@@ -38,6 +38,8 @@ def count_steps(count: int, batch_size: int) -> int:
 AUGMENTATION_KINDS = ("none", "flip", "crop", "flip_crop")
 FIELD = 2**20  # bits of a word that decide about one coordinate
 ACROSS = 40  # place of the second coordinate's bits
+# Types by their number of bytes.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,18 @@ class Augmentation:
         return cls("flip" in recipe.augment, recipe.crop if "crop" in recipe.augment else 0)
 
     def pad(self, images: Tensor) -> Tensor:
-        """Return all images with their padding, to be read by :meth:`read`."""
-        return F.pad(images, (self.padding,) * 4) if self.padding else images
+        """Return all images with their padding, channels last, to be read by :meth:`read`.
+
+        All channels of a pixel are one word where there is a type of its size, since reading takes as long for a word
+        as for a number. Other channels are padded with zeros up to that size.
+        """
+        padded = F.pad(images.movedim(1, -1), (0, 0, *(self.padding,) * 4))
+        size = images.element_size()
+        wide = next((each for each in WORDS if each >= size * images.shape[1]), None)
+        if wide is None:
+            return padded.contiguous()
+        channels = wide // size
+        return F.pad(padded, (0, channels - images.shape[1])).contiguous().view(WORDS[wide])
 
     def draw(self, keys: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return which images are mirrored, and where each crop begins, down and across along the last axis.
@@ -74,27 +86,32 @@ class Augmentation:
         starts = torch.stack([words % FIELD, (words >> ACROSS) % FIELD], dim=-1) % (2 * self.padding + 1)
         return (words.bitwise_and(FIELD) != 0) & self.flip, starts
 
-    def read(self, padded: Tensor, which: Tensor, mirrored: Tensor, starts: Tensor) -> Tensor:
-        """Return the images with these numbers, each cropped and mirrored; ``which`` may have any shape.
+    def read(self, padded: Tensor, like: Tensor, which: Tensor, mirrored: Tensor, starts: Tensor) -> Tensor:
+        """Return the images with these numbers, each cropped and mirrored.
+
+        Args:
+            padded: result of :meth:`pad` for all images.
+            like: one of the images before, for its shape and precision.
+            which: numbers of the images, of any shape.
+            mirrored: which of them are mirrored.
+            starts: where each crop begins, down and across.
 
         Example:
-            >>> images = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
-            >>> flipped = Augmentation(flip=True, padding=0)
-            >>> flipped.read(images, torch.tensor([0]), torch.tensor([True]), torch.tensor([[0, 0]]))
+            >>> image = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+            >>> flipped, first = Augmentation(flip=True, padding=0), torch.tensor([0])
+            >>> flipped.read(flipped.pad(image[None]), image, first, torch.tensor([True]), torch.tensor([[0, 0]]))
             tensor([[[[2., 1.], [4., 3.]]]])
             >>> cropped = Augmentation(flip=False, padding=1)
-            >>> cropped.read(cropped.pad(images), torch.tensor([0]), torch.tensor([False]), torch.tensor([[0, 1]]))
+            >>> cropped.read(cropped.pad(image[None]), image, first, torch.tensor([False]), torch.tensor([[0, 1]]))
             tensor([[[[0., 0.], [1., 2.]]]])
         """
-        _, channels, height, width = padded.shape
-        height, width = height - 2 * self.padding, width - 2 * self.padding
+        channels, height, width = like.shape
         place = torch.arange(max(height, width), device=padded.device)
         rows = place[:height] + starts[..., :1].reshape(-1, 1)
         columns = place[:width] + starts[..., 1:].reshape(-1, 1)
         columns = torch.where(mirrored.reshape(-1, 1), columns.flip(1), columns)
-        channel = torch.arange(channels, device=padded.device)[:, None, None]
-        found = padded[which.reshape(-1, 1, 1, 1), channel, rows[:, None, :, None], columns[:, None, None, :]]
-        return found.view(*which.shape, channels, height, width)
+        found = padded[which.reshape(-1, 1, 1), rows[:, :, None], columns[:, None, :]].view(like.dtype)
+        return found[..., :channels].movedim(-1, 1).reshape(*which.shape, channels, height, width)
 
 
 NOISE_KINDS = ("permuted", "uniform")

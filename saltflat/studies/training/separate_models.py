@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from saltflat.studies.training.vmapped_model import VmappedModel, count_activations
 
@@ -41,47 +42,53 @@ class SeparateModels(VmappedModel):
     ) -> Tensor:
         """Return the outputs of all networks; see :meth:`VmappedModel.compute_logits`."""
         self.passing.train(training)
-        count = len(rows)
-        if rows.is_cuda and count > 1:
-            self.streams += [torch.cuda.Stream() for _ in range(count - len(self.streams))]
+        forked = rows.is_cuda and len(rows) > 1
+        if forked:
+            self.streams += [torch.cuda.Stream() for _ in range(len(rows) - len(self.streams))]
         found = []
-        for place in range(count):
+        # Split outside of the streams: what they share, including the gradient of all rows, belongs to none of them.
+        for place, row in enumerate(rows.unbind()):
+            parts = zip(self.trained.items(), row.split(self.sizes), strict=True)
+            weights = {name: part.view(shape) for (name, shape), part in parts}
             own = {name: each[place] for name, each in {**rest, **(masks or {})}.items()}
             images = inputs if shared else inputs[place]
-            with self._use_stream(place, count, rows):
-                weights = self._unpack_weights(rows[place])
+            with self._use_stream(place) if forked else nullcontext():
                 if self.channels_last:
                     images = images.contiguous(memory_format=torch.channels_last)
-                found.append(functional_call(self.passing, {**weights, **own}, (images,)))
-        if rows.is_cuda and count > 1:
-            for stream in self.streams[:count]:
+                found.append(functional_call(self.passing, {**self._reformat_kernels(weights), **own}, (images,)))
+        if forked:
+            for stream in self.streams[: len(rows)]:
                 torch.cuda.current_stream().wait_stream(stream)
         self.passing.eval()
         return torch.stack(found)
 
-    def _use_stream(self, place: int, count: int, rows: Tensor) -> torch.cuda.StreamContext | nullcontext[None]:
-        if not rows.is_cuda or count == 1:
-            return nullcontext()
+    def _use_stream(self, place: int) -> torch.cuda.StreamContext:
         self.streams[place].wait_stream(torch.cuda.current_stream())
         context: torch.cuda.StreamContext = torch.cuda.stream(self.streams[place])
         return context
 
-    def _unpack_weights(self, row: Tensor) -> dict[str, Tensor]:
-        parts = zip(self.trained.items(), row.split(self.sizes), strict=True)
-        weights = {name: part.view(shape) for (name, shape), part in parts}
-        if self.channels_last:
-            # Autocast would cast them, too, but in the format they have.
-            dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else row.dtype
-            weights |= {
-                name: each.to(dtype, memory_format=torch.channels_last)
-                for name, each in weights.items()
-                if each.dim() == 4
-            }
-        return weights
+    def _reformat_kernels(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights with kernels of convolutions as copies, in the format and the precision of the pass.
+
+        Always copies: a part of a row may begin at any address, and convolutions read 16 bytes at a time.
+        """
+        if not self.channels_last:
+            return weights
+        coarse = torch.is_autocast_enabled("cuda")
+        return weights | {
+            name: each.to(torch.bfloat16 if coarse else each.dtype, memory_format=torch.channels_last, copy=True)
+            for name, each in weights.items()
+            if each.dim() == 4
+        }
 
 
-def should_separate(model: nn.Module, example: Tensor) -> bool:
-    """Return whether networks of this architecture run faster one by one: large ones with convolutions, on a GPU."""
+def should_separate(model: nn.Module, example: Tensor, bfloat16: bool) -> bool:
+    """Return whether networks of this architecture run faster one by one: large ones with convolutions, on a GPU.
+
+    So do those with BatchNorm in bfloat16, which vmap does not support: its weights stay in float32.
+    """
+    if bfloat16 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return True
     convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
     return example.is_cuda and convolves and count_activations(model, example.cpu()) > LARGE
 

@@ -132,6 +132,7 @@ class _TrainingSteps:
         self.shapes = find_mask_shapes(model, self.inputs[0])
         self.masks = DropoutMasks.from_recipes(self.shapes, [recipe], DTYPES[recipe.dtype], self.device)
         self.augmentation = Augmentation.from_recipe(recipe)
+        self.like = self.inputs[0]
         if self.augmentation is not None:
             self.inputs = self.augmentation.pad(self.inputs)
         rule = find_gradient_rule(recipe)
@@ -165,7 +166,7 @@ class _TrainingSteps:
         else:
             key = make_keys([self.recipe], "augment", epoch).to(self.device)
             mirrored, starts = self.augmentation.draw(key, some[None])
-            inputs = self.augmentation.read(self.inputs, some, mirrored[0], starts[0])
+            inputs = self.augmentation.read(self.inputs, self.like, some, mirrored[0], starts[0])
         masks: list[Tensor] = []
         if self.masks is not None:
             key = make_keys([self.recipe], "dropout", epoch).to(self.device)
