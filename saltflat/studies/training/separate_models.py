@@ -14,6 +14,7 @@ from saltflat.studies.training.vmapped_model import VmappedModel, count_activati
 
 WAY = "separate"
 LARGE = 2**17  # activations for one example above which convolutions of one network fill a GPU
+ALIGNMENT = 16  # bytes
 AT_ONCE = 2  # networks in a step on a GPU, each on a stream of its own
 
 
@@ -53,9 +54,7 @@ class SeparateModels(VmappedModel):
             own = {name: each[place] for name, each in {**rest, **(masks or {})}.items()}
             images = inputs if shared else inputs[place]
             with self._use_stream(place) if forked else nullcontext():
-                if self.channels_last:
-                    images = images.contiguous(memory_format=torch.channels_last)
-                found.append(functional_call(self.passing, {**self._reformat_kernels(weights), **own}, (images,)))
+                found.append(self._call_model(weights, own, images))
         if forked:
             for stream in self.streams[: len(rows)]:
                 torch.cuda.current_stream().wait_stream(stream)
@@ -67,19 +66,29 @@ class SeparateModels(VmappedModel):
         context: torch.cuda.StreamContext = torch.cuda.stream(self.streams[place])
         return context
 
-    def _reformat_kernels(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights with kernels of convolutions as copies, in the format and the precision of the pass.
+    def _call_model(self, weights: dict[str, Tensor], own: dict[str, Tensor], images: Tensor) -> Tensor:
+        """Run one network with tensors that begin where kernels of a GPU may read them.
 
-        Always copies: a part of a row may begin at any address, and convolutions read 16 bytes at a time.
+        A part of a row, and a row of a matrix, may begin at any address, but cuDNN reads 16 bytes at a time.
         """
-        if not self.channels_last:
-            return weights
-        coarse = torch.is_autocast_enabled("cuda")
-        return weights | {
-            name: each.to(torch.bfloat16 if coarse else each.dtype, memory_format=torch.channels_last, copy=True)
-            for name, each in weights.items()
-            if each.dim() == 4
-        }
+        if self.channels_last:
+            dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else images.dtype
+            images = images.contiguous(memory_format=torch.channels_last)
+            weights = {
+                name: each.to(dtype, memory_format=torch.channels_last) if each.dim() == 4 else each
+                for name, each in weights.items()
+            }
+        aligned = {name: _align(each) for name, each in {**weights, **own}.items()}
+        found: Tensor = functional_call(self.passing, aligned, (images,))
+        with torch.no_grad():  # running statistics of copies
+            for name, each in own.items():
+                if aligned[name] is not each:
+                    each.copy_(aligned[name])
+        return found
+
+
+def _align(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def should_separate(model: nn.Module, example: Tensor, bfloat16: bool) -> bool:
