@@ -17,7 +17,7 @@ from saltflat.render.audit import (
     format_change,
     sort_measures,
 )
-from saltflat.render.html.page import build_small_scatter, encode_picture, format_setting
+from saltflat.render.html.page import build_small_scatter, encode_picture
 from saltflat.render.html.runs import (
     build_scatter_data,
     collect_failures,
@@ -38,7 +38,7 @@ from saltflat.render.html.summary import (
     format_score_summary,
     group_notes,
 )
-from saltflat.results.text import format_count, format_number, format_power
+from saltflat.results.text import format_count, format_number, format_power, format_setting
 
 if TYPE_CHECKING:
     from saltflat.audit.result import Audit, AuditLine
