@@ -133,7 +133,7 @@ def format_answer(effects: Effects, axis: AxisEffects, value: ValueEffects) -> s
     elif not judged:
         told = f"{name}: too few pairs to say whether it is flatter ({format_count(value.pairs, 'pair')})"
     elif not flatter and not sharper:
-        told = f"{name}: neither flatter nor sharper by any of {format_count(len(judged), 'measure')}{invariant}"
+        told = f"{name}: neither flatter nor sharper, by {format_count(len(judged), 'measure')}{invariant}"
     else:
         sides = {"flatter": flatter, "sharper": sharper}
         parts = [f"{side} by {len(names)} ({join_words(names)})" for side, names in sides.items() if names]

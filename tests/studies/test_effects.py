@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import study_cases
 from scipy.stats import t as student
+from typer.testing import CliRunner, Result
 
+from saltflat.cli import app
 from saltflat.errors import OptionError, StudyError, UnknownNameError
 from saltflat.results.report import Reading
 from saltflat.studies import Results, Study
@@ -371,3 +373,112 @@ def test_a_real_study_is_compared_from_its_folder(tmp_path: Path) -> None:
     assert list(effects) == ["lr", "width"]
     assert effects["lr"][0.2].pairs == 6
     assert effects["lr"][0.2].changes["squared_norm"].verdict in ("lower", "higher", "no clear difference")
+
+
+def get_lines(panel: Any) -> list[tuple[list[float], list[float]]]:
+    return [(list(map(float, line.get_xdata())), list(map(float, line.get_ydata()))) for line in panel.lines]
+
+
+def test_the_plot_has_every_ratio_and_difference_with_its_interval() -> None:
+    effects = made_study(drawn, error=lambda place: place["lr"] * (1 + place["seed"]) / 9).effects()
+    measures, losses, errors = effects.plot("lr").axes
+    assert measures.get_xscale() == "log"
+    for value in effects["lr"].others:
+        ratio = value.changes["hessian_trace"].ratio
+        assert ratio is not None
+        assert [ratio.low, ratio.high] in [across for across, _ in get_lines(measures)]
+        assert [ratio.value] in [across for across, _ in get_lines(measures)]
+        assert [value.changes["test_loss"].difference.value] in [across for across, _ in get_lines(losses)]
+        assert [value.changes["gap_error"].difference.value] in [across for across, _ in get_lines(errors)]
+    assert "hessian_trace" in measures.get_yticklabels()[0].get_text()
+    with pytest.raises(OptionError, match=r"got 3 axes \(lr, width and optimizer\)\. Try axis='lr'"):
+        effects.plot()
+    with pytest.raises(UnknownNameError, match="Try 'width'"):
+        effects.plot("widht")
+
+
+def test_a_mark_is_filled_if_its_interval_does_not_contain_the_reference() -> None:
+    effects = made_study(lambda place: math.exp(9 * place["lr"]) * drawn(place, 0.1)).effects()
+    panel = effects.plot("lr").axes[0]
+    marks = [line for line in panel.lines if line.get_marker() not in ("None", "", None)]
+    assert [value.changes["hessian_trace"].verdict for value in effects["lr"].others] == ["higher", "higher"]
+    assert [line.get_markerfacecolor() for line in marks] == [line.get_color() for line in marks]
+    unclear = effects.plot("optimizer").axes[0]
+    marks = [line for line in unclear.lines if line.get_marker() not in ("None", "", None)]
+    assert effects["optimizer"]["adam"].changes["hessian_trace"].verdict == "no clear difference"
+    assert [line.get_markerfacecolor() for line in marks] == ["white"]
+
+
+@pytest.mark.parametrize("seeds", [1, 4])
+@pytest.mark.parametrize("count", [2, 12])
+def test_plots_of_few_and_many_values_are_drawn(seeds: int, count: int, tmp_path: Path) -> None:
+    axes = {"train_size": [None, *range(10, 10 * count, 10)]}
+    effects = made_study(drawn_without_width, axes, seeds).effects()
+    effects.plot().savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_the_page_of_a_study_has_a_section_per_setting(tmp_path: Path) -> None:
+    def status(place: Place) -> str:
+        return "missed" if place["lr"] == 0.4 and place["width"] == 8 else "done"
+
+    results = made_study(lambda place: drawn(place, 0.05) ** -3, status=status)
+    page = results.write_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    section = page.partition('<section id="effects">')[2].partition("</section>")[0]
+    assert "Which setting is flatter?" in section
+    assert section.count("<img ") == len(AXES)
+    assert "lr 0.4: of 1 measure, flatter by 1 (hessian_trace)" in section
+    assert "6 of 12 with 0.4 (6 missed)" in section
+    kept = results.write_html(tmp_path / "page.html", missed="keep").read_text(encoding="utf-8")
+    assert "6 of 12 with 0.4 (6 missed)" not in kept
+    nothing = made_study(drawn_without_width, {}, seeds=4).write_html(tmp_path / "empty.html")
+    assert 'id="effects"' not in nothing.read_text(encoding="utf-8")
+
+
+def test_the_command_prints_writes_and_refuses(tmp_path: Path) -> None:
+    study_cases.study(seeds=3).run(tmp_path / "runs", progress=False)
+
+    def run(*words: object) -> Result:
+        words = ("study", "effects", tmp_path / "runs", *words)
+        return CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+    assert "lr, compared with 0.1" in run().stdout
+    one = run("--axis", "lr", "--reference", "lr=0.2", "--measure", "squared_norm", "--out", tmp_path / "lr.png")
+    assert one.exit_code == 0, one.output
+    assert "lr, compared with 0.2" in one.stdout
+    assert "hessian_trace" not in one.stdout
+    assert (tmp_path / "lr.png").stat().st_size > 0
+    assert Effects.from_dict(json.loads(run("--json").stdout)) == Results.load(tmp_path / "runs").effects()
+    refusals: dict[tuple[object, ...], str] = {
+        ("--axis", "widht"): "Try 'width'",
+        ("--measure", "squared"): "Try 'squared_norm'",
+        ("--reference", "lr"): "Expected NAME=VALUE",
+        ("--reference", "lr=7"): "value of lr '7'",
+        ("--out", tmp_path / "all.png"): "Try --axis 'lr'",
+        ("--out", tmp_path / "lr.txt"): "--out",
+    }
+    for words, told in refusals.items():
+        refused = run(*words)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert told in refused.stderr
+
+
+def test_a_run_that_is_missing_is_told(tmp_path: Path) -> None:
+    results = study_cases.study(seeds=3).run(tmp_path / "runs", progress=False)
+    path = tmp_path / "runs" / "rows" / f"{next(iter(results.rows))}.json"
+    path.unlink()
+    found = CliRunner().invoke(app, ["study", "effects", str(tmp_path / "runs")], env={"COLUMNS": "200"})
+    assert "1 of 6 with 0.1 (1 missing)" in found.stdout
+    assert "keep" not in found.stdout
+
+
+def test_a_study_whose_runs_all_missed_says_what_to_do(tmp_path: Path) -> None:
+    study_cases.study(stop={"epochs": 1, "loss": 1e-6}, seeds=3).run(tmp_path / "runs", progress=False)
+
+    def run(*words: str) -> str:
+        words = ("study", "effects", str(tmp_path / "runs"), *words)
+        return CliRunner().invoke(app, list(words), env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
+
+    assert "No run has finished. Try --keep-missed" in run()
+    assert "No run has finished" not in run("--keep-missed")
+    assert "6 pairs" in run("--keep-missed")

@@ -54,6 +54,7 @@ MIN_GROUPS = 3
 MIN_EQUAL = 6
 # A relative spread below this is rounding.
 ROUNDING = 1e-12
+MISSED_HINT = " Try missed='keep' for those that missed the stopping rule."
 
 
 def compute_effects(
@@ -113,7 +114,7 @@ def compute_effects(
         quantities,
         int(grid.used.sum()),
         dict(Counter(why for why in grid.reasons if why)),
-        tuple(_find_warnings(list(found.values()), missed == "keep")),
+        tuple(_find_warnings(list(found.values()), bool(grid.used.any()), missed == "keep")),
         tuple(_format_notes(found, comparisons, unused)),
     )
 
@@ -338,8 +339,11 @@ def _correct_all(axes: Mapping[str, AxisEffects]) -> tuple[dict[str, AxisEffects
     return found, len(changes)
 
 
-def _find_warnings(axes: Sequence[AxisEffects], keeps_missed: bool) -> Iterator[str]:
+def _find_warnings(axes: Sequence[AxisEffects], has_runs: bool, keeps_missed: bool) -> Iterator[str]:
     """Yield the reasons to doubt the comparison, one sentence each."""
+    if not has_runs:
+        yield f"No run has finished.{'' if keeps_missed else MISSED_HINT}"
+        return
     for axis in axes:
         lost = [value for value in axis.values if value.left_out]
         if lost and len({value.runs / max(value.planned, 1) for value in axis.values}) > 1:
@@ -349,7 +353,7 @@ def _find_warnings(axes: Sequence[AxisEffects], keeps_missed: bool) -> Iterator[
                 for value in lost
             ]
             can_keep = not keeps_missed and any("missed" in value.left_out for value in lost)
-            hint = " Compare with missed='keep'." if can_keep else ""
+            hint = MISSED_HINT if can_keep else ""
             yield (
                 f"{axis.name}: runs are left out unevenly: {join_words(told)}. The pairs that remain are those in "
                 f"which both runs succeeded, and may not be representative.{hint}"

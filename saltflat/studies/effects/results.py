@@ -92,7 +92,7 @@ class Change:
         difference: the mean over the pairs of the value minus the reference.
         ratio: the geometric mean over the pairs of the value divided by the reference; None without ratios.
         p: the p-value that belongs to the verdict; nan with too few pairs.
-        p_holm: the same after Holm's correction for all comparisons of the study.
+        p_holm: the same after Holm's correction for all comparisons that were made together.
     """
 
     verdict: str
