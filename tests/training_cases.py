@@ -23,6 +23,7 @@ SHRUNK: dict[str, dict[str, Any]] = {
     "resnet20": {"width": 2},
     "wrn_16_4": {"width": 2, "factor": 2},
     "wrn_28_2": {"width": 2, "factor": 2},
+    "densenet_bc": {"growth": 2, "depth": 10},
 }
 
 

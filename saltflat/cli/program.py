@@ -321,11 +321,7 @@ def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path |
     check_page_path(html)
     given = {"--out": out, "--plot": plot, "--html": html}
     places = {option: check_writable_path(path, option) for option, path in given.items() if path is not None}
-    if plot is not None and get_picture_format(plot) not in PICTURE_FORMATS:
-        raise OptionError(
-            f"Expected a name that ends in {' or '.join(PICTURE_FORMATS)}, but got --plot {str(plot)!r}. "
-            "Try figure.png."
-        )
+    check_picture_path(plot)
     for option, place in places.items():
         same = [other for other in places if places[other] == place]
         if len(same) > 1:
@@ -333,6 +329,18 @@ def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path |
                 f"Expected a file for each, but got {str(given[option])!r} for both {' and '.join(same)}. "
                 "Try --out report.json."
             )
+
+
+def check_picture_path(plot: Path | None, option: str = "--plot") -> None:
+    """Check before the work starts that a figure can be written."""
+    from saltflat.results.files import check_writable_path
+
+    if plot is None:
+        return
+    check_writable_path(plot, option)
+    if get_picture_format(plot) not in PICTURE_FORMATS:
+        formats = " or ".join(PICTURE_FORMATS)
+        raise OptionError(f"Expected a name that ends in {formats}, but got {option} {str(plot)!r}. Try figure.png.")
 
 
 def write_result(result: SavableResult, out: Path | None, plot: Path | None, quiet: bool) -> None:

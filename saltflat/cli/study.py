@@ -1,8 +1,9 @@
-"""Run and score studies: saltflat study run, status, verify, score and report."""
+"""Run and score studies: saltflat study run, status, verify, score, effects and report."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -14,12 +15,15 @@ from saltflat.cli.program import (
     app,
     catch_stdout_errors,
     check_page_path,
+    check_picture_path,
     choose_verb,
     open_cli_session,
+    parse_names,
     print_message,
     print_result,
+    write_figure,
 )
-from saltflat.errors import SaltflatError, StudyError, make_unknown_name_error
+from saltflat.errors import OptionError, SaltflatError, StudyError, make_unknown_name_error
 
 Folder: TypeAlias = Annotated[Path, typer.Argument(help="The folder that was passed to run as --out.")]
 KeepMissed: TypeAlias = Annotated[
@@ -105,7 +109,10 @@ def run(
     print_result(results)
     if results.counts["failed"]:
         print_message(f"Tracebacks of failed runs are in {out}/rows. Retry them with --retry-failed.")
-    print_message(f"Next: saltflat study score {out}, or saltflat study report {out} --out report.html.")
+    print_message(
+        f"Next: saltflat study score {out}, saltflat study effects {out}, or saltflat study report {out} --out "
+        "report.html."
+    )
 
 
 @add_command(study)
@@ -159,6 +166,59 @@ def score(
             typer.echo(json.dumps(scores.to_dict(), indent=2, allow_nan=False))
     else:
         print_result(scores)
+
+
+@add_command(study)
+def effects(
+    folder: Folder,
+    axis: Annotated[
+        list[str] | None, typer.Option(help="A setting to compare; may be repeated. Default: all that vary.")
+    ] = None,
+    measure: Annotated[
+        list[str] | None, typer.Option(help="A measure to compare; may be repeated. Default: all of the study.")
+    ] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="The value to compare others with; may be repeated. Default: the first."
+        ),
+    ] = None,
+    keep_missed: KeepMissed = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all numbers.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Plot of one setting to write, .png, .svg or .pdf.")] = None,
+) -> None:
+    """Print which value of each setting is flatter, and how losses, errors and gaps change with it.
+
+    Runs that differ in one setting alone, with the same seed, are compared, with 95 % intervals.
+    """
+    from saltflat.studies.results import Results
+
+    check_picture_path(out, "--out")
+    given = [each.partition("=") for each in reference or []]
+    for name, equals, _ in given:
+        if not equals:
+            raise OptionError(f"Expected NAME=VALUE, but got --reference {name!r}. Try --reference lr=0.1.")
+    found = Results.load(folder).effects(
+        axes=axis,
+        measures=parse_names(measure),
+        reference={name: value for name, _, value in given},
+        missed="keep" if keep_missed else "leave out",
+    )
+    try:
+        figure = None if out is None else found.plot()
+    except OptionError as error:
+        raise StudyError(str(error).replace("axis=", "--axis ")) from error
+    if as_json:
+        with catch_stdout_errors():
+            typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        print_result(replace(found, warnings=tuple(map(_reword_warning, found.warnings))))
+    if figure is not None and out is not None:
+        write_figure(figure, out)
+
+
+def _reword_warning(warning: str) -> str:
+    return warning.replace("missed='keep'", "--keep-missed")
 
 
 @add_command(study)

@@ -6,6 +6,7 @@ import io
 import math
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -15,6 +16,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from saltflat.results.json_codec import JsonValue
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -167,6 +170,26 @@ def format_count(amount: int, what: str, plural: str = "") -> str:
         ('1 draw', '3 draws', '2 entries')
     """
     return f"{amount} {what if amount == 1 else plural or what + 's'}"
+
+
+def format_setting(value: JsonValue) -> str:
+    """Format a setting for people.
+
+    Example:
+        >>> format_setting((64, 32)), format_setting(None), format_setting(1e-3), format_setting(True)
+        ('64, 32', 'none', '0.001', 'yes')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return format_number(value, 6)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_setting, value))
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {format_setting(each)}" for key, each in value.items())
+    return make_printable(str(value))
 
 
 @dataclass(frozen=True)

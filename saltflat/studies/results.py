@@ -27,6 +27,7 @@ from saltflat.studies.store import DEFINITION, ROWS, DamageError, Store
 from saltflat.studies.study import Study
 
 if TYPE_CHECKING:
+    from saltflat.studies.effects.results import Effects
     from saltflat.studies.scores.results import Scores
 
 
@@ -196,6 +197,12 @@ class Results:
         taken = {name for row in self.rows.values() for name in row.readings}
         asked = {"measures": [name for name in self.study.measures if name in taken], **options}
         return score(self.rows.values(), self.study.axis_names, gap=gap, **asked)
+
+    def effects(self, **options: Any) -> Effects:
+        """Compare the values of each setting; see :func:`saltflat.studies.effects.compute_effects`."""
+        from saltflat.studies.effects.compute import compute_effects
+
+        return compute_effects(self, **options)
 
     def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the study as one self-contained web page; see :func:`saltflat.render.html.write_study_page`.

@@ -32,6 +32,7 @@ SIZES = {
     "resnet20": (CIFAR, 432 + 13824 + 50688 + 202752 + 2560 + 2 * (7 * 16 + 6 * 32 + 5 * 64 + 64) + 650),
     "wrn_16_4": (CIFAR, 2_748_890),
     "wrn_28_2": (CIFAR, 1_467_610),
+    "densenet_bc": (CIFAR, 769_162),  # 0.8 million in Huang et al., Table 2
 }
 
 
@@ -43,6 +44,40 @@ def numbers(model: nn.Module) -> int:
 def test_a_network_has_as_many_numbers_as_its_paper_says(name: str) -> None:
     shape, wanted = SIZES[name]
     assert numbers(build_network(Recipe(network=name), shape, 10)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("growth", "depth", "compression", "classes"), [(12, 100, 0.5, 10), (4, 22, 1.0, 7), (3, 16, 0.4, 2)]
+)
+def test_a_densenet_has_the_numbers_of_its_definition(
+    growth: int, depth: int, compression: float, classes: int
+) -> None:
+    """Three blocks of (depth - 4) / 6 layers: BatchNorm, 1 x 1 to 4 k, BatchNorm, 3 x 3 to k, and k more channels."""
+    width = 2 * growth
+    wanted = 3 * 3 * 3 * width
+    for block in (1, 2, 3):
+        for _ in range((depth - 4) // 6):
+            wanted += 2 * width + width * 4 * growth + 2 * 4 * growth + 9 * 4 * growth * growth
+            width += growth
+        wanted += 2 * width  # the BatchNorm of the transition, or the last one
+        if block < 3:
+            wanted += width * int(width * compression)
+            width = int(width * compression)
+    wanted += width * classes + classes
+    architecture = {"growth": growth, "depth": depth, "compression": compression}
+    model = build_network(Recipe(network="densenet_bc", architecture=architecture), CIFAR, classes)
+    assert numbers(model) == wanted
+    layers = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Linear)]
+    assert len(layers) == depth
+    assert sum(isinstance(each, Dropout) for each in model.modules()) == depth - 2  # not after the first and the last
+
+
+def test_a_dense_layer_keeps_its_input_and_appends_channels() -> None:
+    model = build_network(Recipe(network="densenet_bc", architecture={"growth": 3, "depth": 10}), (2, 8, 8), 3)
+    x = torch.randn(2, 6, 8, 8)
+    layer = model[1]  # type: ignore[index]
+    assert layer(x).shape == (2, 9, 8, 8)
+    assert torch.equal(layer(x)[:, :6], x)
 
 
 def test_every_network_is_shrunk_in_the_tests() -> None:
@@ -168,6 +203,22 @@ def test_the_users_own_function_makes_a_network() -> None:
     assert find_network("training_cases:noisy").arguments == {"share": 0.5}
     model = build_network(Recipe(network="training_cases:noisy", architecture={"share": 0.25}), (6,), 3)
     assert model[2].p == 0.25  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ({"depth": 50}, r"Expected a depth of 6 n \+ 4 .*got depth=50 .*Try depth=52"),
+        ({"depth": 4}, r"got depth=4 .*Try depth=10"),
+        ({"growth": 0}, "got growth=0"),
+        ({"compression": 0.0}, "got compression=0.0"),
+        ({"compression": 1.5}, "got compression=1.5"),
+        ({"depth": "deep"}, "for the network 'densenet_bc'"),
+    ],
+)
+def test_a_densenet_that_cannot_be_built_is_refused(architecture: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        build_network(Recipe(network="densenet_bc", architecture=architecture), CIFAR, 10)
 
 
 @pytest.mark.parametrize(

@@ -454,7 +454,7 @@ def test_a_network_that_only_works_in_float32_is_tried_in_float32() -> None:
     assert not any(each.outcome.notes for each in found)
 
 
-@pytest.mark.parametrize("name", ["resnet20", "wrn_28_2", "ibayashi_lenet"])
+@pytest.mark.parametrize("name", ["resnet20", "wrn_28_2", "densenet_bc", "ibayashi_lenet"])
 @pytest.mark.parametrize("dtype", ["float32", "tf32"])
 def test_rounding_is_not_taken_for_a_mistake(name: str, dtype: str) -> None:
     recipes = [

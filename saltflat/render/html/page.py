@@ -22,6 +22,7 @@ from saltflat.results.text import (
     MathNode,
     format_number,
     format_quantity,
+    format_setting,
     make_printable,
     parse_markup,
     parse_math,
@@ -89,26 +90,6 @@ def round_digits(value: float | None, digits: int = 5) -> float | int | None:
         return None
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
-
-
-def format_setting(value: JsonValue) -> str:
-    """Format a setting for people.
-
-    Example:
-        >>> format_setting((64, 32)), format_setting(None), format_setting(1e-3), format_setting(True)
-        ('64, 32', 'none', '0.001', 'yes')
-    """
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if value is None:
-        return "none"
-    if isinstance(value, float):
-        return format_number(value, 6)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(format_setting, value))
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {format_setting(each)}" for key, each in value.items())
-    return make_printable(str(value))
 
 
 def format_quantity_html(value: float, stderr: float | None) -> str:

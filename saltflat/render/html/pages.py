@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from saltflat.audit.result import Audit
     from saltflat.landscape.result import Landscape
     from saltflat.results.comparison import Comparison
+    from saltflat.studies.effects.results import Effects
     from saltflat.studies.results import Results
     from saltflat.studies.row import Row
     from saltflat.studies.scores.results import Scores
@@ -53,6 +54,7 @@ def render_study_page(
     landscapes: Mapping[str, Landscape] | None = None,
     warnings: Sequence[str] = (),
     again: str = "",
+    effects: Effects | None = None,
 ) -> str:
     """Return the page of a study: a summary in words, plots, scores, failures, and how to reproduce it.
 
@@ -66,9 +68,10 @@ def render_study_page(
         landscapes: by name.
         warnings: shown first, with those of the scores.
         again: the command that reproduces the study.
+        effects: how measures, losses and errors change with the settings.
     """
     known = {name: value for name, value in facts.items() if name != "made with"}  # the rows are more precise
-    island, content = build_study_content(rows, axes, scores, audits or {}, landscapes or {}, warnings)
+    island, content = build_study_content(rows, axes, scores, audits or {}, landscapes or {}, warnings, effects)
     return render_page(
         "study.html", ("page.js", "scatter.js"), island, title=title, facts=known, again=again, **content
     )
@@ -193,6 +196,11 @@ def write_study_page(
             scores[gap] = results.scores(gap, **options)
         except SaltflatError as problem:  # too few runs; the rest is worth looking at all the same
             lacking.append(f"No scores for the gap of the {gap}: {problem}")
+    effects = None
+    try:
+        effects = results.effects(missed=options.get("missed", "leave out"))
+    except SaltflatError as problem:
+        lacking.append(f"Settings were not compared: {problem}")
     if tell is not None:
         for each in lacking:
             tell(each)
@@ -206,6 +214,7 @@ def write_study_page(
         landscapes or {},
         [*results.notes, *lacking],
         f"saltflat study run STUDY.yaml --out {results.folder}",
+        effects,
     )
     return write_page(text, path)
 

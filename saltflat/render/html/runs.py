@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from saltflat.render.html.page import format_setting, round_digits
+from saltflat.render.html.page import round_digits
 from saltflat.results.json_codec import JsonValue
-from saltflat.results.text import format_number
+from saltflat.results.text import format_number, format_setting
 
 if TYPE_CHECKING:
     from saltflat.studies.row import Row

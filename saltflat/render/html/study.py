@@ -17,7 +17,8 @@ from saltflat.render.audit import (
     format_change,
     sort_measures,
 )
-from saltflat.render.html.page import build_small_scatter, encode_picture, format_setting
+from saltflat.render.effects import format_answers, format_estimate, format_unknown, format_value
+from saltflat.render.html.page import build_small_scatter, encode_picture
 from saltflat.render.html.runs import (
     build_scatter_data,
     collect_failures,
@@ -38,11 +39,12 @@ from saltflat.render.html.summary import (
     format_score_summary,
     group_notes,
 )
-from saltflat.results.text import format_count, format_number, format_power
+from saltflat.results.text import format_count, format_number, format_power, format_setting, make_printable
 
 if TYPE_CHECKING:
     from saltflat.audit.result import Audit, AuditLine
     from saltflat.landscape.result import Landscape
+    from saltflat.studies.effects.results import AxisEffects, Effects, Estimate
     from saltflat.studies.row import Row
     from saltflat.studies.scores.results import Scores
 
@@ -124,6 +126,7 @@ def build_study_content(
     audits: Mapping[str, Audit],
     landscapes: Mapping[str, Landscape],
     warnings: Sequence[str],
+    effects: Effects | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the data of the script, and the variables of the template."""
     controls = _collect_controls(rows, scores)
@@ -150,6 +153,7 @@ def build_study_content(
             (format_run_name(by_key[key], names) if key in by_key else key, build_audit_view(each))
             for key, each in audits.items()
         ],
+        "effects": None if effects is None else build_effects_view(effects),
         "failures": collect_failures(rows, axes),
         "missed": collect_unsuccessful_runs(rows, axes, "missed"),
         "diverged": collect_unsuccessful_runs(rows, axes, "diverged"),
@@ -167,6 +171,87 @@ def build_study_content(
     first = next((line.name for line in lines if line.name in values), "")
     measures = {name for row in rows for name in row.readings}
     return build_scatter_data(rows, axes, values, [name for name in values if name not in measures], first), content
+
+
+@dataclass(frozen=True)
+class EffectCell:
+    """A mean or a change in the table of a setting; ``order`` sorts it, None if there is no number."""
+
+    text: str
+    interval: str = ""
+    verdict: str = ""
+    order: float | None = None
+
+
+@dataclass(frozen=True)
+class AxisView:
+    """One setting as the page shows it.
+
+    Attributes:
+        name: the name of the setting.
+        base: the value that others are compared with.
+        answers: a sentence per other value.
+        picture: the plot as a data URL; empty if it does not fit.
+        columns: headings, with what stands below them.
+        lines: by quantity, whether it is a measure, and a cell per column.
+    """
+
+    name: str
+    base: str
+    answers: list[str]
+    picture: str
+    columns: list[tuple[str, str]]
+    lines: list[tuple[str, bool, list[EffectCell]]]
+
+
+@dataclass(frozen=True)
+class EffectsView:
+    """The section on settings: a view per setting, sentences below, and reasons for doubt."""
+
+    axes: list[AxisView]
+    below: list[str]
+    warnings: list[str]
+
+
+def build_effects_view(effects: Effects) -> EffectsView:
+    """Return the effects as the page shows them, with as many plots as fit."""
+    found, room = [], MOST_PICTURES
+    for axis in effects.axes.values():
+        picture = encode_picture(effects.plot(axis.name))
+        picture = picture if len(picture) <= room else ""
+        room -= len(picture)
+        columns = [(axis.base.label, format_count(axis.base.runs, "run"))]
+        for value in axis.others:
+            columns += [(value.label, format_count(value.runs, "run")), ("change", format_count(value.pairs, "pair"))]
+        lines = [
+            (name, quantity.kind == "measure", _build_effect_cells(axis, name))
+            for name, quantity in effects.quantities.items()
+        ]
+        found.append(AxisView(axis.name, axis.base.label, format_answers(effects, axis), picture, columns, lines))
+    below = [*format_unknown(effects), *effects.notes]
+    return EffectsView(found, [make_printable(each) for each in below], [*map(make_printable, effects.warnings)])
+
+
+def _build_effect_cells(axis: AxisEffects, name: str) -> list[EffectCell]:
+    cells = [_build_mean_cell(axis.base.means[name].estimate)]
+    for value in axis.others:
+        change = value.changes[name]
+        cells.append(_build_mean_cell(value.means[name].estimate))
+        if math.isnan(change.estimate.value):
+            cells.append(EffectCell(""))
+            continue
+        told, _, rest = format_estimate(change.estimate, change.ratio is not None).partition(" (")
+        verdict = f"{change.verdict}{' *' * change.is_sure}"
+        order = change.estimate.value
+        cells.append(EffectCell(told.replace("x ", "\u00d7 "), rest.rstrip(")"), verdict, order))
+    return cells
+
+
+def _build_mean_cell(estimate: Estimate) -> EffectCell:
+    if math.isnan(estimate.value):
+        return EffectCell("")
+    ends = [format_value(each) for each in (estimate.low, estimate.high)] if estimate.has_interval else []
+    return EffectCell(format_value(estimate.value), " to ".join(ends), order=estimate.value)
 
 
 def _collect_controls(rows: Sequence[Row], scores: Mapping[str, Scores]) -> dict[str, list[float | None]]:

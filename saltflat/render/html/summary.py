@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from saltflat.render.html.page import format_setting
 from saltflat.render.html.runs import find_levels, find_varied_settings
-from saltflat.results.text import format_count, join_words, make_printable
+from saltflat.results.text import format_count, format_setting, join_words, make_printable
 
 if TYPE_CHECKING:
     from saltflat.studies.row import Row
