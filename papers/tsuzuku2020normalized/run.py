@@ -1,0 +1,254 @@
+"""Tsuzuku et al.'s experiments, Tables 1 and 2 and Figures 1 and 2: does normalized sharpness follow the gap?
+
+    python papers/tsuzuku2020normalized/run.py tables --network mlp --dataset mnist    Tables 1 and 2
+    python papers/tsuzuku2020normalized/run.py equal-loss --network mlp                the same, stopped at one loss
+    python papers/tsuzuku2020normalized/run.py labels --network mlp --dataset mnist    Figure 1
+    python papers/tsuzuku2020normalized/run.py depth-width                             Figure 2
+    python papers/tsuzuku2020normalized/run.py all --scale smoke                       everything, tiny, on a CPU
+    python papers/tsuzuku2020normalized/run.py table                                   what was found, beside the paper
+    python papers/tsuzuku2020normalized/run.py figures                                 draw from the rows
+
+MNIST and CIFAR-10 have to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays them out. If
+interrupted, a part resumes where it stopped.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from analysis import MEASURES, NETWORKS, PASSES, list_datasets, write_tables
+from figures import draw_figures
+
+from saltflat.results.files import write_json
+from saltflat.studies import Results, Study
+from saltflat.studies.measurement import measure_network
+from saltflat.studies.rebuild import load_trained_network
+from saltflat.symmetry.fold import fold
+
+HERE = Path(__file__).parent
+PARTS = ("tables", "equal-loss", "labels", "depth-width")
+ARCHITECTURES: dict[str, dict[str, Any]] = {"mlp": {"depth": 3, "width": 512}, "lenet": {}, "wrn": {}}
+TINY: dict[str, dict[str, Any]] = {
+    "mlp": {"depth": 3, "width": 8},
+    "lenet": {"channels": [2, 3], "units": [8, 6]},
+    "wrn": {"width": 2, "factor": 1},
+}
+SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "schedule": "cosine", "batch_size": 128}
+TRAINING: dict[str, dict[str, Any]] = {
+    "mlp": {**SGD, "lr": 0.02, "dtype": "tf32"},
+    "lenet": {**SGD, "lr": 0.02, "dtype": "tf32"},
+    "wrn": {**SGD, "lr": 0.1, "dtype": "bf16"},
+}
+# The three ways to regularize that the networks of Tables 1 and 2 differ in.
+REGULARIZERS: dict[str, dict[str, list[float]]] = {
+    "mlp": {
+        "weight_decay": [0.0, 1e-5, 1e-4, 1e-3],
+        "decoupled_weight_decay": [0.0, 1e-3, 1e-2],
+        "dropout": [0.0, 0.25, 0.5],
+    },
+    "wrn": {
+        "weight_decay": [0.0, 1e-4, 5e-4, 1e-3],
+        "decoupled_weight_decay": [0.0, 1e-2],
+        "dropout": [0.0, 0.3],
+    },
+}
+REGULARIZERS["lenet"] = REGULARIZERS["mlp"]
+SMOKE_REGULARIZERS = {"weight_decay": [0.0, 1e-2], "decoupled_weight_decay": [0.0, 0.1], "dropout": [0.0, 0.5]}
+EPOCHS = {
+    "tables": {"mlp": 100, "lenet": 100, "wrn-cifar10": 30, "wrn-mnist": 10},
+    "labels": {"mlp": 200, "lenet": 300, "wrn": 40},
+}
+TARGET_LOSS = {"mlp": 0.7, "lenet": 0.7}  # of the study that stops every network at one training loss
+# Random labels: on 10,000 images all three networks can fit them, on 50,000 a LeNet-5 cannot.
+LABELED = 10_000
+SHARES = {
+    "mlp": [tenth / 10 for tenth in range(11)],
+    "lenet": [tenth / 10 for tenth in range(11)],
+    "wrn": [0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
+}
+SEEDS = {"tables": {"mlp": 3, "lenet": 3, "wrn": 1}, "labels": {"mlp": 5, "lenet": 5, "wrn": 2}}
+EXACT = {"examples": 2000, "dtype": "float64", "memory": "16GiB"}
+# Float32 and fewer images: 9 gradients of 2.7 million weights for each image, four times over.
+MEASUREMENT = {"mlp": EXACT, "lenet": EXACT, "wrn": {"examples": 500, "dtype": "float32", "memory": "16GiB"}}
+SMOKE_MEASUREMENT = {"examples": 20, "dtype": "float64"}
+
+
+def build_study(
+    name: str, network: str, dataset: str, scale: str, axes: dict[str, Any], seeds: int, epochs: int, **changed: Any
+) -> Study:
+    """Return a study of one network on one data set, at the smallest scale with tiny networks on few images.
+
+    Args:
+        name: of the study.
+        network: ``"mlp"``, ``"lenet"`` or ``"wrn"``.
+        dataset: ``"mnist"`` or ``"cifar10"``.
+        scale: ``"full"`` or ``"smoke"``.
+        axes: of the study.
+        seeds: number of seeds.
+        epochs: the maximum number of epochs.
+        changed: settings that differ from those of the network, and ``stop``, the targets at which training stops.
+    """
+    small = scale == "smoke"
+    stop = changed.pop("stop", {})
+    settings = {**TRAINING[network], **(TINY if small else ARCHITECTURES)[network], **changed}
+    settings = {key: value for key, value in settings.items() if key not in axes}
+    return Study(
+        name=f"tsuzuku2020-{name}-{scale}",
+        data={"name": dataset, "normalize": "standard", **({"train_limit": 200, "test_limit": 200} if small else {})},
+        network=NETWORKS[network].network,
+        axes=axes,
+        seeds=seeds,
+        settings={**settings, "batch_size": 50, "lr": 0.05, "dtype": "float32"} if small else settings,
+        stop={"epochs": 3 if small else epochs, **stop},
+        measures=MEASURES,
+        measure=SMOKE_MEASUREMENT if small else MEASUREMENT[network],
+        together=128,
+    )
+
+
+def build_tables_study(network: str, dataset: str, scale: str) -> Study:
+    """Return the study of Tables 1 and 2: networks that differ in L2, decoupled weight decay and dropout."""
+    small = scale == "smoke"
+    axes = SMOKE_REGULARIZERS if small else REGULARIZERS[network]
+    epochs = EPOCHS["tables"].get(network) or EPOCHS["tables"][f"{network}-{dataset}"]
+    seeds = 1 if small else SEEDS["tables"][network]
+    return build_study(f"tables-{network}-{dataset}", network, dataset, scale, axes, seeds, epochs)
+
+
+def build_equal_loss_study(network: str, scale: str) -> Study:
+    """Return the study of Table 2 again, with every network stopped at the same training loss."""
+    small = scale == "smoke"
+    axes = SMOKE_REGULARIZERS if small else REGULARIZERS[network]
+    return build_study(
+        f"equal-loss-{network}",
+        network,
+        "cifar10",
+        scale,
+        axes,
+        1 if small else SEEDS["tables"][network],
+        EPOCHS["tables"][network],
+        schedule="constant",
+        stop={"loss": 2.25 if small else TARGET_LOSS[network]},
+    )
+
+
+def build_labels_study(network: str, dataset: str, scale: str) -> Study:
+    """Return the study of Figure 1: the share of random labels."""
+    small = scale == "smoke"
+    return build_study(
+        f"labels-{network}-{dataset}",
+        network,
+        dataset,
+        scale,
+        {"label_noise": [0.0, 0.5, 1.0] if small else SHARES[network]},
+        2 if small else SEEDS["labels"][network],
+        EPOCHS["labels"][network],
+        label_noise_kind="uniform",
+        train_size=100 if small else LABELED,
+    )
+
+
+def build_depth_width_study(equal_loss: bool, scale: str) -> Study:
+    """Return the study of Figure 2: MLPs of several depths and widths, for 20 epochs or up to one training loss."""
+    small = scale == "smoke"
+    rule: dict[str, Any] = {"stop": {"loss": 2.2 if small else 0.01}, "schedule": "constant"} if equal_loss else {}
+    return build_study(
+        "depth-width-equal-loss" if equal_loss else "depth-width",
+        "mlp",
+        "mnist",
+        scale,
+        {"depth": [1, 2] if small else [1, 2, 3, 4], "width": [4, 16] if small else [32, 128, 512, 2048]},
+        2 if small else 3,
+        40 if equal_loss else 20,
+        **rule,
+    )
+
+
+def list_studies(part: str, networks: list[str], datasets: list[str], scale: str) -> Iterator[tuple[str, Study]]:
+    """Yield the studies of a part with the names of their folders."""
+    for network in networks:
+        for dataset in list_datasets(part, network):
+            if dataset not in datasets:
+                continue
+            if part == "tables":
+                yield f"tables-{network}-{dataset}", build_tables_study(network, dataset, scale)
+            elif part == "equal-loss":
+                yield f"equal-loss-{network}", build_equal_loss_study(network, scale)
+            elif part == "labels":
+                yield f"labels-{network}-{dataset}", build_labels_study(network, dataset, scale)
+            elif part == "depth-width":
+                yield "depth-width", build_depth_width_study(False, scale)
+                yield "depth-width-equal-loss", build_depth_width_study(True, scale)
+
+
+def measure_again(results: Results, name: str, device: str, data: Path) -> None:
+    """Measure every network of a study once more, with the logits normalized, BatchNorm folded, or both.
+
+    Args:
+        results: of the study, with its weights.
+        name: of the pass, and of the file beside the rows that its values go to.
+        device: to measure on.
+        data: folder of the data sets.
+    """
+    path = results.folder / f"{name}.json"
+    done: dict[str, dict[str, float | None]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    left = [key for key, row in results.rows.items() if row.readings and key not in done]
+    if not left:
+        return
+    again = PASSES[name]
+    options = {**results.study.measure_options, "logits": again.logits}
+    examples = results.study.data.examples(data)
+    for number, key in enumerate(left, 1):
+        made = load_trained_network(results, key, examples)
+        inputs = made.inputs[: options["examples"]].to(device, next(made.model.parameters()).dtype)
+        model = made.model.to(device)
+        if again.folded:
+            model = fold(model, inputs[:2])
+        labels = made.labels[: len(inputs)].to(device)
+        found = measure_network(model, inputs, labels, None, MEASURES, options).readings
+        values = {measure: reading.value for measure, reading in found.items()}
+        done[key] = {measure: value if value == value else None for measure, value in values.items()}
+        write_json(done, path)
+        if number % 10 == 0 or number == len(left):
+            print(f"{results.study.name}, {name}: {len(done)} of {len(results.rows)} networks", flush=True)
+
+
+def run_study(folder: Path, study: Study, part: str, device: str, data: Path) -> None:
+    """Train and measure the networks of a study, and measure those of the tables again."""
+    results = study.run(folder, device=device, data_folder=data)
+    counts = ", ".join(f"{count} {status}" for status, count in results.counts.items() if count)
+    print(f"{study.name}: {counts}", flush=True)
+    if part in ("tables", "equal-loss"):
+        network = next(name for name, each in NETWORKS.items() if each.network == study.network)
+        for name in NETWORKS[network].passes:
+            measure_again(results, name, device, data)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run the parts that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=(*PARTS, "all", "table", "figures"))
+    parser.add_argument("--network", nargs="+", choices=tuple(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--dataset", nargs="+", choices=("mnist", "cifar10"), default=["mnist", "cifar10"])
+    parser.add_argument("--scale", choices=("full", "smoke"), default="full")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
+    parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
+    given = parser.parse_args(words)
+    out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
+    for part in PARTS if given.what == "all" else (given.what,) if given.what in PARTS else ():
+        for name, study in list_studies(part, given.network, given.dataset, given.scale):
+            run_study(out / name, study, part, given.device, given.data)
+    if given.what in ("all", "figures"):
+        for path in draw_figures(out):
+            print(f"drew {path.name}")
+    if given.what in ("all", "table"):
+        print("\n".join(write_tables(out)))
+
+
+if __name__ == "__main__":
+    main()
