@@ -7,6 +7,7 @@
     python papers/tsuzuku2020normalized/run.py all --scale smoke                       everything, tiny, on a CPU
     python papers/tsuzuku2020normalized/run.py table                                   what was found, beside the paper
     python papers/tsuzuku2020normalized/run.py figures                                 draw from the rows
+    python papers/tsuzuku2020normalized/run.py page                                    put the table into README.md
 
 MNIST and CIFAR-10 have to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays them out. If
 interrupted, a part resumes where it stopped.
@@ -15,14 +16,25 @@ interrupted, a part resumes where it stopped.
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from analysis import MEASURES, NETWORKS, PASSES, list_datasets, write_tables
+from analysis import DATASETS, MEASURES, NEGATIVE, NETWORKS, NORMALIZED, PASSES, REGULARIZED, list_datasets
 from figures import draw_figures
+from tables import write_tables
+from torch import Tensor, nn
 
+import saltflat
+from saltflat.engine.custom_losses import normalize_logits
+from saltflat.engine.losses import parse_loss
+from saltflat.measures.normalized import (
+    normalized_sharpness,
+    normalized_sharpness_printed,
+    parameterwise_normalized_sharpness,
+)
+from saltflat.measures.registry import MeasureResult
 from saltflat.results.files import write_json
 from saltflat.studies import Results, Study
 from saltflat.studies.measurement import measure_network
@@ -33,9 +45,9 @@ HERE = Path(__file__).parent
 PARTS = ("tables", "equal-loss", "labels", "depth-width")
 ARCHITECTURES: dict[str, dict[str, Any]] = {"mlp": {"depth": 3, "width": 512}, "lenet": {}, "wrn": {}}
 TINY: dict[str, dict[str, Any]] = {
-    "mlp": {"depth": 3, "width": 8},
-    "lenet": {"channels": [2, 3], "units": [8, 6]},
-    "wrn": {"width": 2, "factor": 1},
+    "mlp": {"depth": 3, "width": 24},
+    "lenet": {"channels": [4, 6], "units": [24, 16]},
+    "wrn": {"width": 4, "factor": 1},
 }
 SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "schedule": "cosine", "batch_size": 128}
 TRAINING: dict[str, dict[str, Any]] = {
@@ -57,7 +69,7 @@ REGULARIZERS: dict[str, dict[str, list[float]]] = {
     },
 }
 REGULARIZERS["lenet"] = REGULARIZERS["mlp"]
-SMOKE_REGULARIZERS = {"weight_decay": [0.0, 1e-2], "decoupled_weight_decay": [0.0, 0.1], "dropout": [0.0, 0.5]}
+SMOKE_REGULARIZERS = {"weight_decay": [0.0, 3e-3], "decoupled_weight_decay": [0.0, 0.03], "dropout": [0.0, 0.2]}
 EPOCHS = {
     "tables": {"mlp": 100, "lenet": 100, "wrn-cifar10": 30, "wrn-mnist": 10},
     "labels": {"mlp": 200, "lenet": 300, "wrn": 40},
@@ -90,10 +102,11 @@ def build_study(
         axes: of the study.
         seeds: number of seeds.
         epochs: the maximum number of epochs.
-        changed: settings that differ from those of the network, and ``stop``, the targets at which training stops.
+        changed: settings that differ from those of the network; ``stop``, the targets at which training stops; and
+            ``more``, further measures.
     """
     small = scale == "smoke"
-    stop = changed.pop("stop", {})
+    stop, more = changed.pop("stop", {}), changed.pop("more", ())
     settings = {**TRAINING[network], **(TINY if small else ARCHITECTURES)[network], **changed}
     settings = {key: value for key, value in settings.items() if key not in axes}
     return Study(
@@ -102,9 +115,9 @@ def build_study(
         network=NETWORKS[network].network,
         axes=axes,
         seeds=seeds,
-        settings={**settings, "batch_size": 50, "lr": 0.05, "dtype": "float32"} if small else settings,
-        stop={"epochs": 3 if small else epochs, **stop},
-        measures=MEASURES,
+        settings={**settings, "batch_size": 20, "lr": 0.05, "dtype": "float32"} if small else settings,
+        stop={"epochs": 20 if small else epochs, **stop},
+        measures=(*MEASURES, *more),
         measure=SMOKE_MEASUREMENT if small else MEASUREMENT[network],
         together=128,
     )
@@ -116,7 +129,8 @@ def build_tables_study(network: str, dataset: str, scale: str) -> Study:
     axes = SMOKE_REGULARIZERS if small else REGULARIZERS[network]
     epochs = EPOCHS["tables"].get(network) or EPOCHS["tables"][f"{network}-{dataset}"]
     seeds = 1 if small else SEEDS["tables"][network]
-    return build_study(f"tables-{network}-{dataset}", network, dataset, scale, axes, seeds, epochs)
+    more = () if network == "wrn" else (REGULARIZED,)
+    return build_study(f"tables-{network}-{dataset}", network, dataset, scale, axes, seeds, epochs, more=more)
 
 
 def build_equal_loss_study(network: str, scale: str) -> Study:
@@ -132,7 +146,7 @@ def build_equal_loss_study(network: str, scale: str) -> Study:
         1 if small else SEEDS["tables"][network],
         EPOCHS["tables"][network],
         schedule="constant",
-        stop={"loss": 2.25 if small else TARGET_LOSS[network]},
+        stop={"loss": 2.0 if small else TARGET_LOSS[network]},
     )
 
 
@@ -155,7 +169,7 @@ def build_labels_study(network: str, dataset: str, scale: str) -> Study:
 def build_depth_width_study(equal_loss: bool, scale: str) -> Study:
     """Return the study of Figure 2: MLPs of several depths and widths, for 20 epochs or up to one training loss."""
     small = scale == "smoke"
-    rule: dict[str, Any] = {"stop": {"loss": 2.2 if small else 0.01}, "schedule": "constant"} if equal_loss else {}
+    rule: dict[str, Any] = {"stop": {"loss": 2.0 if small else 0.01}, "schedule": "constant"} if equal_loss else {}
     return build_study(
         "depth-width-equal-loss" if equal_loss else "depth-width",
         "mlp",
@@ -209,12 +223,47 @@ def measure_again(results: Results, name: str, device: str, data: Path) -> None:
         if again.folded:
             model = fold(model, inputs[:2])
         labels = made.labels[: len(inputs)].to(device)
-        found = measure_network(model, inputs, labels, None, MEASURES, options).readings
+        # Normalized sharpness of normalized logits comes from measure_clamped.
+        names = MEASURES if again.logits == "none" else [name for name in MEASURES if name not in NORMALIZED]
+        found = measure_network(model, inputs, labels, None, names, options).readings
         values = {measure: reading.value for measure, reading in found.items()}
+        if again.logits != "none":
+            values |= measure_clamped(model, inputs, labels, options)
         done[key] = {measure: value if value == value else None for measure, value in values.items()}
         write_json(done, path)
         if number % 10 == 0 or number == len(left):
             print(f"{results.study.name}, {name}: {len(done)} of {len(results.rows)} networks", flush=True)
+
+
+def measure_clamped(model: nn.Module, inputs: Tensor, labels: Tensor, options: Mapping[str, Any]) -> dict[str, float]:
+    """Return the forms of normalized sharpness with negative curvature taken as zero, as in the paper's equation (31).
+
+    The loss of normalized logits is not convex in the outputs, so some entries of the Hessian's diagonal are negative.
+    Their share is returned, too.
+    """
+    loss = normalize_logits(parse_loss("cross_entropy"), options["logits"])
+    found = saltflat.compute_statistics(
+        model, (inputs, labels), loss, "curvature_diagonal", memory=options["memory"], progress=False
+    )["curvature_diagonal"]
+    values = dict.fromkeys(NORMALIZED, 0.0)
+    entries, negative = 0, 0
+    for name, weight in model.named_parameters():
+        diagonal = found[name].clamp_min(0.0)
+        entries, negative = entries + diagonal.numel(), negative + int((found[name] < 0).sum())
+        values[NORMALIZED[3]] += get_value(parameterwise_normalized_sharpness(weight.detach(), diagonal))
+        if weight.dim() < 2:
+            continue
+        # Kernel positions of a convolution share the scales of their channels.
+        w, f = (each if each.dim() == 2 else each.flatten(2)[None] for each in (weight.detach(), diagonal))
+        values[NORMALIZED[0]] += get_value(normalized_sharpness(w, f))
+        values[NORMALIZED[1]] += get_value(normalized_sharpness_printed(w, f))
+        values[NORMALIZED[2]] += get_value(normalized_sharpness_printed(w, f, side="columns"))
+    return {**values, NEGATIVE: negative / entries}
+
+
+def get_value(found: MeasureResult | Tensor) -> float:
+    """Return the number that a measure returned."""
+    return float(found.value if isinstance(found, MeasureResult) else found)
 
 
 def run_study(folder: Path, study: Study, part: str, device: str, data: Path) -> None:
@@ -228,12 +277,20 @@ def run_study(folder: Path, study: Study, part: str, device: str, data: Path) ->
             measure_again(results, name, device, data)
 
 
+def write_page(path: Path, table: str) -> None:
+    """Replace what stands between the two marks of a page by the table."""
+    begin, end = "<!-- table -->\n", "<!-- end of table -->\n"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    path.write_text(f"{before}{begin}\n{table}\n\n{end}{after}", encoding="utf-8")
+
+
 def main(words: list[str] | None = None) -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=(*PARTS, "all", "table", "figures"))
+    parser.add_argument("what", choices=(*PARTS, "all", "table", "figures", "page"))
     parser.add_argument("--network", nargs="+", choices=tuple(NETWORKS), default=list(NETWORKS))
-    parser.add_argument("--dataset", nargs="+", choices=("mnist", "cifar10"), default=["mnist", "cifar10"])
+    parser.add_argument("--dataset", nargs="+", choices=tuple(DATASETS), default=list(DATASETS))
     parser.add_argument("--scale", choices=("full", "smoke"), default="full")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
@@ -248,6 +305,8 @@ def main(words: list[str] | None = None) -> None:
             print(f"drew {path.name}")
     if given.what in ("all", "table"):
         print("\n".join(write_tables(out)))
+    if given.what == "page":
+        write_page(HERE / "README.md", "\n".join(write_tables(out)))
 
 
 if __name__ == "__main__":
