@@ -19,7 +19,6 @@ from analysis import (
     load,
 )
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -127,11 +126,10 @@ def draw_gaps(tables: dict[tuple[str, str], Found]) -> Figure:
                 axes.text(0.5, 0.5, "not tested", ha="center", va="center", transform=axes.transAxes, color="0.5")
                 axes.set_axis_off()
                 continue
-            colors = axes.scatter(
-                found.get_values("normalized_sharpness"), found.gap, c=found.loss, s=14, norm=LogNorm(), cmap="viridis"
-            )
-            figure.colorbar(colors, ax=axes).set_label("training loss", fontsize=8)
-            axes.set_xscale("log")
+            values = found.get_values("normalized_sharpness")
+            colors = axes.scatter(values, found.gap, c=found.log_loss / np.log(10), s=14, cmap="viridis")
+            figure.colorbar(colors, ax=axes).set_label("log10 of the training loss", fontsize=8)
+            axes.locator_params(nbins=5)
             axes.set_xlabel("normalized sharpness", fontsize=9)
             axes.set_ylabel("test error - training error", fontsize=9)
     return figure

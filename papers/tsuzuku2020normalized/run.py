@@ -266,12 +266,12 @@ def get_value(found: MeasureResult | Tensor) -> float:
     return float(found.value if isinstance(found, MeasureResult) else found)
 
 
-def run_study(folder: Path, study: Study, part: str, device: str, data: Path) -> None:
-    """Train and measure the networks of a study, and measure those of the tables again."""
+def run_study(folder: Path, study: Study, again: bool, device: str, data: Path) -> None:
+    """Train and measure the networks of a study, and measure them again if asked to."""
     results = study.run(folder, device=device, data_folder=data)
     counts = ", ".join(f"{count} {status}" for status, count in results.counts.items() if count)
     print(f"{study.name}: {counts}", flush=True)
-    if part in ("tables", "equal-loss"):
+    if again:
         network = next(name for name, each in NETWORKS.items() if each.network == study.network)
         for name in NETWORKS[network].passes:
             measure_again(results, name, device, data)
@@ -295,11 +295,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
     parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
+    parser.add_argument("--once", action="store_true", help="leave the further measurements for a later call")
     given = parser.parse_args(words)
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
     for part in PARTS if given.what == "all" else (given.what,) if given.what in PARTS else ():
         for name, study in list_studies(part, given.network, given.dataset, given.scale):
-            run_study(out / name, study, part, given.device, given.data)
+            again = part in ("tables", "equal-loss") and not given.once
+            run_study(out / name, study, again, given.device, given.data)
     if given.what in ("all", "figures"):
         for path in draw_figures(out):
             print(f"drew {path.name}")

@@ -35,6 +35,7 @@ NOT_TESTED = "not tested (no rows yet)"
 TOO_FEW = "not tested (too few networks)"
 TABLES, LABELS, SHAPES = CLAIMS[:2], CLAIMS[2], CLAIMS[3]
 SHAPE_STUDIES = {"depth-width": "after equal epochs", "depth-width-equal-loss": "stopped at one training loss"}
+THREE = ("normalized_sharpness", *BASELINES)
 FIGURES = {
     "tables.png": "Tables 1 and 2, Pearson correlations with the gap and 95 % intervals",
     "gaps.png": "Tables 1 and 2, every network",
@@ -48,7 +49,7 @@ HOW = (
     '"At equal loss" is the partial correlation, which holds the logarithm of the training loss fixed: linearly '
     "(Pearson) or in order (Kendall's tau-b). A correlation is *reproduced* if its interval excludes zero and the "
     "paper's number is in it or within 0.1 of ours, has the *same sign* if only the first holds, and is *not "
-    "reproduced* otherwise."
+    "reproduced* otherwise. Rows of logits of unit deviation are of WRN-16-4 with BatchNorm folded."
 )
 
 
@@ -131,16 +132,19 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
     yield make_head("claim", "paper (MLP, LeNet, WRN)", "here", "verdict")
     for claim in TABLES:
         found = {network: studies[claim["dataset"], network] for network in NETWORKS}
-        for measure in ("normalized_sharpness", *BASELINES):
+        for measure, unit in (*((name, False) for name in THREE), *((name, True) for name in THREE[:2])):
             here: dict[str, str] = {}
             judged: dict[str, str] = {}
             for network, each in found.items():
-                one = None if each is None else correlate(each.get_values(measure), each)
-                paper = claim[measure][network]
+                again = NETWORKS[network].passes[-1] if unit else None
+                one = None if each is None else correlate(each.get_values(measure, again), each)
                 here[network] = "-" if one is None else f"{one.pearson.value:.2f}"
-                judged[network] = say_untested(each) if one is None else judge_correlation(one.pearson, paper)
+                judged[network] = (
+                    say_untested(each) if one is None else judge_correlation(one.pearson, claim[measure][network])
+                )
             said = ", ".join(f"{claim[measure][network]:.2f}" for network in NETWORKS)
-            what = f"{claim['where']}: correlation of {measure} with the gap"
+            name = f"{measure}, logits of unit deviation," if unit else measure
+            what = f"{claim['where']}: correlation of {name} with the gap"
             yield make_row([what, said, ", ".join(here.values()), join_verdicts(judged)])
         judged = {network: judge_strongest(each) for network, each in found.items()}
         leads = ", ".join(say_lead(each) for each in found.values())
@@ -202,17 +206,16 @@ def say_strongest(claim: dict[str, Any]) -> str:
 
 def say_lead(found: Found | None) -> str:
     """Return by how much normalized sharpness correlates more strongly than the better of trace and norm."""
-    measures = ("normalized_sharpness", *BASELINES)
-    values = [] if found is None else [correlate(found.get_values(name), found) for name in measures]
+    values = [] if found is None else [correlate(found.get_values(name), found) for name in THREE]
     strengths = [abs(one.pearson.value) for one in values if one is not None]
-    return f"{strengths[0] - max(strengths[1:]):.2f}" if len(strengths) == len(measures) else "-"
+    return f"{strengths[0] - max(strengths[1:]):.2f}" if len(strengths) == len(THREE) else "-"
 
 
 def judge_strongest(found: Found | None) -> str:
     """Return the verdict: reproduced if normalized sharpness is clearly ahead of both trace and norm."""
     if found is None:
         return NOT_TESTED
-    one, *others = (correlate(found.get_values(name), found) for name in ("normalized_sharpness", *BASELINES))
+    one, *others = (correlate(found.get_values(name), found) for name in THREE)
     if one is None or None in others:
         return TOO_FEW
     ahead = [compare_strength(one, other) for other in others if other is not None]
@@ -302,21 +305,21 @@ def write_equal_loss(out: Path, studies: dict[tuple[str, str], Found | None]) ->
     """Yield what is left of the correlation of normalized sharpness once the training loss is held fixed."""
     yield make_head(
         "networks", "normalized_sharpness", "log training loss alone", "normalized_sharpness at equal loss",
-        "by Kendall", "trace at equal loss", "norm at equal loss", "what is left",
+        "by Kendall", "the same, logits of unit deviation", "trace at equal loss", "norm at equal loss", "what is left",
     )  # fmt: skip
     left_over: dict[str, list[str]] = {}
     for (dataset, network), found in studies.items():
         title = f"{NETWORKS[network].title} on {DATASETS[dataset]}"
         if found is None or not found.is_enough:
-            yield make_row([title, say_untested(found), *[""] * 6])
+            yield make_row([title, say_untested(found), *[""] * 7])
             continue
-        names = ("normalized_sharpness", *BASELINES)
-        one, trace, norm = (correlate(found.get_values(name), found) for name in names)
+        one, trace, norm = (correlate(found.get_values(name), found) for name in THREE)
+        unit = correlate(found.get_values("normalized_sharpness", NETWORKS[network].passes[-1]), found)
         loss = correlate(found.log_loss, found)
         if one is None or loss is None:
-            yield make_row([title, TOO_FEW, *[""] * 6])
+            yield make_row([title, TOO_FEW, *[""] * 7])
             continue
-        left = [each.pearson_left if each is not None else "" for each in (trace, norm)]
+        left = [each.pearson_left if each is not None else "" for each in (unit, trace, norm)]
         left_over.setdefault(say_left(one), []).append(title)
         yield make_row([title, one.pearson, loss.pearson, one.pearson_left, one.kendall_left, *left, say_left(one)])
     yield ""
@@ -340,7 +343,7 @@ def write_equal_loss(out: Path, studies: dict[tuple[str, str], Found | None]) ->
             continue
         reached = f"{len(found.rows)} of {len(found.results.places)}"
         losses = f"{found.loss.min():.3f} to {found.loss.max():.3f}"
-        numbers = {measure: found.get_values(measure) for measure in ("normalized_sharpness", *BASELINES)}
+        numbers = {measure: found.get_values(measure) for measure in THREE}
         numbers["normalized_sharpness, logits of unit deviation"] = found.get_values(
             "normalized_sharpness", "logits_std"
         )
