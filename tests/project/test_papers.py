@@ -1,12 +1,18 @@
 """The papers' scripts run at their smallest scale, and their pages show the tables of their rows."""
 
+import doctest
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
+from scipy.stats import pearsonr
 
 ROOT = Path(__file__).parent.parent.parent
 PAPERS = sorted(path.parent for path in (ROOT / "papers").glob("*/run.py"))
@@ -72,3 +78,68 @@ def test_the_smallest_scale_of_a_study_goes_on_where_it_was(
     assert {path for path in rows if now[path] != written[path]} == {lost}, "only the row that was lost is made again"
     # Fewer networks are trained at once the second time, so sums are rounded another way.
     assert json.loads(lost.read_text())["readings"][measure]["value"] == pytest.approx(values[lost], rel=1e-2)
+
+
+@pytest.mark.skipif(
+    not ((DATA / "MNIST").exists() and (DATA / "cifar-10-batches-py").exists()),
+    reason="needs MNIST and CIFAR-10 in SALTFLAT_DATA",
+)
+def test_the_smallest_scale_of_tsuzuku_et_al_goes_on_where_it_was(tmp_path: Path) -> None:
+    paper = ROOT / "papers" / "tsuzuku2020normalized"
+    words = ("--scale", "smoke", "--device", "cpu", "--out", str(tmp_path))
+    tables = ("tables", "--network", "wrn", "--dataset", "cifar10", *words)
+    run(paper, *tables)
+    run(paper, "labels", "--network", "mlp", "--dataset", "mnist", *words)
+    table = run(paper, "table", *words)
+    verdicts = table.partition("## What is left at equal training loss")[0]
+    assert "not tested (no rows yet)" in verdicts, "two of the studies have rows, the others none"
+    assert "logits of unit deviation" in table
+    assert "drew figure1.png" in run(paper, "figures", *words)
+    rows = sorted((tmp_path / "tables-wrn-cifar10" / "rows").glob("*.json"))
+    values = [json.loads(path.read_text())["readings"]["normalized_sharpness"]["value"] for path in rows]
+    assert len(set(values)) == len(rows) == 8, "every network is another one"
+
+    again = tmp_path / "tables-wrn-cifar10" / "folded.json"
+    folded = json.loads(again.read_text())
+    assert folded.keys() == {path.stem for path in rows}
+    lost = rows[0].stem
+    again.write_text(json.dumps({key: each for key, each in folded.items() if key != lost}))
+    written = {path: path.stat().st_mtime_ns for path in rows}
+    assert "folded: 8 of 8" in run(paper, *tables)
+    assert {path: path.stat().st_mtime_ns for path in rows} == written, "no network is trained or measured again"
+    assert json.loads(again.read_text())[lost] == pytest.approx(folded[lost]), "but by the pass that it lacked"
+
+
+@pytest.fixture
+def analysis(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(ROOT / "papers" / "tsuzuku2020normalized")
+    yield importlib.import_module("analysis")
+    for name in ("analysis", "tables"):
+        sys.modules.pop(name, None)
+
+
+def test_the_examples_of_the_analysis_are_right(analysis: ModuleType) -> None:
+    for module in (analysis, importlib.import_module("tables")):
+        found = doctest.testmod(module)
+        assert found.attempted > 0
+        assert found.failed == 0
+
+
+def test_a_partial_correlation_is_that_of_the_residuals(analysis: ModuleType) -> None:
+    draw = np.random.default_rng(0)
+    z = draw.normal(size=200)
+    x, y = z + draw.normal(size=200), 2 * z - draw.normal(size=200)
+    residuals = [each - np.polyval(np.polyfit(z, each, 1), z) for each in (x, y)]
+    three = (np.array([pearsonr(one, other).statistic]) for one, other in ((x, y), (x, z), (y, z)))
+    assert analysis.hold_fixed(*three) == pytest.approx(pearsonr(*residuals).statistic)
+    fisher, known = analysis.compute_fisher_interval(pearsonr(x, y).statistic, 200), pearsonr(x, y)
+    assert (fisher.low, fisher.high) == pytest.approx(tuple(known.confidence_interval(0.95)), abs=1e-6)
+
+
+def test_slopes_of_a_power_law_are_its_exponents(analysis: ModuleType) -> None:
+    depth, width = (np.log(each.ravel()) for each in np.meshgrid([1.0, 2.0, 4.0], [8.0, 32.0, 64.0]))
+    once = np.ones((9, 1), dtype=np.float32)
+    found = analysis._fit_slopes(depth, width, 3.0 + 1.1 * depth + 0.4 * width, once)
+    assert np.ravel(found) == pytest.approx([1.1, 0.4])
+    one_depth = (depth == 0).astype(np.float32)[:, None]
+    assert np.isnan(analysis._fit_slopes(depth, width, width, one_depth)).all(), "one depth has no slope"
