@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.func import vmap
 
 from saltflat.results.jackknife import compute_variance_of_mean
 
@@ -26,6 +27,10 @@ GPU_PIECE = 1 << 26
 
 class MatrixGeometry(Protocol):
     """How an array of the parameter's shape is a stack of matrices; see :class:`saltflat.layers.Geometry`."""
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups of channels that are not connected with each other."""
 
     @property
     def inputs_first(self) -> bool:
@@ -127,7 +132,7 @@ class FactoredGradient(ABC):
 
         ``unit`` has the parameter's shape and contains the unit of each entry. The result is ``(units,)``.
         """
-        weight, unit, total = direction.reshape(-1), unit.reshape(-1), direction.new_zeros(units)
+        weight, unit, total = direction.reshape(-1), unit.reshape(-1).to(direction.device), direction.new_zeros(units)
         for part in self.split_examples():
             products = (_flatten_gradients(part.to_dense()) * weight).flatten(0, 1)
             inner = products.new_zeros(len(products), units).index_add_(1, unit, products)
@@ -143,7 +148,7 @@ class FactoredGradient(ABC):
         for part in self.split_examples():
             dense = part.to_dense().flatten(0, 1)
             dense = dense if scale is None else dense * scale
-            rows = torch.stack([geometry.view_as_matrices(each).flatten(2) for each in dense])  # (b, groups, out, in)
+            rows = vmap(geometry.view_as_matrices)(dense).flatten(3)  # (b, groups, out, in)
             wide = rows.permute(1, 2, 0, 3).flatten(2)
             total = wide @ wide.mT if total is None else total.add_(wide @ wide.mT)
         assert total is not None

@@ -187,7 +187,7 @@ mean_gradient = register_statistic(
 def _sum_unit_forms(form: FactoredGradient, site: ParameterSite, axis: str = "column") -> Tensor:
     assert site.geometry is not None
     unit, units = site.geometry.index_units(axis)
-    return form.sum_unit_squares(site.value, unit.to(site.value.device), units).double()
+    return form.sum_unit_squares(site.value, unit, units).double()
 
 
 unit_forms = register_statistic(
