@@ -132,7 +132,7 @@ class FactoredGradient(ABC):
 
         ``unit`` has the parameter's shape and contains the unit of each entry. The result is ``(units,)``.
         """
-        weight, unit, total = direction.reshape(-1), unit.reshape(-1).to(direction.device), direction.new_zeros(units)
+        weight, unit, total = direction.reshape(-1), unit.reshape(-1), direction.new_zeros(units)
         for part in self.split_examples():
             products = (_flatten_gradients(part.to_dense()) * weight).flatten(0, 1)
             inner = products.new_zeros(len(products), units).index_add_(1, unit, products)
@@ -188,6 +188,8 @@ def _flatten_gradients(gradients: Tensor) -> Tensor:
 
 def sum_column_squares(factor: Tensor) -> Tensor:
     """Return the sum of squares over the columns, without an array of all squares."""
+    if factor.device.type != "cpu":  # one kernel instead of one for each column
+        return compute_squared_lengths(factor, 0)
     total = factor[0].square()
     for column in factor[1:]:
         total.addcmul_(column, column)

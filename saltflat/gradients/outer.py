@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from saltflat.gradients.base import (
     ColumnLayout,
@@ -24,6 +25,8 @@ from saltflat.results.jackknife import compute_variance_of_mean
 # the caches of a CPU.
 KEPT_CPU = 1 << 20
 KEPT_GPU = 1 << 24
+# Whether arrays of a parameter's shape are constant along the rows of their groups; see `_is_constant_along_rows`.
+_CONSTANT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class OuterProductGradient(FactoredGradient):
@@ -213,6 +216,15 @@ class OuterProductGradient(FactoredGradient):
             core = core.permute([self.order.index(axis) for axis in range(len(self.order))])
         return core.reshape(self.groups, self.rows, self.entries)
 
+    def _is_constant_along_rows(self, values: Tensor) -> bool:
+        """Return whether all rows of a group have the same values; remembered, since a GPU has to be waited for."""
+        about = values._version, self.groups, self.rows, self.order
+        known: tuple[tuple[object, ...], bool] | None = _CONSTANT.get(values)
+        if known is None or known[0] != about:
+            core = self.reshape_to_core(values)
+            known = _CONSTANT[values] = about, bool((core == core[:, :1]).all())
+        return known[1]
+
     def project(self, direction: Tensor) -> Tensor:
         core = self.reshape_to_core(direction)
         # The factor without columns is multiplied first: one product for all columns.
@@ -231,10 +243,10 @@ class OuterProductGradient(FactoredGradient):
 
     def sum_unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
         core, number = self.reshape_to_core(direction), self.reshape_to_core(unit)
-        by_entry = bool((number == number[:, :1]).all())
+        by_entry = self._is_constant_along_rows(unit)
         if not by_entry and not bool((number == number[:, :, :1]).all()):
             return super().sum_unit_squares(direction, unit, units)
-        number = (number[:, 0] if by_entry else number[:, :, 0]).reshape(-1).to(core.device)
+        number = (number[:, 0] if by_entry else number[:, :, 0]).reshape(-1)
         total = core.new_zeros(units)
         for inner in self._iterate_unit_products(core, by_entry):
             flat = inner.flatten(0, 1).flatten(1)
@@ -263,7 +275,7 @@ class OuterProductGradient(FactoredGradient):
         if geometry.inputs_first or geometry.groups != self.groups:
             return super().compute_row_products(geometry, scale)
         plain = self.positions == 1 and self.right.shape[0] == 1
-        if plain and (factors is None or bool((factors == factors[:, :1]).all())):
+        if plain and (factors is None or scale is None or self._is_constant_along_rows(scale)):
             right = self.right[0] if factors is None else self.right[0] * factors[:, :1]
             # (g a')(g a')' = |a|^2 g g'
             left = (
