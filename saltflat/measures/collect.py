@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from saltflat.balance.matrix import share_balances
 from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.progress import Forecast, StepProgress
 from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic
@@ -230,7 +231,7 @@ class StatisticCollector:
         left_out: dict[str, str] = {}
         # A pass may have written to the weights; measures are of the user's.
         self.context.problem.network.undo_writes()
-        with self.time_step("measures"):
+        with self.time_step("measures"), share_balances():
             for request in asked:
                 missing = [self.reasons[need.key] for need in request.needs.values() if need.key in self.reasons]
                 if not missing:
