@@ -8,7 +8,7 @@ error of their *difference* is estimated from the differences group by group, in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +29,7 @@ from saltflat.engine.output_curvature import ColumnPlan
 from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, run_probe
+from saltflat.engine.structure import Structure
 from saltflat.errors import MemoryLimitWarning, warn_caller
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.layers import Geometry, infer_geometry
@@ -192,7 +193,7 @@ class Context:
         initial: the parameters before training, if they were given.
         tick: called as ``tick(step, done, total)`` to report progress.
         sampling: whether to estimate how far the numbers depend on the choice of the examples.
-        probes: how to sweep each kind of input that was seen.
+        structure: what does not depend on the weights; contexts of one architecture may share it.
         first: the first few examples that were probed.
     """
 
@@ -205,19 +206,24 @@ class Context:
         initial: Mapping[str, Tensor] | None = None,
         tick: Tick = ignore_progress,
         sampling: bool = False,
+        structure: Structure | None = None,
     ) -> None:
+        self.structure = Structure() if structure is None else structure
         self.problem, self.plan, self.seed, self.limit = problem, plan, seed, limit
         self.initial, self.tick, self.sampling = initial, tick, sampling
         self.heap = HeapTrimmer(limit // 3)
-        # Inputs of other shapes may take another path through the model: each kind is probed when it first appears.
-        self.probes: dict[tuple[Any, bool], Probe] = {}
         self.first: Batch | None = None
         self.results_bytes = self._warned_bytes = 0
         self._seen: set[tuple[int, int, bool]] = set()
         self._picked: list[tuple[Batch, Tensor, Tensor]] = []
         self._counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
-        self._geometries: Mapping[str, Geometry] | None = None
+
+    @property
+    def probes(self) -> dict[Hashable, Probe]:
+        """Return how to sweep each kind of input that was seen."""
+        # Inputs of other shapes may take another path through the model: each kind is probed when it first appears.
+        return self.structure.probes
 
     def get_probe(self, batch: Batch) -> Probe:
         """Return how to sweep inputs like these; run the model to find out if they are of a new kind."""
@@ -248,7 +254,8 @@ class Context:
         self._picked.append((one, outputs[number : number + 1].detach().clone(), outputs.detach().abs().max()))
         found = self.get_probe(batch)
         fitting = compute_working_memory(self.limit) // (found.fixed + found.moving)
-        if len(self._seen) <= ALONE or len(self._picked) >= min(TOGETHER, fitting):
+        alone = len(self._seen) <= ALONE and not self.structure.uncoupled
+        if alone or len(self._picked) >= min(TOGETHER, fitting):
             self.check_picked()
 
     def check_picked(self) -> None:
@@ -290,10 +297,10 @@ class Context:
     @property
     def geometries(self) -> Mapping[str, Geometry]:
         """Return how the model uses the measured parameters as matrices, determined on its first examples."""
-        if self._geometries is None:
+        if self.structure.geometries is None:
             first = self._first or next(iter(self.problem.read_batches())).cut(0, 2)
-            self._geometries = find_geometries(self.problem.network, first)
-        return self._geometries
+            self.structure.geometries = find_geometries(self.problem.network, first)
+        return self.structure.geometries
 
     @contextmanager
     def reserve(self, size: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -31,6 +31,22 @@ class ParameterSite:
     value: Tensor
     geometry: Geometry | None = None
     deviation: Tensor | None = None
+    units: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def index_units(self, axis: str) -> tuple[Tensor, int]:
+        """Return the unit of every entry, on the parameter's device, and the number of units; found once per axis."""
+        if axis not in self.units:
+            assert self.geometry is not None
+            unit, count = self.geometry.index_units(axis)
+            self.units[axis] = unit.to(self.value.device), count
+        return self.units[axis]
+
+    @cached_property
+    def input_scale(self) -> Tensor | None:
+        """The factor of every entry that brings the layer's inputs to unit deviation; None if that is not known."""
+        if self.deviation is None:
+            return None
+        return (1 / self.deviation)[self.index_units("column")[0]].to(self.value)
 
 
 @dataclass(frozen=True)

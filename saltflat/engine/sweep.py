@@ -281,11 +281,14 @@ class Sweep:
                 _accumulate(total, name, value, 1)
         return total
 
-    def compute_values(self) -> dict[str, dict[str, Tensor]]:
-        """Return every statistic of every parameter."""
+    def compute_values(self, device: torch.device | None = None) -> dict[str, dict[str, Tensor]]:
+        """Return every statistic of every parameter, on another device if one is given."""
         found = {
             each.name: self._scale_sums(each, self._sum_groups(each), self._compute_scale(each)) for each in self.wanted
         }
+        if device is not None:
+            # Before they are checked one by one, since every answer of a GPU has to be waited for.
+            found = {name: {key: value.to(device) for key, value in of.items()} for name, of in found.items()}
         for statistic, values in found.items():
             for name, value in values.items():
                 if not is_finite(value):

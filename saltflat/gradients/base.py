@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.func import vmap
 
 from saltflat.results.jackknife import compute_variance_of_mean
 
@@ -26,6 +27,10 @@ GPU_PIECE = 1 << 26
 
 class MatrixGeometry(Protocol):
     """How an array of the parameter's shape is a stack of matrices; see :class:`saltflat.layers.Geometry`."""
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups of channels that are not connected with each other."""
 
     @property
     def inputs_first(self) -> bool:
@@ -143,7 +148,7 @@ class FactoredGradient(ABC):
         for part in self.split_examples():
             dense = part.to_dense().flatten(0, 1)
             dense = dense if scale is None else dense * scale
-            rows = torch.stack([geometry.view_as_matrices(each).flatten(2) for each in dense])  # (b, groups, out, in)
+            rows = vmap(geometry.view_as_matrices)(dense).flatten(3)  # (b, groups, out, in)
             wide = rows.permute(1, 2, 0, 3).flatten(2)
             total = wide @ wide.mT if total is None else total.add_(wide @ wide.mT)
         assert total is not None
@@ -183,6 +188,8 @@ def _flatten_gradients(gradients: Tensor) -> Tensor:
 
 def sum_column_squares(factor: Tensor) -> Tensor:
     """Return the sum of squares over the columns, without an array of all squares."""
+    if factor.device.type != "cpu":  # one kernel instead of one for each column
+        return compute_squared_lengths(factor, 0)
     total = factor[0].square()
     for column in factor[1:]:
         total.addcmul_(column, column)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from saltflat.gradients.base import (
     ColumnLayout,
@@ -18,6 +20,13 @@ from saltflat.gradients.base import (
     sum_groups,
 )
 from saltflat.results.jackknife import compute_variance_of_mean
+
+# Elements of gradients that several statistics share, instead of computing them again: those of a few megabytes stay in
+# the caches of a CPU.
+KEPT_CPU = 1 << 20
+KEPT_GPU = 1 << 24
+# Whether arrays of a parameter's shape are constant along the rows of their groups; see `_is_constant_along_rows`.
+_CONSTANT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class OuterProductGradient(FactoredGradient):
@@ -108,18 +117,49 @@ class OuterProductGradient(FactoredGradient):
         return super().compute_spread(layout)
 
     def _sum_squared_products(self) -> Tensor:
-        """Return the sum of squared gradients, ``(groups, rows, entries)``, computed in one buffer piece by piece."""
+        """Return the sum of squared gradients, ``(groups, rows, entries)``."""
+        if self._product is not None:
+            return self._product.square().sum((0, 2))
+        total = None
+        for product in self._iterate_products():
+            if total is None:
+                total = get_scratch_array("squares", product.shape, product).zero_()
+            total[: len(product)].addcmul_(product, product)
+        assert total is not None
+        return total.sum((0, 2))
+
+    @cached_property
+    def _product(self) -> Tensor | None:
+        """The gradients, ``(examples, groups, columns, rows, entries)``, if they are few; several statistics use them.
+
+        Arrays of the parameter's size are small beside the factors where a parameter has many positions.
+        """
+        size = self.examples * self.columns * self.groups * self.rows * self.entries
+        if size > (KEPT_CPU if self.device.type == "cpu" else KEPT_GPU):
+            return None
+        left, right = (factor.flatten(0, 1) for factor in self._stack_columns())
+        return self._separate_columns(torch.bmm(left.mT, right))
+
+    def _iterate_products(self) -> Iterator[Tensor]:
+        """Yield the gradients of some examples at a time, as :attr:`_product`; the next ones share their memory."""
+        if self._product is not None:
+            yield self._product
+            return
         left, right = self._stack_columns()
-        left, right = left.flatten(0, 1), right.flatten(0, 1)  # examples and groups
-        step = self.groups * compute_piece_size(self.columns * self.groups * self.rows * self.entries, self.device)
-        step = min(step, len(left))
-        buffer = get_scratch_array("product", (step, left.shape[2], right.shape[2]), left)
-        total = get_scratch_array("squares", buffer.shape, left).zero_()
-        for start in range(0, len(left), step):
-            count = min(step, len(left) - start)
-            product = torch.bmm(left[start : start + count].mT, right[start : start + count], out=buffer[:count])
-            total[:count].addcmul_(product, product)
-        return self._sum_columns(total.unflatten(0, (-1, self.groups)).sum(0))
+        step = min(
+            self.examples, compute_piece_size(self.columns * self.groups * self.rows * self.entries, self.device)
+        )
+        for start in range(0, self.examples, step):
+            one, two = (factor[start : start + step].flatten(0, 1) for factor in (left, right))
+            buffer = get_scratch_array("product", (len(one), one.shape[2], two.shape[2]), left)
+            yield self._separate_columns(torch.bmm(one.mT, two, out=buffer))
+
+    def _separate_columns(self, product: Tensor) -> Tensor:
+        """Give the columns an axis of their own: ``(examples, groups, columns, rows, entries)``."""
+        lead = len(product) // self.groups, self.groups
+        if self.right.shape[0] == 1:
+            return product.view(*lead, self.columns, self.rows, self.entries)
+        return product.view(*lead, self.rows, self.columns, self.entries).transpose(2, 3)
 
     def _stack_columns(self) -> tuple[Tensor, Tensor]:
         """Return both factors with columns beside their rows (or entries), for one product per example and group."""
@@ -136,12 +176,6 @@ class OuterProductGradient(FactoredGradient):
 
         return stack_factor(self.left, "left"), stack_factor(self.right, "right")
 
-    def _sum_columns(self, product: Tensor) -> Tensor:
-        """Sum over the columns beside the rows (or entries)."""
-        axis, size = (1, self.rows) if self.right.shape[0] == 1 else (2, self.entries)
-        parted: Tensor = product.unflatten(axis, (-1, size))
-        return parted.sum(axis)
-
     def compute_squared_norms(self, groups: Sequence[slice]) -> Tensor:
         if self.positions == 1:
             return sum_groups(
@@ -151,23 +185,10 @@ class OuterProductGradient(FactoredGradient):
         width = self.columns * self.rows if self.right.shape[0] == 1 else self.columns * self.entries
         still = self.entries if self.right.shape[0] == 1 else self.rows
         # |sum_t g_t a_t'|^2 = sum_tt' (g_t . g_t') (a_t . a_t'): cheaper when there are few positions.
-        if len(groups) == 1 and self.positions * (width + still) < width * still:
+        few = self.positions * (width + still) < width * still
+        if len(groups) == 1 and few and vars(self).get("_product") is None:
             return self._compute_norms_by_position(groups[0])
-        left, right = self._stack_columns()
-        step = min(
-            self.examples, compute_piece_size(self.columns * self.groups * self.rows * self.entries, self.device)
-        )
-        shape = (step * self.groups, left.shape[3], right.shape[3])
-        parts = []
-        for start in range(0, self.examples, step):
-            here = slice(start, start + step)
-            one, two = left[here].flatten(0, 1), right[here].flatten(0, 1)
-            product = torch.bmm(one.mT, two, out=get_scratch_array("product", (len(one), *shape[1:]), left))
-            if self.right.shape[0] == 1:
-                found = compute_squared_lengths(product.unflatten(1, (-1, self.rows)), (2, 3))
-            else:
-                found = compute_squared_lengths(product.unflatten(2, (-1, self.entries)), (1, 3))
-            parts.append(found.unflatten(0, (-1, self.groups)).sum(1))
+        parts = [compute_squared_lengths(product, (1, 3, 4)) for product in self._iterate_products()]
         return sum_groups(torch.cat(parts).T, groups)
 
     def _compute_norms_by_position(self, group: slice) -> Tensor:
@@ -195,6 +216,15 @@ class OuterProductGradient(FactoredGradient):
             core = core.permute([self.order.index(axis) for axis in range(len(self.order))])
         return core.reshape(self.groups, self.rows, self.entries)
 
+    def _is_constant_along_rows(self, values: Tensor) -> bool:
+        """Return whether all rows of a group have the same values; remembered, since a GPU has to be waited for."""
+        about = values._version, self.groups, self.rows, self.order
+        known: tuple[tuple[object, ...], bool] | None = _CONSTANT.get(values)
+        if known is None or known[0] != about:
+            core = self.reshape_to_core(values)
+            known = _CONSTANT[values] = about, bool((core == core[:, :1]).all())
+        return known[1]
+
     def project(self, direction: Tensor) -> Tensor:
         core = self.reshape_to_core(direction)
         # The factor without columns is multiplied first: one product for all columns.
@@ -213,34 +243,55 @@ class OuterProductGradient(FactoredGradient):
 
     def sum_unit_squares(self, direction: Tensor, unit: Tensor, units: int) -> Tensor:
         core, number = self.reshape_to_core(direction), self.reshape_to_core(unit)
-        by_entry = bool((number == number[:, :1]).all())
+        by_entry = self._is_constant_along_rows(unit)
         if not by_entry and not bool((number == number[:, :, :1]).all()):
             return super().sum_unit_squares(direction, unit, units)
         number = (number[:, 0] if by_entry else number[:, :, 0]).reshape(-1)
         total = core.new_zeros(units)
+        for inner in self._iterate_unit_products(core, by_entry):
+            flat = inner.flatten(0, 1).flatten(1)
+            total += flat.new_zeros(len(flat), units).index_add_(1, number, flat).square().sum(0)
+        return total
+
+    def _iterate_unit_products(self, core: Tensor, by_entry: bool) -> Iterator[Tensor]:
+        """Yield the direction times the gradients, summed over the rows (or the entries) of each group.
+
+        The order of axes is columns and examples, or examples and columns, then groups and entries (or rows).
+        """
+        if self.positions > (self.rows if by_entry else self.entries) and self.right.shape[0] == 1:
+            for product in self._iterate_products():
+                yield torch.einsum("nckre,cre->nkce" if by_entry else "nckre,cre->nkcr", product, core)
+            return
         width = self.groups * self.positions * (self.entries if by_entry else self.rows)
         step = compute_piece_size(self.columns * width, self.device)
         for start in range(0, self.examples, step):
             part = self.select_examples(slice(start, start + step))
             # The direction times the other factor, times this factor at each entry (or row).
             each = (part.left @ core) * part.right if by_entry else (part.right @ core.mT) * part.left
-            flat = each.sum(3).flatten(0, 1).flatten(1)
-            total += flat.new_zeros(len(flat), units).index_add_(1, number, flat).square().sum(0)
-        return total
+            yield each.sum(3)
 
     def compute_row_products(self, geometry: MatrixGeometry, scale: Tensor | None) -> Tensor:
-        plain = self.positions == 1 and self.right.shape[0] == 1 and self.order is None and not geometry.inputs_first
         factors = None if scale is None else self.reshape_to_core(scale)
-        if not plain or (factors is not None and not bool((factors == factors[:, :1]).all())):
+        if geometry.inputs_first or geometry.groups != self.groups:
             return super().compute_row_products(geometry, scale)
-        right = self.right[0] if factors is None else self.right[0] * factors[:, :1]
-        # (g a')(g a')' = |a|^2 g g'
-        left = (
-            (self.left * compute_squared_lengths(right, (2, 3))[None, :, :, None, None].sqrt())
-            .permute(2, 4, 0, 1, 3)
-            .flatten(2)
-        )
-        return left @ left.mT
+        plain = self.positions == 1 and self.right.shape[0] == 1
+        if plain and (factors is None or scale is None or self._is_constant_along_rows(scale)):
+            right = self.right[0] if factors is None else self.right[0] * factors[:, :1]
+            # (g a')(g a')' = |a|^2 g g'
+            left = (
+                (self.left * compute_squared_lengths(right, (2, 3))[None, :, :, None, None].sqrt())
+                .permute(2, 4, 0, 1, 3)
+                .flatten(2)
+            )
+            return left @ left.mT
+        total = None
+        for product in self._iterate_products():
+            scaled = product if factors is None else product * factors[:, None]
+            wide = scaled.transpose(2, 3).flatten(3)  # (examples, groups, rows, columns and entries)
+            found = (wide @ wide.mT).sum(0)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
 
     def compute_gram(self, other: FactoredGradient) -> Tensor:
         if not isinstance(other, OuterProductGradient) or self.positions * other.positions > 1:

@@ -1,75 +1,30 @@
-"""Groups of examples, which standard errors over examples are found with.
-
-The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
-statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
-The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
-error of their *difference* comes from the differences group by group, in which most of the scatter cancels.
-"""
+"""Collect the statistics that measures need, each once, and apply the measures."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from saltflat.balance.matrix import share_balances
 from saltflat.engine.context import Context, StatisticResult
-from saltflat.engine.data import Batch
-from saltflat.engine.losses import CrossEntropy, find_hits
 from saltflat.engine.progress import Forecast, StepProgress
 from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic
 from saltflat.engine.sweep import Sweep, count_sum_bytes
 from saltflat.errors import ModelError, NotDefinedError, SaltflatError, format_error_line
 from saltflat.measures.apply import Evaluation, add_sampling_errors, evaluate_measure
 from saltflat.measures.registry import MeasureRequest, StatisticRequest
+from saltflat.measures.report_sweep import ReportSweep
 from saltflat.results.jackknife import TOO_SMALL
 from saltflat.results.report import Reading
 
-
-class Fingerprint:
-    """A number that identifies the examples of a pass and their order.
-
-    It does not depend on how the examples were batched, on the device, or on the precision they were measured in.
-    """
-
-    def __init__(self) -> None:
-        self._sum = 0
-
-    def add(self, batch: Batch) -> None:
-        """Add the examples of a batch."""
-        for place, leaf in enumerate([*batch.list_tensors(), batch.targets]):
-            if not batch.has_example_axis(leaf):
-                continue
-            step = max(1, (1 << 18) // max(1, leaf[0].numel()))
-            for start in range(0, batch.examples, step):
-                rows = _convert_to_integers(leaf[start : start + step])
-                factors = _scramble_integers(torch.arange(rows.shape[1], device=rows.device) * 2 + 2 * place + 1) | 1
-                each = _scramble_integers((rows * factors).sum(1))
-                where = _scramble_integers(batch.example_indices[start : start + step].to(rows.device)) | 1
-                self._sum = (self._sum + int((each * where).sum())) % 2**64
-
-    def __str__(self) -> str:
-        return f"{self._sum:016x}"
-
-
-def _convert_to_integers(rows: Tensor) -> Tensor:
-    flat = rows.detach().reshape(len(rows), -1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.to(torch.complex64)).flatten(1)
-    if flat.is_floating_point():
-        # Positive and negative zero are the same number.
-        flat = (flat.to(torch.float32) + 0.0).contiguous().view(torch.int32)
-    return flat.to(torch.int64)
-
-
-def _scramble_integers(values: Tensor) -> Tensor:
-    """Scramble 64-bit integers (the finalizer of SplitMix64, as far as signed shifts allow)."""
-    values = (values ^ (values >> 30)) * -4658895280553007687
-    values = (values ^ (values >> 27)) * -7723592293110705685
-    return values ^ (values >> 31)
+_Found = TypeVar("_Found")
 
 
 # Where measures take the curvature diagonal from: the sweep, or an estimate.
@@ -81,60 +36,9 @@ DIAGONALS = {
 }
 
 
+SMALL = 1 << 22  # measured parameters of a network whose measures are applied on the CPU
 TIMED = 32  # examples: few, since they are run before it is known how much memory one takes
 EFFECTIVE = 50  # examples that a mean rests on, below which its standard error is too small
-
-
-class ReportSweep(Sweep):
-    """A sweep that also records what every report says about the network and its data."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fingerprint = Fingerprint()
-        self.right: int | None = 0
-        self.counted = 0
-        self.labels: set[int] = set()
-        self.classes = 0
-
-    def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
-        self.fingerprint.add(batch)
-        try:
-            met, kept = find_hits(self.context.problem.loss, outputs, targets)
-        except NotDefinedError:
-            self.right = None
-        else:
-            self.right = (self.right or 0) + int((met & kept).sum())
-            self.counted += int(kept.sum())
-            loss = self.problem.loss
-            if isinstance(loss, CrossEntropy) and not targets.is_floating_point():
-                self.classes = outputs.shape[loss.find_class_axis(outputs, targets)]
-                self.labels.update(targets[kept].unique().tolist())
-
-    def compute_report_fields(self, values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-        """Return accuracy, gradient norm and sample, as a report has them."""
-        squared = sum(float(each.square().sum()) for each in values["mean_gradient"].values())
-        single = sum(float(each.mean()) for each in values["gradient_norms"].values())
-        return {
-            "accuracy": self.right / self.counted if self.right is not None and self.counted else None,
-            "gradient_norm": squared**0.5,
-            "gradient_agreement": squared / single if single else None,
-            "sample": self._describe_sample(),
-        }
-
-    def find_sample_notes(self) -> list[str]:
-        """Find reasons why the examples are no sample of the training data."""
-        if self.examples < 2 * self.classes or 2 * len(self.labels) >= self.classes:
-            return []
-        return [
-            f"Only {len(self.labels)} of the {self.classes} classes are among these {self.examples} examples: they are "
-            "no random sample, and standard errors over examples do not cover that. Shuffle the data once before "
-            "taking its first examples."
-        ]
-
-    def _describe_sample(self) -> dict[str, Any]:
-        found = {"fingerprint": str(self.fingerprint), "groups": list(self.context.sizes)}
-        # Groups are drawn for so many examples; data that does not say how many it has is split in another way.
-        return {**found, "split": self.groups.examples} if self.groups else found
 
 
 class StatisticCollector:
@@ -144,10 +48,14 @@ class StatisticCollector:
         context: what is measured.
         diagonal: where the curvature diagonal comes from, if not from the sweep.
         certificate: whether there will be one, which takes copies of the model.
+        brief: collect only what the measures need, without an overview or groups of examples, and apply the measures
+            on the CPU if the network is small.
     """
 
-    def __init__(self, context: Context, diagonal: StatisticRequest | None, certificate: bool = False) -> None:
-        self.context, self.diagonal, self.certificate = context, diagonal, certificate
+    def __init__(
+        self, context: Context, diagonal: StatisticRequest | None, certificate: bool = False, brief: bool = False
+    ) -> None:
+        self.context, self.diagonal, self.certificate, self.brief = context, diagonal, certificate, brief
         self.found: dict[str, StatisticResult] = {}
         self.reasons: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
@@ -171,7 +79,8 @@ class StatisticCollector:
             if need.name in STATISTICS
         ]
         # Every report says whether the network sits at a minimum of the data.
-        swept += [STATISTICS[name] for name in ("mean_gradient", "gradient_norms") if name not in needs]
+        extra = ("gradient_norms",) if self.brief else ("mean_gradient", "gradient_norms")
+        swept += [STATISTICS[name] for name in extra if name not in needs]
         computed = [need for need in needs.values() if need.name in COMPUTED]
         self.context.warn_of_results(self._estimate_result_bytes(swept, computed, asked))
         self._make_forecast(computed)
@@ -181,30 +90,61 @@ class StatisticCollector:
                 self._compute_statistic(need, need.key in strict)
         deviations = self.found["feature_deviation"].value if "feature_deviation" in self.found else {}
         with self.time_step("sweep"):
-            totals = ReportSweep(self.context, swept, deviations, replicate=True, groups=self.context.groups)
+            kind = Sweep if self.brief else ReportSweep
+            summed = [each for each in swept if each.name != "curvature_trace"] if self._has_diagonal(swept) else swept
+            totals = kind(self.context, summed, deviations, replicate=True, groups=self.context.groups)
             total = self.context.problem.num_examples
             totals.run(lambda done: self.context.tick("Sweeping examples", done, total))
-            values = totals.compute_values()
+            values = totals.compute_values(self._select_device())
+            if summed is not swept:
+                diagonal = values["curvature_diagonal"]
+                values["curvature_trace"] = {name: value.sum() for name, value in diagonal.items()}
             self.context.store_counts(totals.examples, totals.share, totals.loss)
             if self.forecast is not None:
                 self.forecast.examples = totals.examples
         exact = not self.context.plan.is_random
         for each in swept:
-            drawn, notes = (
-                totals.compute_replicates(each),
-                (*_find_silence_notes(each, values), *_find_concentration_notes(each, values)),
+            notes = (*_find_silence_notes(each, values), *_find_concentration_notes(each, values))
+            drawn, without = (
+                (totals.compute_replicates(each), totals.make_leave_one_out(each)) if each in summed else (None, None)
             )
-            is_exact, without = exact or each.of == "gradient", totals.make_leave_one_out(each)
+            is_exact = exact or each.of == "gradient"
             self.found[each.name] = StatisticResult(values[each.name], drawn, is_exact, notes, without=without)
-        self.overview = totals.compute_report_fields(values)
-        self.notes = totals.find_sample_notes()
+        if isinstance(totals, ReportSweep):
+            self.overview = totals.compute_report_fields(values)
+            self.notes = totals.find_sample_notes()
         for need in computed:
             if need.key not in self.found and need.key not in self.reasons:
                 self._compute_statistic(need, need.key in strict)
+        self._move_results()
         if self.diagonal is not None and self.diagonal.key in self.found:
             self.found["curvature_diagonal"] = _clamp_diagonal(self.found[self.diagonal.key])
         elif self.diagonal is not None and self.diagonal.key in self.reasons:
             self.reasons["curvature_diagonal"] = self.reasons[self.diagonal.key]
+
+    def _has_diagonal(self, swept: Sequence[Statistic]) -> bool:
+        """Return whether the trace need not be summed by itself, since it is the sum of a diagonal that is summed."""
+        names = {each.name for each in swept}
+        return self.brief and not self.context.plan.is_random and {"curvature_diagonal", "curvature_trace"} <= names
+
+    def _select_device(self) -> torch.device | None:
+        """Return the device to apply measures on, if not that of the network."""
+        measured = self.context.problem.network.measured.values()
+        # A CPU is done with a formula before a GPU has been told what to do.
+        return torch.device("cpu") if self.brief and sum(each.numel() for each in measured) < SMALL else None
+
+    def _move_results(self) -> None:
+        """Move everything that was found to the device that measures are applied on."""
+        device = self._select_device()
+        if device is None:
+            return
+
+        def move_tensors(found: _Found) -> _Found:
+            moved: _Found = tree_map_only(Tensor, lambda each: each.to(device), found)
+            return moved
+
+        for key, each in self.found.items():
+            self.found[key] = replace(each, value=move_tensors(each.value), replicates=move_tensors(each.replicates))
 
     def _estimate_result_bytes(
         self, swept: Sequence[Statistic], computed: Sequence[StatisticRequest], asked: Sequence[MeasureRequest]
@@ -280,7 +220,8 @@ class StatisticCollector:
         finally:
             if self.forecast is not None:
                 self.forecast.end()
-            self.context.heap.trim()
+            if not self.brief:
+                self.context.heap.trim()
             self.seconds[step] = time.perf_counter() - started
 
     def compute_readings(self, asked: Sequence[MeasureRequest]) -> tuple[dict[str, Reading], dict[str, str]]:
@@ -290,7 +231,7 @@ class StatisticCollector:
         left_out: dict[str, str] = {}
         # A pass may have written to the weights; measures are of the user's.
         self.context.problem.network.undo_writes()
-        with self.time_step("measures"):
+        with self.time_step("measures"), share_balances():
             for request in asked:
                 missing = [self.reasons[need.key] for need in request.needs.values() if need.key in self.reasons]
                 if not missing:

@@ -185,9 +185,7 @@ mean_gradient = register_statistic(
 
 
 def _sum_unit_forms(form: FactoredGradient, site: ParameterSite, axis: str = "column") -> Tensor:
-    assert site.geometry is not None
-    unit, units = site.geometry.index_units(axis)
-    return form.sum_unit_squares(site.value, unit.to(site.value.device), units).double()
+    return form.sum_unit_squares(site.value, *site.index_units(axis)).double()
 
 
 unit_forms = register_statistic(
@@ -207,12 +205,8 @@ def _sum_unit_traces(form: FactoredGradient, site: ParameterSite, normalize: boo
     assert site.geometry is not None
     if not isinstance(normalize, bool):
         raise OptionError(f"Expected True or False, but got normalize={normalize!r}. Try leaving it out for True.")
-    scale = None
-    if normalize and site.deviation is not None:
-        # A feature divided by its deviation has gradients divided by it, too.
-        unit, _ = site.geometry.index_units("column")
-        scale = (1 / site.deviation)[unit].to(site.value)
-    return form.compute_row_products(site.geometry, scale).double()
+    # A feature divided by its deviation has gradients divided by it, too.
+    return form.compute_row_products(site.geometry, site.input_scale if normalize else None).double()
 
 
 unit_trace = register_statistic(

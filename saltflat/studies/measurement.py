@@ -26,7 +26,7 @@ from saltflat.errors import (
     make_unknown_name_error,
 )
 from saltflat.measures.collect import DIAGONALS
-from saltflat.measures.compute import measure
+from saltflat.measures.compute import Measurer, measure
 from saltflat.measures.registry import parse_measures
 from saltflat.results.report import Reading, Report
 from saltflat.studies.grid import raise_problems
@@ -149,7 +149,7 @@ def measure_network(
     dtype = DTYPES[options["dtype"]]
     model = model.to(dtype)
     data = (inputs.to(dtype) if inputs.is_floating_point() else inputs, labels)
-    before = None if initial is None else {name: each.to(inputs.device) for name, each in initial.items()}
+    before = move_state(initial, inputs.device)
     rest = {name: value for name, value in options.items() if name not in ("examples", "dtype")}
 
     def run_measures(names: Sequence[str]) -> Report:
@@ -160,13 +160,34 @@ def measure_network(
     seconds, made_with = 0.0, {}
     reports, problems = _collect_reports(run_measures, measures)
     for report in reports:
-        # Values per unit and the scales of solvers would take megabytes in a row.
-        readings |= {name: replace(reading, units={}, details={}) for name, reading in report.items()}
+        readings |= trim_readings(report)
         seconds += report.seconds
         made_with = {**report.versions, "device": report.device}
     for name, error in problems.items():
         readings[name] = Reading(name, math.nan, exact=False, notes=(format_error_line(error),))
     return Measurement({name: readings[name] for name in measures}, seconds, made_with)
+
+
+def trim_readings(readings: Mapping[str, Reading]) -> dict[str, Reading]:
+    """Drop values per unit and the scales of solvers, which would take megabytes in a row."""
+    return {name: replace(reading, units={}, details={}) for name, reading in readings.items()}
+
+
+def move_state(state: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor] | None:
+    """Return a ``state_dict`` on a device."""
+    return None if state is None else {name: each.to(device) for name, each in state.items()}
+
+
+def make_measurer(measures: Sequence[str], options: Mapping[str, Any]) -> Measurer:
+    """Return what :func:`measure_network` computes of one network, for several networks of one architecture.
+
+    Args:
+        measures: names of the measures.
+        options: result of ``parse_measure_options``.
+    """
+    rest = {name: value for name, value in options.items() if name not in ("examples", "dtype", "device")}
+    dtype = DTYPES[options["dtype"]]
+    return Measurer.parse("cross_entropy", list(measures), dtype=dtype, mode="eval", sampling=False, **rest)
 
 
 def _collect_reports(

@@ -188,6 +188,8 @@ class StudyRunner:
                     waiting = self._submit_tasks(session, coming, waiting)
             except ExecutorError as problem:
                 raise StudyError(f"{problem} {KEPT}") from problem
+            finally:
+                tasks.release_stack()
 
     def _make_tasks(self) -> Iterator[TrainTask | MeasureTask]:
         """Yield the tasks, those of trained networks first, one at a time, since they hold weights."""

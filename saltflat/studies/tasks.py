@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from saltflat.errors import DeviceError, ReportError
+from saltflat.measures.compute import Measurer
+from saltflat.measures.stack import NetworkStack, StackMember
 from saltflat.studies.callables import inspect_network
+from saltflat.studies.canonical import dump_canonical_json
 from saltflat.studies.data import Examples
 from saltflat.studies.grid import make_recipe
-from saltflat.studies.measurement import DTYPES, Measurement, measure_network
-from saltflat.studies.networks import find_network
+from saltflat.studies.measurement import (
+    DTYPES,
+    Measurement,
+    make_measurer,
+    measure_network,
+    move_state,
+    trim_readings,
+)
+from saltflat.studies.networks import find_network, is_user_function
 from saltflat.studies.row import TrainedNetwork
 from saltflat.studies.training.build import build_network
 from saltflat.studies.training.examples import make_training_set
@@ -144,6 +155,7 @@ class CheckpointFailure:
 
 def train_group(task: TrainTask, context: TaskContext) -> dict[str, TrainedRun] | CheckpointFailure:
     """Train a group of runs, and return the results by key."""
+    release_stack()
     if context.train is not None:
         from saltflat.studies.training.user_function import run_user_training
 
@@ -203,11 +215,101 @@ def rebuild_network(task: MeasureTask, context: TaskContext) -> RebuiltNetwork:
 
 
 def measure_run(task: MeasureTask, context: TaskContext) -> Measurement:
-    """Rebuild a network from its weights, and measure it on its training examples."""
+    """Rebuild a network from its weights, and measure it on its training examples.
+
+    What does not depend on the weights is determined once for all networks of an architecture that this process
+    measures in a row.
+    """
     started = time.perf_counter()
     made = rebuild_network(task, context)
-    found = measure_model(made.model, made.inputs, made.labels, made.initial, task.measures, context)
+    found = _measure_in_stack(task, made, context)
+    if found is None:
+        found = measure_model(made.model, made.inputs, made.labels, made.initial, task.measures, context)
     return replace(found, seconds=time.perf_counter() - started)
+
+
+# Networks in a row that cannot be measured as members of a stack, after which no other of the stack is tried.
+GIVE_UP = 2
+
+
+class _StackSession:
+    """The networks of one architecture that this process measures in a row."""
+
+    current: ClassVar[_StackSession | None] = None
+
+    def __init__(self, key: str, model: nn.Module, measurer: Measurer, device: torch.device) -> None:
+        self.key, self.device, self.failures = key, device, 0
+        self.stack = NetworkStack(deepcopy(model).to(device), measurer)
+        self.moved: tuple[Tensor, Tensor] | None = None
+
+    def move_inputs(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the inputs on the device, in this precision if they are real; most networks have the same ones."""
+        if self.moved is None or not _is_same_memory(self.moved[0], inputs):
+            self.moved = None  # free before the others are moved
+            self.moved = inputs, inputs.to(self.device, dtype if inputs.is_floating_point() else inputs.dtype)
+        return self.moved[1]
+
+
+def release_stack() -> None:
+    """Free the memory that the networks of the last stack share."""
+    _StackSession.current = None
+
+
+def _measure_in_stack(task: MeasureTask, made: RebuiltNetwork, context: TaskContext) -> Measurement | None:
+    """Measure a network as one of a stack, or return None if it has to be measured alone."""
+    key = _find_stack_key(task, context)
+    if key is None:
+        return None
+    session, device, dtype = _StackSession.current, torch.device(context.device), DTYPES[context.options["dtype"]]
+    if session is None or session.key != key:
+        measurer = make_measurer(task.measures, context.options)
+        session = _StackSession.current = _StackSession(key, made.model, measurer, device)
+    if session.failures >= GIVE_UP:
+        return None
+    count = context.options["examples"]
+    data = session.move_inputs(made.inputs[:count], dtype), made.labels[:count].to(device)
+    member = StackMember(made.model.state_dict(), data, move_state(made.initial, device))
+    try:
+        found = session.stack.measure(member)
+    except Exception:  # alone, it fails with the error that belongs to it, or some of its measures do
+        session.failures += 1
+        return None
+    session.failures = 0
+    readings = trim_readings(found.readings)
+    return Measurement({name: readings[name] for name in task.measures}, 0.0, found.made_with)
+
+
+def _find_stack_key(task: MeasureTask, context: TaskContext) -> str | None:
+    """Return a key that networks share if they can be measured as a stack; None if this one cannot.
+
+    The forward pass of a user's network may depend on more than its settings and its weights.
+    """
+    if context.train is not None or context.options["device"] is not None:
+        return None
+    recipe = make_recipe(task.config)
+    if is_user_function(recipe.network):
+        return None
+    examples = context.examples
+    return dump_canonical_json(
+        {
+            "network": recipe.network,
+            "architecture": recipe.architecture,
+            "shape": examples.shape,
+            "classes": examples.classes,
+            "measures": task.measures,
+            "options": context.options,
+            "device": context.device,
+        }
+    )
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are views of the same numbers."""
+
+    def describe_memory(tensor: Tensor) -> tuple[object, ...]:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor._version
+
+    return describe_memory(one) == describe_memory(other)
 
 
 def measure_model(

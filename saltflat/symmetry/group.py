@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -133,6 +134,10 @@ class Symmetries(Displayable):
 
     def restrict_to_layers(self) -> Symmetries:
         """Return the rescalings that multiply each parameter by one number."""
+        return self._layer_rescalings
+
+    @cached_property
+    def _layer_rescalings(self) -> Symmetries:
         # Every entry has the factor of the first one.
         pairs = [each.find_pairs() for each in self.members.values() if each.kind == "parameter" and each.head.size]
         equal = [np.concatenate([of, np.broadcast_to(of[:1], of.shape)], 1) for of in pairs]

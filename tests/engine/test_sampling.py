@@ -12,9 +12,9 @@ import saltflat
 from saltflat.balance import balance_bipartite, balance_factored
 from saltflat.engine.context import ExampleGroups, iterate_groups
 from saltflat.engine.data import read_batches
-from saltflat.measures.collect import Fingerprint
 from saltflat.measures.normalized import regularized_normalized_sharpness
 from saltflat.measures.registry import MEASURES
+from saltflat.measures.report_sweep import Fingerprint
 from saltflat.results.jackknife import Jackknife, compute_student_factor
 
 EXAMPLES = 400
