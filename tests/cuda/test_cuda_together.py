@@ -127,7 +127,9 @@ def test_bfloat16_trains_about_as_well_as_float32(name: str, settings: dict[str,
     fine, coarse = (train_together([replace(base, dtype=each)], many, device="cuda")[0] for each in ("float32", "bf16"))
     assert not coarse.outcome.notes
     assert coarse.weights["0.weight"].dtype is torch.float32
-    assert fine.outcome.train_loss != coarse.outcome.train_loss
+    # Without BatchNorm, all passes of the Fisher penalty are over parts, which stay in float32.
+    unchanged = name == "lenet5" and "fisher_penalty" in settings
+    assert (fine.outcome.train_loss == coarse.outcome.train_loss) == unchanged
     assert coarse.outcome.train_loss == pytest.approx(fine.outcome.train_loss, rel=0.5, abs=0.05)
 
 
