@@ -32,17 +32,17 @@ EVERY = 0.05  # seconds between checkpoints, so that many moments are within one
 def study(
     seeds: int = 5,
     epochs: int = 12,
-    lrs: tuple[float, ...] = (0.05, 0.2),
+    methods: tuple[tuple[float, float, float], ...] = ((0.05, 0.05, 0.0), (0.2, 0.0, 5.0)),
     widths: tuple[int, ...] = (4, 8),
     batches: tuple[int, ...] = (20, 40),
 ) -> Study:
-    """Of 40 runs in 8 groups, if not asked for fewer."""
+    """Of 40 runs in 8 groups, if not asked for fewer; half of them with SAM, half with a Fisher penalty."""
     return Study(
         "killed",
         {"name": "digits", "train_limit": 400, "test_limit": 200},
-        {"lr": lrs, "width": widths, "batch_size": batches},
+        {"lr, sam, fisher_penalty": methods, "width": widths, "batch_size": batches},
         seeds=seeds,
-        settings={"depth": 1},
+        settings={"depth": 1, "dropout": 0.1, "augment": "crop", "crop": 1, "fisher_parts": 2},
         stop={"epochs": epochs, "loss": 0.5},
         measures=["squared_norm", "distance_from_init", "fisher_trace", "hessian_trace"],
         measure={"examples": 50},
@@ -174,7 +174,7 @@ def dying(at: int, when: str) -> None:
 
 
 def at_changes(root: Path) -> dict[str, Any]:
-    chosen = study(seeds=2, epochs=2, lrs=(0.1,), widths=(4,))
+    chosen = study(seeds=2, epochs=2, methods=((0.1, 0.05, 0.0),), widths=(4,))
     calm = root / "calm"
     assert ended(begin(calm, root / "calm.log", chosen)) == 0
     found: dict[str, Any] = {"kills": 0, "lost": [], "twice": [], "torn": [], "differ": []}
@@ -202,7 +202,7 @@ def at_changes(root: Path) -> dict[str, Any]:
 
 def at_pairs(root: Path) -> dict[str, Any]:
     """Kill one group of two runs between its two files of weights, then after every change of the next life."""
-    chosen = study(seeds=2, epochs=1, lrs=(0.1,), widths=(4,), batches=(20,))
+    chosen = study(seeds=2, epochs=1, methods=((0.1, 0.05, 0.0),), widths=(4,), batches=(20,))
     calm = root / "calm"
     assert ended(begin(calm, root / "calm.log", chosen)) == 0
     found: dict[str, Any] = {"kills": 0, "partly done": 0, "lost": [], "twice": [], "torn": [], "differ": []}
@@ -233,7 +233,7 @@ def at_pairs(root: Path) -> dict[str, Any]:
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
-    study(seeds=1, epochs=1, lrs=(0.1,)).run(
+    study(seeds=1, epochs=1, methods=((0.1, 0.05, 0.0),)).run(
         root / "warm", progress=False
     )  # what torch loads when first used, once for all lives
     kinds: dict[str, Callable[..., dict[str, Any]]] = {"changes": at_changes, "pairs": at_pairs, "moments": at_moments}
