@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ class FactoredCurvature:
 
 Curvature = SoftmaxCurvature | DiagonalCurvature | FactoredCurvature
 
+JOINING = {"cuda"}  # types of devices where sets of columns share a pass
 TOP = 3  # default number of classes of "top"
 DRAWS = 4  # random draws for the remaining classes of "top"
 SAMPLED = 8  # default number of draws of "sampled"
@@ -162,6 +164,22 @@ def make_columns(curvature: Curvature, plan: ColumnPlan, dice: ExampleRNG) -> li
 def wrap_columns(columns: Tensor, layout: ColumnLayout, sign: int = 1) -> Columns:
     """Return columns that are already computed."""
     return Columns(layout, lambda start, stop: columns[start:stop], sign)
+
+
+def can_join_columns(sets: Sequence[Columns], device: torch.device) -> bool:
+    """Return whether sets of columns are propagated in one pass.
+
+    On a GPU a pass with one column more takes as long; on a CPU single columns have faster kernels. Random draws are
+    compared with each other, so they stay by themselves.
+    """
+    return device.type in JOINING and len(sets) > 1 and not any(each.layout.draws for each in sets)
+
+
+def join_columns(sets: Sequence[Columns]) -> tuple[Tensor, list[slice]]:
+    """Return all columns of several sets as one array, and the place of each set."""
+    ends = list(accumulate((each.layout.total for each in sets), initial=0))
+    columns = torch.cat([each.block(0, each.layout.total) for each in sets])
+    return columns, [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def _make_softmax_columns(curvature: SoftmaxCurvature, plan: ColumnPlan, dice: ExampleRNG) -> Columns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -172,3 +172,11 @@ def find_statistics(names: str | Sequence[str]) -> list[Statistic]:
         if name not in STATISTICS:
             raise make_unknown_name_error("statistic", name, STATISTICS)
     return [STATISTICS[name] for name in dict.fromkeys(wanted)]
+
+
+def count_sum_bytes(statistic: Statistic, sites: Iterable[ParameterSite]) -> int:
+    """Return the bytes that a sum of this statistic over examples needs."""
+    shapes = [site.value.shape for site in sites]
+    if statistic.kind == "matrix":
+        return 8 * sum(shape[0] ** 2 for shape in shapes if len(shape) > 1)
+    return 8 * sum(shape.numel() for shape in shapes) if statistic.kind == "entries" else 0

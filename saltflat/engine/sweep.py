@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +12,19 @@ from torch import Tensor
 from saltflat.engine import per_example
 from saltflat.engine.context import Context, ExampleGroups, find_geometries, iterate_groups
 from saltflat.engine.data import Batch
-from saltflat.engine.output_curvature import Columns, ExampleRNG, make_columns, wrap_columns
+from saltflat.engine.output_curvature import (
+    Columns,
+    ExampleRNG,
+    can_join_columns,
+    join_columns,
+    make_columns,
+    wrap_columns,
+)
 from saltflat.engine.problem import cast_targets, is_finite
-from saltflat.engine.statistic import ParameterSite, Statistic
+from saltflat.engine.statistic import ParameterSite, Statistic, count_sum_bytes
 from saltflat.engine.strategy import Probe
 from saltflat.errors import EmptyDataError, NonFiniteError
 from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient, use_scratch
-from saltflat.results.jackknife import compute_standard_error
 
 PIECES = 64  # tensors of single examples' values per parameter, before they are concatenated
 
@@ -164,7 +170,9 @@ class Sweep:
                 outputs = self.problem.network(single).double()
             self.problem.loss.check(outputs, cast_targets(single.targets))
             columns = self._make_column_sets(outputs, single)
-            self.column_counts[inputs] = max(1, *(each.layout.total for _, each in columns))
+            totals = [each.layout.total for _, each in columns]
+            joined = can_join_columns([each for _, each in columns], outputs.device)
+            self.column_counts[inputs] = max(1, sum(totals) if joined else max(totals))
         return found.choose_num_examples(batch, self.column_counts[inputs], self.room)
 
     def _make_column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
@@ -185,26 +193,38 @@ class Sweep:
         self.context.check_uncoupled(batch, raw)
         outputs, targets = raw.double(), cast_targets(batch.targets)
         self.problem.loss.check(outputs, targets)
-        loss = self.problem.loss.total(outputs, targets).sum()
-        if not bool(loss.isfinite()):
+        sums = [part(outputs, targets).double().sum() for part in (self.problem.loss.total, self.problem.loss.share)]
+        loss, share = torch.stack(sums).tolist()  # in one answer, since a GPU has to be waited for
+        if not math.isfinite(loss):
             raise NonFiniteError(
                 f"Expected a finite loss, but got NaN or infinity on examples {batch.first} to "
                 f"{batch.first + batch.examples - 1}. Check these targets."
             )
         sets = self._make_column_sets(outputs, batch)
+        every, fitting = [columns for _, columns in sets], found.choose_num_columns(batch.examples, self.room)
+        if can_join_columns(every, raw.device) and sum(each.layout.total for each in every) <= fitting:
+            joined, parts = join_columns(every)
+            takers = [self._make_collector(kind, each.layout, each.sign, batch) for kind, each in sets]
+
+            def emit(name: str, form: FactoredGradient) -> None:
+                for part, take in zip(parts, takers, strict=True):
+                    take(name, form.select_columns(part))
+
+            backward(joined.to(raw), emit, True)
+            sets = []
         for number, (kind, columns) in enumerate(sets):
             layout = columns.layout
             self.draws = max(self.draws, layout.draws)
             # Random draws are compared with each other, so they stay in one block.
-            step = layout.total if layout.draws else found.choose_num_columns(batch.examples, self.room)
+            step = layout.total if layout.draws else fitting
             for start in range(0, layout.total, step):
                 stop = min(start + step, layout.total)
                 last = number == len(sets) - 1 and stop == layout.total
                 block = ColumnLayout(stop - start) if not layout.draws else layout
                 collect = self._make_collector(kind, block, columns.sign, batch)
                 backward(columns.block(start, stop).to(raw), collect, last)
-        self.seen[self.group].loss += float(loss)
-        self.seen[self.group].share += float(self.problem.loss.share(outputs, targets).sum())
+        self.seen[self.group].loss += loss
+        self.seen[self.group].share += share
         self._record_chunk(batch, outputs, targets)
 
     def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
@@ -249,9 +269,10 @@ class Sweep:
 
     def compute_mean_loss(self) -> float:
         """Return the mean loss of the data."""
-        return self.loss / self._check_share()
+        return self.loss / self.check_share()
 
-    def _check_share(self) -> float:
+    def check_share(self) -> float:
+        """Return the divisor of the loss, or raise an error if there is none."""
         if self.share <= 0:
             raise EmptyDataError(
                 "Expected at least one target that counts, but got targets that are all ignored or have no weight. "
@@ -262,7 +283,7 @@ class Sweep:
     def _compute_scale(self, statistic: Statistic, without: GroupCounts | None = None) -> float:
         # Curvature is of the mean loss, L = loss / share.
         # The gradients are of l_n with L = mean of l_n, so l_n = (N / share) total_n.
-        examples, share = self.examples, self._check_share()
+        examples, share = self.examples, self.check_share()
         if without is not None:
             examples, share = examples - without.examples, share - without.share
         if statistic.of == "curvature":
@@ -298,19 +319,6 @@ class Sweep:
                     )
         return found
 
-    def compute_errors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the standard errors of the statistics that random columns contribute to."""
-        values = self.compute_values()
-        return {
-            name: {
-                key: compute_standard_error(found[key][0], found[key][1], self.draws) / self._check_share()
-                if key in found
-                else torch.zeros_like(value)
-                for key, value in values[name].items()
-            }
-            for name, found in self.variances.items()
-        }
-
     def make_leave_one_out(self, statistic: Statistic) -> Callable[[int], dict[str, Tensor]] | None:
         """Return a function of a group's number that computes the statistic without this group of examples.
 
@@ -318,7 +326,7 @@ class Sweep:
         """
         kept = [(seen, number) for number, seen in enumerate(self.seen) if seen.examples]
         # Without a group that holds the whole share (all other examples are ignored) there is nothing to divide by.
-        if len(kept) < 2 or any(self._check_share() - seen.share <= 0 for seen, _ in kept):
+        if len(kept) < 2 or any(self.check_share() - seen.share <= 0 for seen, _ in kept):
             return None
         if statistic.kind == "example":
             assert self.groups is not None
@@ -381,14 +389,6 @@ class Sweep:
             return torch.zeros(shape, dtype=torch.float64, device=site.value.device)
 
         return {name: sums[name].double() * scale if name in sums else make_zeros(self.sites[name]) for name in kept}
-
-
-def count_sum_bytes(statistic: Statistic, sites: Iterable[ParameterSite]) -> int:
-    """Return the bytes that a sum of this statistic over examples needs."""
-    shapes = [site.value.shape for site in sites]
-    if statistic.kind == "matrix":
-        return 8 * sum(shape[0] ** 2 for shape in shapes if len(shape) > 1)
-    return 8 * sum(shape.numel() for shape in shapes) if statistic.kind == "entries" else 0
 
 
 def _accumulate(sums: dict[str, Tensor], name: str, value: Tensor, sign: int) -> None:

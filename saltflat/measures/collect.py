@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 from saltflat.balance.matrix import share_balances
 from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.progress import Forecast, StepProgress
-from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic
-from saltflat.engine.sweep import Sweep, count_sum_bytes
+from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic, count_sum_bytes
+from saltflat.engine.sweep import Sweep
 from saltflat.errors import ModelError, NotDefinedError, SaltflatError, format_error_line
 from saltflat.measures.apply import Evaluation, add_sampling_errors, evaluate_measure
 from saltflat.measures.registry import MeasureRequest, StatisticRequest

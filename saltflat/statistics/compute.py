@@ -20,6 +20,7 @@ from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
 from saltflat.engine.statistic import find_statistics
 from saltflat.engine.sweep import Sweep
+from saltflat.results.jackknife import compute_standard_error
 from saltflat.statistics.averages import compute_input_deviations
 from saltflat.validation import check_seed, parse_bytes, take_turns
 
@@ -116,7 +117,21 @@ def compute_statistics(
             totals.run(lambda done: tick("Sweeping examples", done, problem.num_examples))
         if context.first is not None:
             notes += find_input_notes(problem, context.first, totals.compute_mean_loss())
-    values, errors = totals.compute_values(), totals.compute_errors()
+    values = totals.compute_values()
+    errors = _compute_errors(totals, values)
     settings = describe_context(totals.context)
     seconds = time.perf_counter() - started
     return Statistics(values, errors, totals.examples, totals.compute_mean_loss(), seconds, settings, tuple(notes))
+
+
+def _compute_errors(totals: Sweep, values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return the standard errors of the statistics that random columns contribute to."""
+    return {
+        name: {
+            key: compute_standard_error(found[key][0], found[key][1], totals.draws) / totals.check_share()
+            if key in found
+            else torch.zeros_like(value)
+            for key, value in values[name].items()
+        }
+        for name, found in totals.variances.items()
+    }

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.testing import assert_close
 
-from saltflat.balance import BalanceResult, balance_bipartite, balance_factored, balance_graph, solver
+from saltflat.balance import BalanceResult, balance_bipartite, balance_factored, balance_graph, matrix, solver
 from saltflat.errors import OptionError
 
 Balance = Callable[..., BalanceResult]
@@ -357,3 +358,26 @@ def test_a_layer_of_512_by_784_takes_few_sweeps() -> None:
     assert found.converged
     assert found.sweeps <= 30
     assert time.perf_counter() - start < 5  # 0.06 s on one idle core
+
+
+def test_a_matrix_that_is_balanced_again_in_a_block_is_not_solved_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    F, U = uniform(4, 5), uniform(4, 5, seed=1)
+    alone = balance_bipartite(F, U)
+    solved: list[object] = []
+
+    def counting(*given: Any) -> Any:
+        solved.append(given)
+        return solver.balance_flow(*given)
+
+    monkeypatch.setattr(matrix, "balance_flow", counting)
+    with matrix.share_balances():
+        found = [balance_bipartite(F.clone(), U.clone()) for _ in range(2)]
+        assert len(solved) == 1
+        balance_bipartite(F, U + 1)
+        balance_bipartite(F.float(), U.float())
+        balance_bipartite(F, U, tolerance=1e-3)
+        balance_factored(F, U)
+        assert len(solved) == 5
+    balance_bipartite(F, U)
+    assert len(solved) == 6
+    assert [each.value for each in found] == [alone.value] * 2

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import saltflat
+from saltflat.engine.output_curvature import Columns, join_columns
 from saltflat.statistics.compute import Statistics
 
 DEFINITIONS = {
@@ -125,6 +126,27 @@ def test_statistics_taken_together_are_those_taken_alone(name: str) -> None:
         alone = saltflat.compute_statistics(case.model, case.batches, names=[statistic], loss=case.loss)
         assert list(alone) == [statistic]
         assert_agree(together[statistic], alone[statistic], 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_columns_of_curvature_and_gradients_may_share_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]()
+    names = [*STATISTICS, "gradient_norms", "unit_forms"]
+    apart = saltflat.compute_statistics(case.model, case.batches, names=names, loss=case.loss)
+    joined: list[int] = []
+
+    def noting(sets: Sequence[Columns]) -> tuple[Tensor, list[slice]]:
+        joined.append(len(sets))
+        return join_columns(sets)
+
+    monkeypatch.setattr("saltflat.engine.output_curvature.JOINING", {"cpu"})  # as on a GPU
+    monkeypatch.setattr("saltflat.engine.sweep.join_columns", noting)
+    together = saltflat.compute_statistics(case.model, case.batches, names=names, loss=case.loss)
+    assert joined
+    assert set(joined) <= {2, 3}
+    for statistic in names:
+        assert_agree(together[statistic], apart[statistic], 1e-10)
+    assert together.loss == pytest.approx(apart.loss, rel=1e-12)
 
 
 def test_traces_between_units_are_of_normalised_features() -> None:
