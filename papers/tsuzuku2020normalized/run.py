@@ -272,7 +272,7 @@ def get_value(found: MeasureResult | Tensor) -> float:
 
 def run_study(folder: Path, study: Study, again: bool, device: str, data: Path) -> None:
     """Train and measure the networks of a study, and measure them again if asked to."""
-    results = study.run(folder, device=device, data_folder=data)
+    results = study.run(folder, device=device, data_folder=data, every=120.0)
     counts = ", ".join(f"{count} {status}" for status, count in results.counts.items() if count)
     print(f"{study.name}: {counts}", flush=True)
     if again:
