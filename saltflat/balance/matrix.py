@@ -217,6 +217,7 @@ class ColumnFlowPoint(FlowPoint):
             _multiply_batched(part, self.w).log().clamp(min=LOG_ZERO) + top for part in (self.P, self.Q)
         )
         self.live = self.P.amax(2) > 0
+        self.unfed, self.undrained = ((shares.amax(1) == 0).to(shares) for shares in (self.P, self.Q))
         lowest = torch.where(self.live, torch.minimum(self.log_out, self.log_in), top).amin(1, keepdim=True)
         self.own_units = bool((lowest < top - MAX_LOG_RANGE).any())
         if self.own_units:
@@ -232,11 +233,13 @@ class ColumnFlowPoint(FlowPoint):
     def compute_imbalance(self, shift: Tensor) -> Tensor:
         """Return ln(out / in) of every row at ``z + shift``."""
         up = shift.exp()
-        a, b = _multiply_batched(self.P.mT, up), _multiply_batched(self.Q.mT, 1 / up)
-        a, b = torch.where(a > 0, a, 1.0), torch.where(b > 0, b, 1.0)
-        w = self.w * (a * b) ** self.power
-        out, into = up * _multiply_batched(self.sent, w / a), _multiply_batched(self.received, w / b) / up
-        r = out.log() - into.log()
+        # Columns without flow are divided by 1.
+        a = _multiply_batched(self.P.mT, up).add_(self.unfed)
+        b = _multiply_batched(self.Q.mT, up.reciprocal()).add_(self.undrained)
+        w = self.w * (a * b if self.power == 1 else (a * b) ** self.power)
+        # out = e^shift S (w / a) and in = e^-shift R (w / b)
+        out, into = _multiply_batched(self.sent, w / a), _multiply_batched(self.received, w / b)
+        r = out.log_().sub_(into.log_()).add_(shift, alpha=2)
         if self.own_units:
             r = r + self.log_out - self.log_in
         return torch.where(self.live, r, 0.0)

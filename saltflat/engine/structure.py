@@ -30,8 +30,9 @@ class Structure:
     def keep_certain(self) -> None:
         """Keep what holds for other networks too, after one of them was measured without an error.
 
-        Where no operation sorts, masks or reads values, all networks run the same operations; other strategies are
-        forgotten.
+        Where no operation sorts, masks or reads values, all networks run the same operations. Otherwise, or if the
+        first examples of this network had no gradient to compare, everything is forgotten.
         """
-        self.probes = {kind: probe for kind, probe in self.probes.items() if probe.strategy == "together"}
-        self.uncoupled = bool(self.probes)
+        self.uncoupled = all(probe.strategy == "together" for probe in self.probes.values())
+        if not self.uncoupled:
+            self.probes, self.geometries, self.computed = {}, None, {}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saltflat.errors import DeviceError, ReportError
+from saltflat.errors import DeviceError, NonFiniteError, ReportError
 from saltflat.measures.compute import Measurer
 from saltflat.measures.stack import NetworkStack, StackMember
 from saltflat.studies.callables import inspect_network
@@ -271,8 +271,9 @@ def _measure_in_stack(task: MeasureTask, made: RebuiltNetwork, context: TaskCont
     member = StackMember(made.model.state_dict(), data, move_state(made.initial, device))
     try:
         found = session.stack.measure(member)
-    except Exception:  # alone, it fails with the error that belongs to it, or some of its measures do
-        session.failures += 1
+    except Exception as error:  # alone, it fails with the error that belongs to it, or some of its measures do
+        session.moved = None
+        session.failures += not isinstance(error, NonFiniteError)  # which says nothing about the others
         return None
     session.failures = 0
     readings = trim_readings(found.readings)

@@ -111,8 +111,9 @@ def test_a_network_without_finite_outputs_fails_as_alone_and_harms_no_other(stac
     bad = {name: torch.full_like(value, torch.inf) for name, value in runs[1].weights.items()}
     runs[1] = replace(runs[1], weights=bad)
     good = [tasks.measure_run(runs[0], context)]
-    with pytest.raises(NonFiniteError) as together:
-        tasks.measure_run(runs[1], context)
+    for _ in range(tasks.GIVE_UP):
+        with pytest.raises(NonFiniteError) as together:
+            tasks.measure_run(runs[1], context)
     with pytest.raises(NonFiniteError) as alone:
         measure_alone(runs[1], context)
     assert str(together.value) == str(alone.value)
