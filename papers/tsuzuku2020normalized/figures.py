@@ -149,7 +149,8 @@ def draw_labels(growths: dict[tuple[str, str], dict[str, Growth]]) -> Figure:
                     growth.shares, (growth.means - low) / reach, yerr=growth.deviations / reach, label=LABELS[measure],
                     color=COLORS[measure], marker="o", markersize=3.5, capsize=2.5, linewidth=1.3,
                 )  # fmt: skip
-            axes.set_ylim(-0.25, 1.25)
+            if not growths[dataset, network]:
+                axes.text(0.5, 0.5, "no rows yet", ha="center", va="center", transform=axes.transAxes, color="gray")
         panels[row][0].set_ylabel("rescaled to [0, 1]", fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("share of random labels", fontsize=9)

@@ -133,7 +133,7 @@ def build_tables_study(network: str, dataset: str, scale: str) -> Study:
     axes = SMOKE_REGULARIZERS if small else REGULARIZERS[network]
     epochs = EPOCHS["tables"].get(network) or EPOCHS["tables"][f"{network}-{dataset}"]
     seeds = 1 if small else SEEDS["tables"][network]
-    more = () if network == "wrn" else (REGULARIZED,)
+    more = (REGULARIZED,) if network == "lenet" else ()
     return build_study(f"tables-{network}-{dataset}", network, dataset, scale, axes, seeds, epochs, more=more)
 
 
