@@ -86,7 +86,7 @@ class Attack:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        small = trained_here(seeds=2, epochs=3, lrs=(0.1,), widths=(4,), batches=(20, 40))
+        small = trained_here(seeds=2, epochs=3, methods=((0.1, 0.05, 0.0),), widths=(4,), batches=(20, 40))
         self.studies = {"finished": small, "begun": small, "own": own()}
         for state in ("finished", "own"):
             self.studies[state].run(root / state, progress=False)

@@ -34,7 +34,7 @@ def _step_sgd(weights: Tensor, gradient: Tensor, memory: Mapping[str, Tensor], f
     direction = gradient
     if "momentum" in factors:
         velocity = memory["velocity"]
-        velocity.mul_(factors["momentum"]).add_(gradient)
+        torch.addcmul(gradient, velocity, factors["momentum"], out=velocity)  # one pass over the memory
         direction = gradient.addcmul_(velocity, factors["ahead"]) if "ahead" in factors else velocity
     weights.addcmul_(direction, factors["rate"], value=-1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
@@ -31,18 +30,7 @@ class SeparateModels(VmappedModel):
         self.channels_last = example.is_cuda and example.dim() == 3 and example.dtype is not torch.float64
         self.streams: list[torch.cuda.Stream] = []
 
-    def compute_logits(
-        self,
-        rows: Tensor,
-        rest: Mapping[str, Tensor],
-        inputs: Tensor,
-        *,
-        training: bool,
-        shared: bool = False,
-        masks: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the outputs of all networks; see :meth:`VmappedModel.compute_logits`."""
-        self.passing.train(training)
+    def _run_networks(self, rows: Tensor, others: dict[str, Tensor], inputs: Tensor, shared: bool) -> Tensor:
         forked = rows.is_cuda and len(rows) > 1
         if forked:
             self.streams += [torch.cuda.Stream() for _ in range(len(rows) - len(self.streams))]
@@ -51,14 +39,13 @@ class SeparateModels(VmappedModel):
         for place, row in enumerate(rows.unbind()):
             parts = zip(self.trained.items(), row.split(self.sizes), strict=True)
             weights = {name: part.view(shape) for (name, shape), part in parts}
-            own = {name: each[place] for name, each in {**rest, **(masks or {})}.items()}
+            own = {name: each[place] for name, each in others.items()}
             images = inputs if shared else inputs[place]
             with self._use_stream(place) if forked else nullcontext():
                 found.append(self._call_model(weights, own, images))
         if forked:
             for stream in self.streams[: len(rows)]:
                 torch.cuda.current_stream().wait_stream(stream)
-        self.passing.eval()
         return torch.stack(found)
 
     def _use_stream(self, place: int) -> torch.cuda.StreamContext:

@@ -90,6 +90,11 @@ class VmappedModel:
             masks: dropout masks, networks first.
         """
         self.passing.train(training)
+        found = self._run_networks(rows, {**rest, **(masks or {})}, inputs, shared)
+        self.passing.eval()
+        return found
+
+    def _run_networks(self, rows: Tensor, others: dict[str, Tensor], inputs: Tensor, shared: bool) -> Tensor:
         parts = rows.split(self.sizes, dim=1)
         own = {name: part.reshape(-1, *shape) for (name, shape), part in zip(self.trained.items(), parts, strict=True)}
 
@@ -97,7 +102,7 @@ class VmappedModel:
             found: Tensor = functional_call(self.passing, weights, (x,))
             return found
 
-        return vmap(call_model, in_dims=(0, None if shared else 0))({**own, **rest, **(masks or {})}, inputs)
+        return vmap(call_model, in_dims=(0, None if shared else 0))({**own, **others}, inputs)
 
     @torch.no_grad()
     def evaluate(
