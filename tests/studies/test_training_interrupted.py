@@ -14,7 +14,10 @@ from training_cases import SHRUNK, examples
 from saltflat.errors import ReportError
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import TrainedNetwork
+from saltflat.studies.store.checkpoint import Checkpoint, describe_training, read_matching_checkpoint, write_checkpoint
 from saltflat.studies.training import train_batched, train_one
+from saltflat.studies.training.build import build_network
+from saltflat.studies.training.vmapped_model import VmappedModel
 
 DATA = examples()
 IMAGES = examples((2, 16, 16))
@@ -133,6 +136,35 @@ def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatc
         assert_equal(one, other)
         assert one.seconds == other.seconds
     assert_equal(train_one.train_alone(BASE, DATA, checkpoint=tmp_path / "d"), single)
+
+
+def test_a_checkpoint_of_an_earlier_version_with_other_rows_is_resumed(tmp_path: Path) -> None:
+    """Parameters once followed each other closely in a row."""
+    recipes = [replace(BASE, seed=seed, momentum=0.9) for seed in range(2)]
+    wanted = train_batched.train_together(recipes, DATA)
+    path, states = tmp_path / "c", []
+
+    def interrupt(done: int, most: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_batched.train_together(recipes, DATA, checkpoint=path, every=0.0, tell=interrupt)
+    who = describe_training(recipes, DATA, together=True)
+    standing = read_matching_checkpoint(path, who)
+    assert standing is not None
+    model = VmappedModel(build_network(BASE, DATA.shape, DATA.classes), DATA.train_inputs[0])
+    tensors = dict(standing.tensors)
+    for name in ("stack/0/rows", "stack/0/memory/velocity"):
+        states.append(tensors[name])
+        tensors[name] = torch.cat([each.flatten(1) for each in model.split_rows(tensors[name]).values()], dim=1)
+        assert tensors[name].shape[1] < states[-1].shape[1]
+    write_checkpoint(path, who, Checkpoint(standing.facts, tensors))
+    epochs: list[int] = []
+    found = train_batched.train_together(recipes, DATA, checkpoint=path, tell=lambda done, most: epochs.append(done))
+    assert epochs[0] == 2
+    for one, other in zip(found, wanted, strict=True):
+        assert_equal(one, other)
 
 
 def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class BatchTrainer:
             batch.memory = {name: torch.zeros_like(batch.rows) for name in names}
             batch.curves = [[] for _ in batch.members]
             batch.seconds = [0.0 for _ in batch.members]
+        batch.rows = self.model.align_rows(batch.rows)
+        batch.memory = {name: self.model.align_rows(each) for name, each in batch.memory.items()}
         self.dropout = self._make_dropout()
         self.augmentation = Augmentation.from_recipe(first)
         # Autocast would cast them as well; parts of a batch, which the Fisher penalty uses, run in float32.

@@ -37,8 +37,7 @@ class SeparateModels(VmappedModel):
         found = []
         # Split outside of the streams: what they share, including the gradient of all rows, belongs to none of them.
         for place, row in enumerate(rows.unbind()):
-            parts = zip(self.trained.items(), row.split(self.sizes), strict=True)
-            weights = {name: part.view(shape) for (name, shape), part in parts}
+            weights = self.split_rows(row)
             own = {name: each[place] for name, each in others.items()}
             images = inputs if shared else inputs[place]
             with self._use_stream(place) if forked else nullcontext():
@@ -56,7 +55,7 @@ class SeparateModels(VmappedModel):
     def _call_model(self, weights: dict[str, Tensor], own: dict[str, Tensor], images: Tensor) -> Tensor:
         """Run one network with tensors that begin where kernels of a GPU may read them.
 
-        A part of a row, and a row of a matrix, may begin at any address, but cuDNN reads 16 bytes at a time.
+        Weights do, but a row of running statistics may begin at any address, and cuDNN reads 16 bytes at a time.
         """
         if self.channels_last:
             dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else images.dtype

@@ -80,7 +80,7 @@ def _run_vmapped(
         last = vmapped.compute_logits(rows, rest, inputs, training=False, shared=True)
     return {
         "output": first.detach(),
-        "gradient": gradient,
+        "gradient": torch.cat([each.flatten(1) for each in vmapped.split_rows(gradient).values()], dim=1),
         "output in a second pass": second,
         "output in eval mode": last,
         **{f"state {name!r}": value for name, value in rest.items()},

@@ -15,6 +15,7 @@ from saltflat.studies.training.dropout import find_mask_shapes
 
 # Activations that an evaluation may hold at once.
 ROOM = {"cpu": 2**25, "cuda": 2**30}
+ALIGNED = 32  # numbers, 128 bytes of float32: kernels of a GPU read 16 bytes at a time, or are slower or fail
 
 
 class VmappedModel:
@@ -22,7 +23,8 @@ class VmappedModel:
 
     Attributes:
         masks: shapes of the dropout masks of one example.
-        trained: shapes of the trained parameters by name, in the order of a row.
+        trained: shapes of the trained parameters by name, in the order of a row. Each begins at a multiple of
+            ``ALIGNED`` numbers; what lies between is zero.
         is_bias: which weights of a row belong to biases, by the parameters' names.
         numbers: activations of one network for one example.
     """
@@ -34,13 +36,14 @@ class VmappedModel:
         self.masks = find_mask_shapes(self.model, example)
         self.trained = {name: each.shape for name, each in self.model.named_parameters() if each.requires_grad}
         self.sizes = [shape.numel() for shape in self.trained.values()]
+        self.pieces = [piece for size in self.sizes for piece in (size, -size % ALIGNED)]
         self.rest = [
             *(name for name, each in self.model.named_parameters() if not each.requires_grad),
             *(name for name, _ in self.model.named_buffers() if name not in self.masks),
         ]
         self.numbers = count_activations(self.model, example)
-        biases = ["bias" in name.rpartition(".")[2] for name in self.trained]
-        self.is_bias = torch.tensor(biases).repeat_interleave(torch.tensor(self.sizes)).to(example.device)
+        biases = [flag for name in self.trained for flag in ("bias" in name.rpartition(".")[2], False)]
+        self.is_bias = torch.tensor(biases).repeat_interleave(torch.tensor(self.pieces)).to(example.device)
 
     def pack_models(self, models: Sequence[nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the trained parameters of each model as a row, and all its other tensors by name, networks first."""
@@ -48,14 +51,25 @@ class VmappedModel:
         held = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in models]
         rows = [torch.cat([each[name].detach().flatten() for name in self.trained]) for each in held]
         rest = {name: torch.stack([each[name].detach() for each in held]).to(device) for name in self.rest}
-        return torch.stack(rows).to(device), rest
+        return self.align_rows(torch.stack(rows).to(device)), rest
+
+    def align_rows(self, rows: Tensor) -> Tensor:
+        """Return rows in which every parameter begins at an aligned place; those of earlier versions follow closely."""
+        if rows.shape[1] == sum(self.pieces):
+            return rows
+        parts = zip(rows.split(self.sizes, dim=1), self.pieces[1::2], strict=True)
+        return torch.cat([F.pad(part, (0, gap)) for part, gap in parts], dim=1)
+
+    def split_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the parts of rows, of one or many networks, that hold each parameter, as views with its shape last."""
+        parts = rows.split(self.pieces, dim=-1)[::2]
+        return {
+            name: part.unflatten(-1, shape) for (name, shape), part in zip(self.trained.items(), parts, strict=True)
+        }
 
     def unpack_parameters(self, row: Tensor, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters of one network by name."""
-        own = {
-            name: part.view(shape)
-            for (name, shape), part in zip(self.trained.items(), row.split(self.sizes), strict=True)
-        }
+        own = self.split_rows(row)
         names = dict(self.model.named_parameters())
         return {name: own[name] if name in own else rest[name] for name in names}
 
@@ -95,8 +109,7 @@ class VmappedModel:
         return found
 
     def _run_networks(self, rows: Tensor, others: dict[str, Tensor], inputs: Tensor, shared: bool) -> Tensor:
-        parts = rows.split(self.sizes, dim=1)
-        own = {name: part.reshape(-1, *shape) for (name, shape), part in zip(self.trained.items(), parts, strict=True)}
+        own = self.split_rows(rows)
 
         def call_model(weights: dict[str, Tensor], x: Tensor) -> Tensor:
             found: Tensor = functional_call(self.passing, weights, (x,))
