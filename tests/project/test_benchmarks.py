@@ -124,3 +124,30 @@ def test_the_benchmark_of_scores_times_every_step(monkeypatch: pytest.MonkeyPatc
     assert all(step["memory"] > 0 for step in found.values())
     assert found["page"]["bytes"] == (tmp_path / "study" / "page.html").stat().st_size
     assert scores.shown([{"rows": 12, "measures": 2, "steps": found}]).row_count == 4
+
+
+def test_the_benchmark_of_recorded_training_times_every_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setenv("SALTFLAT_DATA", str(tmp_path / "nothing"))
+    recorded = import_module("recorded")
+    recorded.main(["--quick", "--device", "cpu", "--out", str(tmp_path / "found.json")])
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert list(rows) == list(recorded.CASES)
+    for name, row in rows.items():
+        assert row["seconds"] > 0
+        assert row["notes"] == []
+        assert ("plain_loop" in row) == recorded.CASES[name].plain
+    assert "RANDOM" in json.loads((tmp_path / "found.json").read_text())["data"]
+
+
+def test_the_benchmark_of_measuring_in_a_row_finds_the_same_readings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setenv("SALTFLAT_DATA", str(tmp_path / "nothing"))
+    import_module("stack_measure").main(["--quick", "--out", str(tmp_path / "found.json")])
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert row["difference"] < 1e-10
+    assert row["seconds_in_a_row"] > 0

@@ -250,6 +250,22 @@ def the_spectrum_is_found_before_and_after_training(printed: str, out: Path) -> 
     assert "3.weight" in printed
 
 
+def settings_are_compared(printed: str, out: Path) -> None:
+    axes = ("sam", "batch_size", "weight_decay")
+    assert {path.name for path in out.iterdir()} == {"flatter", *(f"flatter_{axis}.png" for axis in axes)}
+    results = Results.load(out / "flatter")
+    assert len(results.rows) == 36
+    assert not results.counts["failed"]
+    for axis in axes:
+        assert f"{axis}, compared with" in printed
+    # The mean of each value of SAM, as printed, is that of the rows.
+    found = results.effects()["sam"]
+    for value in (0, 0.05, 0.2):
+        mean = found[value].means["test_error"].estimate.value
+        rows = [row.outcome for row in results.rows.values() if row.config["sam"] == value]
+        assert mean == pytest.approx(sum(each.test_error for each in rows if each is not None) / len(rows))
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "01_digits.py": the_digits_are_compared,
     "02_mnist_lenet.py": the_lenet_is_saved_and_measured,
@@ -263,6 +279,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "10_landscape.py": the_loss_is_walked_around,
     "11_study.py": a_study_is_run_and_written_as_a_page,
     "12_spectrum.py": the_spectrum_is_found_before_and_after_training,
+    "13_flatter.py": settings_are_compared,
 }
 
 

@@ -316,6 +316,15 @@ def test_nothing_varies_one_axis_one_seed_and_none_as_a_value() -> None:
     assert one["train_size"]["none"] is one["train_size"].base
 
 
+@pytest.mark.parametrize(
+    ("widths", "seeds", "told"), [(2, 4, ["lr: there are two"]), (3, 2, ["two seeds"]), (3, 3, [])]
+)
+def test_two_configurations_or_seeds_are_warned_of(widths: int, seeds: int, told: list[str]) -> None:
+    found = made_study(drawn, {"lr": [0.1, 0.2, 0.4], "width": [8, 16, 32][:widths]}, seeds=seeds).effects()
+    assert len(found.warnings) == len(told)
+    assert all(text in warning for text, warning in zip(told, found.warnings, strict=True))
+
+
 def drawn_without_width(place: Place) -> float:
     return drawn({"lr": 0.1, "width": 8, **place})
 

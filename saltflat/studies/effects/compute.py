@@ -360,7 +360,16 @@ def _find_warnings(axes: Sequence[AxisEffects], has_runs: bool, keeps_missed: bo
             )
     seeds = next((axis.seeds for axis in axes), 0)
     if seeds == 2:
-        yield "There are two seeds, so intervals are wide where the seeds disagree. Try more of them."
+        yield (
+            "There are two seeds, which do not show how much a third would differ: where seeds matter most, intervals "
+            "are too narrow. Try more of them."
+        )
+    few = [axis.name for axis in axes if axis.configurations == 2]
+    if few:
+        yield (
+            f"{join_words(few)}: there are two configurations of the other settings, which do not show how much a "
+            "third would differ: where they matter most, intervals are too narrow. Try more values."
+        )
     if seeds == 1:
         yield "There is one seed, so nothing shows how effects differ between seeds. Try more of them."
 
