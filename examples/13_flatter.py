@@ -1,7 +1,7 @@
 """Which setting is flatter? A small study of SAM, batch size and weight decay on handwritten digits.
 
-Networks that differ in one setting alone, with the same seed, are compared: every measure, loss, error and gap, with 95 %
-intervals over the other settings and seeds. Then there is a plot for each setting. The same on the command line:
+Networks that differ in one setting alone, with the same seed, are compared: every measure, loss, error and gap, with
+95 % intervals over the other settings and seeds. Then there is a plot for each setting. The same on the command line:
 
     saltflat study effects demo/flatter --axis sam --out sam.png
 """
