@@ -269,6 +269,7 @@ class Growth:
         kendall: tau-b of all networks with their share.
         spearman_of_means: Spearman's correlation of the means with the shares.
         kendall_of_means: the same of Kendall's.
+        resamples: of Kendall's correlation, the first that of the networks themselves; the same ones for all measures.
         falls: steps from share to share in which the mean is clearly lower than before, by Welch's test at 5 %.
     """
 
@@ -278,6 +279,7 @@ class Growth:
     kendall: Estimate
     spearman_of_means: float
     kendall_of_means: float
+    resamples: Floats
     falls: int
 
     @property
@@ -300,15 +302,15 @@ def compute_growth(found: Found, measure: str) -> Growth | None:
     means = np.array([group.mean() for group in groups])
     deviations = np.array([values[share == each].std(ddof=1) if (share == each).sum() > 1 else 0.0 for each in shares])
     once: Counts = np.ones((len(shares), 1), dtype=np.float32)
+    resamples = resample_kendall(values, share, draw_resamples(np.arange(len(values)), RESAMPLES, seed=0))[1]
     return Growth(
         shares,
         means,
         deviations,
-        Estimate.from_resamples(
-            resample_kendall(values, share, draw_resamples(np.arange(len(values)), RESAMPLES, seed=0))[1]
-        ),
+        Estimate.from_resamples(resamples),
         spearman(means, shares),
         float(resample_kendall(means, shares, once)[1][0]),
+        resamples,
         sum(
             bool(ttest_ind(after, before, equal_var=False).pvalue < CHANCE and after.mean() < before.mean())
             for before, after in pairwise(groups)

@@ -301,11 +301,17 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
     parser.add_argument("--once", action="store_true", help="leave the further measurements for a later call")
     given = parser.parse_args(words)
+    if given.what == "page" and (given.scale == "smoke" or given.out is not None):
+        parser.error("Expected the rows in results/ for the page, but got --scale smoke or --out. Try table instead.")
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
     for part in PARTS if given.what == "all" else (given.what,) if given.what in PARTS else ():
         for name, study in list_studies(part, given.network, given.dataset, given.scale):
             again = part in ("tables", "equal-loss") and not given.once
             run_study(out / name, study, again, given.device, given.data)
+    if given.what in PARTS:
+        smoke = " --scale smoke" if given.scale == "smoke" else ""
+        where = "" if given.out is None else f" --out {given.out}"
+        print(f"Next: run.py table{smoke}{where}, or run.py figures{smoke}{where}.")
     if given.what in ("all", "figures"):
         for path in draw_figures(out):
             print(f"drew {path.name}")

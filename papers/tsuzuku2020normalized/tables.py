@@ -1,5 +1,6 @@
 """The lines of the page: verdicts first, then every table with intervals, from whatever rows there are."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from analysis import (
     PRINTED,
     REGULARIZED,
     Correlations,
+    Estimate,
     Found,
     Growth,
     compare_strength,
@@ -29,6 +31,7 @@ from analysis import (
     load,
 )
 
+from saltflat.studies import Results
 from saltflat.studies.scores import kendall_b
 
 NOT_TESTED = "not tested (no rows yet)"
@@ -45,13 +48,17 @@ FIGURES = {
 }
 HOW = (
     "Correlations are with the gap, test error minus training error. Intervals cover 95 % of 2000 resamples of "
-    "configurations, each drawn with all its seeds; Fisher's interval takes all networks for independent. "
+    "configurations, each drawn with all its seeds; Fisher's interval assumes that all networks are independent. "
     '"At equal loss" is the partial correlation, which holds the logarithm of the training loss fixed: linearly '
     "(Pearson) or in order (Kendall's tau-b). A correlation is *reproduced* if its interval excludes zero and the "
     "paper's number is in it or within 0.1 of ours, has the *same sign* if only the first holds, and is *not "
-    "reproduced* otherwise. Rows of logits of unit deviation are of WRN-16-4 with BatchNorm folded. Growth with random "
-    "labels is *reproduced* if the interval of Kendall's correlation with the share is above zero and no mean is "
-    "clearly lower than the one before (Welch's test at 5 %), and has the *same sign* if only the first holds."
+    "reproduced* otherwise. For WRN-16-4, logits of unit deviation were measured with BatchNorm folded.\n\n"
+    "Figure 1: growth with random labels is *reproduced* if the interval of Kendall's correlation with the share is "
+    "above zero and no mean is clearly lower than the one before (Welch's test at 5 %), and has the *same sign* if "
+    "only the first holds. Which measure grows most clearly is *not decided* where the interval of the lead contains "
+    "zero. Figure 2: slopes are those of logarithms. Growth in depth is *reproduced* as linear if the interval is "
+    "above zero and contains 1, or the slope is within 0.2 of 1; growth in width is *reproduced* as sub-linear if the "
+    "interval lies between 0 and 1."
 )
 
 
@@ -68,6 +75,9 @@ def write_tables(out: Path) -> Iterator[str]:
     }
     yield "## Verdicts"
     yield ""
+    if any("-smoke" in path.read_text(encoding="utf-8") for path in out.glob("*/study.json")):
+        yield "**Smoke scale: tiny networks on few images, to see that everything runs. These verdicts mean nothing.**"
+        yield ""
     yield from write_verdicts(out, studies)
     yield ""
     yield HOW
@@ -163,12 +173,16 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
         what = f"Figure 1: {measure} grows with the share of random labels"
         yield make_row([what, "yes", f"Kendall on {'; on '.join(here.values())}", join_verdicts(judged)])
     judged = {
-        f"{NETWORKS[network].title} on {title}": judge_clearest(out, network, dataset)
+        f"{NETWORKS[network].title} on {title}": judge_clearest(compute_lead(out, network, dataset))
         for dataset, title in DATASETS.items()
         for network in NETWORKS
     }
     what = "Figure 1: normalized_sharpness grows most clearly"
-    yield make_row([what, "yes", "largest Kendall of the three?", join_verdicts(judged)])
+    leads = [
+        f"on {title}: {', '.join(str(compute_lead(out, network, dataset) or '-') for network in NETWORKS)}"
+        for dataset, title in DATASETS.items()
+    ]
+    yield make_row([what, "yes", f"Kendall ahead of the next, {'; '.join(leads)}", join_verdicts(judged)])
     for axis, words in {"depth": "linearly", "width": "sub-linearly"}.items():
         here, judged = {}, {}
         for folder, when in SHAPE_STUDIES.items():
@@ -399,13 +413,22 @@ def get_growth(out: Path, network: str, dataset: str, measure: str) -> Growth | 
     return None if found is None else compute_growth(found, measure)
 
 
-def judge_clearest(out: Path, network: str, dataset: str) -> str:
-    """Return whether normalized sharpness has the largest Kendall with the share of the three measures."""
-    found = [get_growth(out, network, dataset, measure) for measure in LABELS["measures"]]
-    one, *others = (None if each is None else each.kendall.value for each in found)
+def compute_lead(out: Path, network: str, dataset: str) -> Estimate | None:
+    """Return how far the Kendall of normalized sharpness with the share is ahead of the larger of the other two."""
+    one, *others = (get_growth(out, network, dataset, measure) for measure in LABELS["measures"])
     if one is None:
+        return None
+    leads = [Estimate.from_resamples(one.resamples - each.resamples) for each in others if each is not None]
+    return min(leads, key=lambda lead: lead.value, default=None)
+
+
+def judge_clearest(lead: Estimate | None) -> str:
+    """Return whether normalized sharpness follows the share most closely of the three measures."""
+    if lead is None:
         return NOT_TESTED
-    return "reproduced" if all(each is None or one > each for each in others) else "not reproduced"
+    if lead.low > 0:
+        return "reproduced"
+    return "not reproduced" if lead.high < 0 else "not decided"
 
 
 def write_labels(out: Path) -> Iterator[str]:
@@ -463,6 +486,20 @@ def write_shapes(out: Path) -> Iterator[str]:
             if measure in NORMALIZED[:2]:
                 judged = "; ".join(f"{axis}: {judge_slope(found, measure, axis)}" for axis in ("depth", "width"))
             yield make_row([f"{len(found.rows)}, {when}", measure, one.depth, one.matrices, one.width, judged])
+    for folder, when in SHAPE_STUDIES.items():
+        missed = count_missed(out / folder)
+        if missed:
+            listed = ", ".join(f"{count} of width {width}" for width, count in sorted(missed.items()))
+            yield ""
+            yield f"* {when}: left out because they did not reach it: {listed}."
+
+
+def count_missed(folder: Path) -> dict[int, int]:
+    """Return how many networks of each width missed their stopping rule."""
+    if not folder.exists():
+        return {}
+    rows = Results.load(folder).rows.values()
+    return dict(Counter(row.config["width"] for row in rows if row.status == "missed"))
 
 
 def judge_slope(found: Found, measure: str, axis: str) -> str:

@@ -20,7 +20,7 @@ from saltflat.results.text import (
     join_words,
     make_printable,
 )
-from saltflat.results.verdict import HONEST, VARIANTS
+from saltflat.results.verdict import VARIANTS
 from saltflat.studies.effects.results import HIGHER, LOWER, TOO_FEW
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 WIDEST = 26
+NOT_RUN = {"missing": "not yet run"}
 NOTHING = "No setting varies: there is nothing to compare."
 LEGEND = (
     "x: the ratio to the reference; +, -: the difference. Means of quantities with ratios are geometric. "
@@ -44,13 +45,20 @@ class EffectsTables:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         effects = self.effects
         facts = [format_count(effects.runs, "run")]
-        facts += [f"left out: {count} {reason}" for reason, count in effects.left_out.items()]
+        if effects.left_out:
+            reasons = [f"{count} {NOT_RUN.get(reason, reason)}" for reason, count in effects.left_out.items()]
+            facts.append(f"left out: {', '.join(reasons)}")
         yield Text(make_printable(" | ".join(facts)) + "\n")
         if not effects.axes:
             yield Text(NOTHING)
+        if len(effects.axes) > 1:
+            for axis in effects.axes.values():
+                for sentence in format_answers(effects, axis):
+                    yield Text(make_printable(f"* {sentence}"))
+            yield Text("")
         for axis in effects.axes.values():
-            yield Text(make_printable(f"{axis.name}, compared with {axis.base.label}"), style="bold")
-            for sentence in format_answers(effects, axis):
+            yield Text(make_printable(f"{axis.name}, compared with {axis.describe(axis.base)}"), style="bold")
+            for sentence in format_answers(effects, axis) if len(effects.axes) == 1 else ():
                 yield Text(make_printable(sentence))
             yield Text("")
             rest = list(axis.others)
@@ -68,9 +76,9 @@ class EffectsTables:
 
     def _render_table(self, axis: AxisEffects, values: list[ValueEffects]) -> Table:
         table = build_ruled_table("mean, change")
-        add_number_column(table, f"{make_printable(axis.base.label)}\n{format_count(axis.base.runs, 'run')}")
+        add_number_column(table, f"{make_printable(axis.describe(axis.base))}\n{format_count(axis.base.runs, 'run')}")
         for value in values:
-            add_number_column(table, f"{make_printable(value.label)}\n{format_count(value.runs, 'run')}")
+            add_number_column(table, f"{make_printable(axis.describe(value))}\n{format_count(value.runs, 'run')}")
             add_number_column(table, f"change, 95 %\n{format_count(value.pairs, 'pair')}")
         kind = None
         for name, quantity in self.effects.quantities.items():
@@ -121,10 +129,11 @@ def format_answer(effects: Effects, axis: AxisEffects, value: ValueEffects) -> s
     Only measures invariant to rescaling have a vote, if there are any; variants of a measure, and measures whose
     smaller values do not mean flatter, have none.
     """
-    name = f"{axis.name} {value.label}"
+    label = axis.describe(value)
+    name = label if "," in axis.name else f"{axis.name} {label}"
     sided = [each for each in effects.quantities.values() if each.smaller == "flatter" and each.name not in VARIANTS]
     voters = [each.name for each in sided if each.is_invariant] or [each.name for each in sided]
-    invariant = f" {HONEST}" if any(each.is_invariant for each in sided) else ""
+    kind = "rescaling-invariant measure" if any(each.is_invariant for each in sided) else "measure"
     judged = [each for each in voters if value.changes[each].verdict != TOO_FEW]
     flatter = [each for each in judged if value.changes[each].verdict == LOWER]
     sharper = [each for each in judged if value.changes[each].verdict == HIGHER]
@@ -133,11 +142,26 @@ def format_answer(effects: Effects, axis: AxisEffects, value: ValueEffects) -> s
     elif not judged:
         told = f"{name}: too few pairs to say whether it is flatter ({format_count(value.pairs, 'pair')})"
     elif not flatter and not sharper:
-        told = f"{name}: neither flatter nor sharper, by {format_count(len(judged), 'measure')}{invariant}"
+        every = f"any of the {len(judged)} {kind}s" if len(judged) > 1 else f"the only {kind}, {judged[0]}"
+        told = f"{name}: no clear difference in {every}"
     else:
         sides = {"flatter": flatter, "sharper": sharper}
-        parts = [f"{side} by {len(names)} ({join_words(names)})" for side, names in sides.items() if names]
-        told = f"{name}: of {format_count(len(judged), 'measure')}{invariant}, {join_words(parts)}"
+        parts = [
+            f"{side} according to {names[0]}"
+            if len(judged) == 1
+            else f"{side} according to {len(names)} of {len(judged)} {kind}s ({join_words(names)})"
+            for side, names in sides.items()
+            if names
+        ]
+        told = f"{name}: {join_words(parts)}"
+        clear = [*flatter, *sharper]
+        sure = [each for each in clear if value.changes[each].is_sure]
+        if len(sure) < len(clear):
+            remaining = f"{join_words(sure)} remain{'s' * (len(sure) == 1)}" if sure else "none of it remains"
+            told += f"; {remaining} after Holm's correction"
+    loss = value.changes["train_loss"]
+    if loss.verdict in (LOWER, HIGHER):
+        told += f"; its training loss is {loss.verdict} ({format_change(loss).partition(' (')[0]})"
     error = value.changes["test_error"]
     if error.verdict == TOO_FEW:
         return f"{told}."

@@ -54,7 +54,7 @@ def draw_effects(effects: Effects, axis: str) -> Figure:
         panel.tick_params(axis="x", labelsize=8)
         panel.locator_params(axis="x", nbins=5)
     _draw_legend(figure, own)
-    title = f"{own.name}, compared with {own.base.label}: the same other settings and seed, 95 % intervals"
+    title = f"{own.name}, compared with {own.describe(own.base)}: the same other settings and seed, 95 % intervals"
     figure.suptitle(make_printable(title), fontsize=11, x=0.01, ha="left", parse_math=False)
     return figure
 
@@ -81,7 +81,7 @@ def _draw_measures(panel: Axes, own: AxisEffects, shown: Sequence[Quantity], wit
     panel.tick_params(axis="x", labelsize=8)
     label = "smaller than the reference  <  1  <  larger"
     if not all(each.is_invariant for each in shown):
-        label += "      (* rescaling can change it)"
+        label += "      (\N{DAGGER} rescaling can change it)"
     if without:
         label += f"\nwithout a ratio, in the table only: {make_printable(', '.join(without))}"
     panel.set_xlabel(label, fontsize=8, parse_math=False)
@@ -128,7 +128,7 @@ def _draw_rows(panel: Axes, own: AxisEffects, shown: Sequence[Quantity], ratios:
 def _format_row_name(quantity: Quantity) -> str:
     name = make_printable(quantity.name)
     short = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
-    return f"{short} *" if quantity.kind == "measure" and not quantity.is_invariant else short
+    return f"{short} \N{DAGGER}" if quantity.kind == "measure" and not quantity.is_invariant else short
 
 
 def _get_style(index: int, count: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _get_style(index: int, count: int) -> dict[str, Any]:
 def _draw_legend(figure: Figure, own: AxisEffects) -> None:
     line = import_optional("matplotlib.lines", "plot()").Line2D
     handles = [
-        line([], [], label=_format_legend_label(each.label, each.pairs), **_get_style(index, len(own.others)))
+        line([], [], label=_format_legend_label(own.describe(each), each.pairs), **_get_style(index, len(own.others)))
         for index, each in enumerate(own.others)
     ]
     handles.append(line([], [], color="0.4", marker="o", markerfacecolor="white", linestyle="none", label="unclear"))

@@ -54,8 +54,8 @@ class Recipe:
         fisher_alpha: length of the small steps, in gradients.
         fisher_clip: maximum norm of the gradient of loss and penalty; None for no clipping.
         fisher_start_epoch: number of epochs before the penalty starts.
-        label_smoothing: as in ``torch.nn.CrossEntropyLoss``. Only the steps use it: losses in the outcome and measures
-            are those of the plain cross-entropy.
+        label_smoothing: as in ``torch.nn.CrossEntropyLoss``. Only the steps, and so the curve, use it: training and
+            test losses and measures are those of the plain cross-entropy.
         schedule: ``"constant"``; ``"cosine"``, to zero at the last epoch; ``"steps"``, times ``decay`` at milestones;
             ``"inverse"``, ``lr / (1 + decay * step)``; or ``"plateau"``, times ``decay`` when the mean loss of the
             steps has not improved for more than ``patience`` epochs, as ``ReduceLROnPlateau`` of torch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,16 +114,54 @@ class BarDisplay:
 
 
 class LineDisplay(SilentDisplay):
-    """Print messages to the standard error, without bars."""
+    """Print messages and, now and then, a line of progress to the standard error, without bars: for logs."""
+
+    def __init__(self, every: float = 60.0) -> None:
+        self.every, self.trained, self.finished, self.failed = every, 0, 0, 0
+        self.to_train = self.to_measure = 0
+        self.began = self.told = time.monotonic()
+
+    def begin(self, to_train: int, to_measure: int) -> None:
+        """Keep the totals."""
+        self.to_train, self.to_measure = to_train, to_measure
+
+    def update_epochs(self, done: int, most: int) -> None:
+        """Tell the epochs of the networks that are being trained."""
+        self._tell_progress(f"epoch {done} of at most {most}, ")
+
+    def add_trained(self, runs: int) -> None:
+        """Count runs that were trained."""
+        self.trained += runs
+        self._tell_progress()
+
+    def add_finished(self, status: str) -> None:
+        """Count a finished run by its status."""
+        self.finished += 1
+        self.failed += status in ("failed", "diverged")
+        self._tell_progress()
 
     def tell(self, text: str) -> None:
         """Print a message."""
         Console(stderr=True).print(Text(make_printable(text), style="yellow"), soft_wrap=True)
 
+    def _tell_progress(self, now: str = "") -> None:
+        if time.monotonic() - self.told < self.every:
+            return
+        self.told = time.monotonic()
+        minutes = (self.told - self.began) / 60
+        failed = f", {self.failed} failed or diverged" if self.failed else ""
+        ahead = ""
+        if self.finished:
+            ahead = f", about {minutes * (self.to_measure / self.finished - 1):.0f} min left"
+        self.tell(
+            f"{minutes:.0f} min: {now}{self.trained} of {self.to_train} networks trained, {self.finished} of "
+            f"{self.to_measure} runs finished{failed}{ahead}"
+        )
+
 
 @contextmanager
 def show_progress(progress: bool | ProgressDisplay | None) -> Iterator[ProgressDisplay]:
-    """Show bars if True, or on a terminal if None; only messages if None elsewhere, and nothing if False."""
+    """Show bars if True, or on a terminal if None; a line a minute if None elsewhere, and nothing if False."""
     if progress is False:
         yield SilentDisplay()
     elif progress is True or (progress is None and sys.stderr.isatty()):

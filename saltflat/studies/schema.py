@@ -179,6 +179,11 @@ def check_recipe(recipe: Recipe) -> None:
 
 def find_conflict(recipe: Recipe) -> str | None:
     """Return what is wrong with settings that exclude each other; None if nothing is."""
+    if recipe.schedule == "plateau" and recipe.decay >= 1:
+        return (
+            f"Expected a decay below 1 with schedule='plateau', which lowers the learning rate, but got "
+            f"decay={recipe.decay!r}. Try decay=0.1."
+        )
     asked = [name for name in GRADIENT_RULES if getattr(recipe, name) > 0]
     if len(asked) < 2:
         return None

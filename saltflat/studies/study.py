@@ -16,7 +16,7 @@ import torch
 from saltflat.errors import OptionError, StudyError, import_optional, make_unknown_name_error
 from saltflat.results.files import parse_path
 from saltflat.studies.callables import get_function_path
-from saltflat.studies.canonical import DEEPEST, JsonLike, to_json_value
+from saltflat.studies.canonical import DEEPEST, JsonLike, dump_canonical_json, to_json_value
 from saltflat.studies.data import DataSource, compute_fingerprint
 from saltflat.studies.executors.executor import Executor
 from saltflat.studies.grid import expand_runs, split_axis_names
@@ -306,8 +306,16 @@ class Study:
 
     @property
     def axis_names(self) -> list[str]:
-        """The name of each axis: the first of its settings, if several vary together."""
-        return [split_axis_names(axis)[0] for axis in self.axes]
+        """The name of each axis.
+
+        If several settings vary together, it is the first of them; or all, if the first has one value twice.
+        """
+        found = []
+        for axis, values in self.axes.items():
+            names = split_axis_names(axis)
+            firsts = {dump_canonical_json(value[0] if len(names) > 1 else value) for value in values}
+            found.append(names[0] if len(firsts) == len(values) else axis)
+        return found
 
     @property
     def stop_settings(self) -> dict[str, Any]:

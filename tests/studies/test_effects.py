@@ -368,7 +368,7 @@ def test_json_and_frames_hold_everything() -> None:
 def test_the_text_answers_the_question_and_shows_every_quantity() -> None:
     effects = made_study(lambda place: drawn(place, 0.05) ** -3, error=lambda place: drawn(place) / 100).effects()
     text = " ".join(str(effects).split())
-    assert "lr 0.4: of 1 measure, flatter by 1 (hessian_trace)" in text
+    assert "lr 0.4: flatter according to hessian_trace" in text
     assert "test error is higher" in text
     for name in effects.quantities:
         assert name in text
@@ -436,7 +436,7 @@ def test_the_page_of_a_study_has_a_section_per_setting(tmp_path: Path) -> None:
     section = page.partition('<section id="effects">')[2].partition("</section>")[0]
     assert "Which setting is flatter?" in section
     assert section.count("<img ") == len(AXES)
-    assert "lr 0.4: of 1 measure, flatter by 1 (hessian_trace)" in section
+    assert "lr 0.4: flatter according to hessian_trace" in section
     assert "6 of 12 with 0.4 (6 missed)" in section
     kept = results.write_html(tmp_path / "page.html", missed="keep").read_text(encoding="utf-8")
     assert "6 of 12 with 0.4 (6 missed)" not in kept
@@ -491,3 +491,48 @@ def test_a_study_whose_runs_all_missed_says_what_to_do(tmp_path: Path) -> None:
     assert "No run has finished. Try --keep-missed" in run()
     assert "No run has finished" not in run("--keep-missed")
     assert "6 pairs" in run("--keep-missed")
+
+
+JOINT: dict[str, list[Any]] = {"sam, asam": [[0, 0], [0.1, 0], [0, 0.5]], "width": [8, 16, 32]}
+
+
+def drawn_by_method(place: Place) -> float:
+    return drawn({"lr": 0.1 + place["sam"] + 2 * place["asam"], **place})
+
+
+def test_settings_that_vary_together_are_named_where_they_differ() -> None:
+    effects = made_study(drawn_by_method, JOINT, seeds=4).effects()
+    axis = effects["sam"]
+    assert [axis.describe(each) for each in axis.values] == ["sam 0, asam 0", "sam 0.1", "asam 0.5"]
+    text = str(effects)
+    assert "sam, asam, compared with sam 0, asam 0" in text
+    assert "* asam 0.5: " in text
+    assert effects["asam"]["0.1,0"] is axis.values[1]
+    with pytest.raises(UnknownNameError, match=r"\(0, 0\)"):
+        axis["0.1, 0.1"]
+
+
+def test_scores_tell_the_values_of_a_joint_axis_apart() -> None:
+    """Whichever setting comes first: three methods are three values, though two of them have the same radius of SAM."""
+    results = made_study(drawn_by_method, JOINT, seeds=4, error=lambda place: 0.1 + drawn_by_method(place) / 100)
+    swapped: dict[str, list[Any]] = {"asam, sam": [[0, 0], [0, 0.1], [0.5, 0]], "width": [8, 16, 32]}
+    other = made_study(
+        lambda place: drawn_by_method(_in_order(place)),
+        swapped,
+        seeds=4,
+        error=lambda place: 0.1 + drawn_by_method(_in_order(place)) / 100,
+    )
+    assert results.study.axis_names == ["sam, asam", "width"]
+    one, two = (each.scores(resamples=0)["hessian_trace"] for each in (results, other))
+    assert one.granulated == two.granulated
+    assert one.granulated_by_axis["sam, asam"] == two.granulated_by_axis["asam, sam"]
+
+
+def _in_order(place: Place) -> Place:
+    return {name: place[name] for name in ("sam", "asam", "width", "seed")}
+
+
+def test_differences_that_cancel_are_zero() -> None:
+    found, p = estimate_mean(np.array([0.3, -0.1, -0.2]), np.arange(3), np.zeros(3, dtype=np.int64))
+    assert found.value == 0.0
+    assert p == pytest.approx(1.0)

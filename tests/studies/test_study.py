@@ -27,7 +27,7 @@ from saltflat.studies.executors import ProcessExecutor
 from saltflat.studies.grid import make_recipe
 from saltflat.studies.results import format_csv
 from saltflat.studies.row import Outcome, TrainedNetwork
-from saltflat.studies.runner import StudyRunner
+from saltflat.studies.runner import LineDisplay, StudyRunner
 from saltflat.studies.store.folder import Store
 from saltflat.studies.store.rows import row_from_dict, row_to_dict
 from saltflat.studies.training.build import build_network
@@ -632,3 +632,23 @@ def test_a_store_refuses_what_it_did_not_write(tmp_path: Path) -> None:
     assert found[0].outcome == outcome
     assert found[1] is not None
     assert store.read_trained("none") is None
+
+
+def test_a_log_gets_a_line_of_progress_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("saltflat.studies.runner.time.monotonic", lambda: clock[0])
+    display = LineDisplay(every=60.0)
+    display.begin(8, 10)
+    for minutes in (0.5, 1.5, 1.8, 2.6):
+        clock[0] = 60 * minutes
+        display.update_epochs(int(10 * minutes), 50)
+    display.add_trained(4)
+    clock[0] = 60 * 5
+    display.add_finished("failed")
+    assert capsys.readouterr().err.splitlines() == [
+        "2 min: epoch 15 of at most 50, 0 of 8 networks trained, 0 of 10 runs finished",
+        "3 min: epoch 26 of at most 50, 0 of 8 networks trained, 0 of 10 runs finished",
+        "5 min: 4 of 8 networks trained, 1 of 10 runs finished, 1 failed or diverged, about 45 min left",
+    ]

@@ -370,3 +370,10 @@ def test_layers_without_units_are_refused_before_any_work(settings: dict[str, An
     with pytest.raises(StudyError, match=r"layers of at least one unit.*width"):
         study.run(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_plateau_must_lower_the_learning_rate(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match=r"decay below 1 with schedule='plateau'.* got decay=2"):
+        study(settings={"schedule": "plateau", "decay": 2, "depth": 1}).run(tmp_path, progress=False)
+    with pytest.raises(OptionError, match="decay below 1"):
+        train_alone(Recipe(schedule="plateau", decay=1.0), examples())

@@ -220,14 +220,19 @@ def build_effects_view(effects: Effects) -> EffectsView:
         picture = encode_picture(effects.plot(axis.name))
         picture = picture if len(picture) <= room else ""
         room -= len(picture)
-        columns = [(axis.base.label, format_count(axis.base.runs, "run"))]
+        columns = [(axis.describe(axis.base), format_count(axis.base.runs, "run"))]
         for value in axis.others:
-            columns += [(value.label, format_count(value.runs, "run")), ("change", format_count(value.pairs, "pair"))]
+            columns += [
+                (axis.describe(value), format_count(value.runs, "run")),
+                ("change", format_count(value.pairs, "pair")),
+            ]
         lines = [
             (name, quantity.kind == "measure", _build_effect_cells(axis, name))
             for name, quantity in effects.quantities.items()
         ]
-        found.append(AxisView(axis.name, axis.base.label, format_answers(effects, axis), picture, columns, lines))
+        found.append(
+            AxisView(axis.name, axis.describe(axis.base), format_answers(effects, axis), picture, columns, lines)
+        )
     below = [*format_unknown(effects), *effects.notes]
     return EffectsView(found, [make_printable(each) for each in below], [*map(make_printable, effects.warnings)])
 

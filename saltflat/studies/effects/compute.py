@@ -100,6 +100,7 @@ def compute_effects(
     if missed not in MISSED:
         raise OptionError(f"Expected 'leave out' or 'keep', but got missed={missed!r}.")
     grid = _build_grid(results, ("done", "missed") if missed == "keep" else ("done",))
+    axes, measures = ([each] if isinstance(each, str) else each for each in (axes, measures))
     wanted = list(grid.values) if axes is None else list(dict.fromkeys(_find_axis(grid, name) for name in axes))
     given = {_find_axis(grid, name): value for name, value in (reference or {}).items()}
     quantities, numbers = _collect_quantities(results, grid, measures)
@@ -287,6 +288,8 @@ def estimate_mean(values: Floats, configurations: Ints, seeds: Ints) -> tuple[Es
     if not count:
         return Estimate(math.nan), math.nan
     mean = float(values.mean())
+    if abs(mean) <= ROUNDING * np.abs(values).max():  # differences that cancel
+        mean = 0.0
     is_equal = bool(np.ptp(values) <= ROUNDING * np.abs(values).max())
     rest = values - mean
     terms = []
@@ -348,7 +351,7 @@ def _find_warnings(axes: Sequence[AxisEffects], has_runs: bool, keeps_missed: bo
         lost = [value for value in axis.values if value.left_out]
         if lost and len({value.runs / max(value.planned, 1) for value in axis.values}) > 1:
             told = [
-                f"{sum(value.left_out.values())} of {value.planned} with {value.label} "
+                f"{sum(value.left_out.values())} of {value.planned} with {axis.describe(value)} "
                 f"({join_words([f'{count} {why}' for why, count in value.left_out.items()])})"
                 for value in lost
             ]
@@ -378,8 +381,8 @@ def _format_notes(axes: Mapping[str, AxisEffects], comparisons: int, unused: Seq
     """Yield remarks on how the comparison was made."""
     if axes:
         yield (
-            "Runs are paired that differ in the setting alone, and have the same seed. Intervals: 95 %, over "
-            "configurations of the other settings and over seeds, on the same test examples."
+            "Each pair of runs differs only in this setting and shares a seed. Intervals: 95 %, over configurations of "
+            "the other settings and over seeds, on the same test examples. They need 3 of either."
         )
     if comparisons:
         yield (

@@ -172,6 +172,15 @@ class AxisEffects:
         """The values that are compared with the reference."""
         return tuple(each for place, each in enumerate(self.values) if place != self.reference)
 
+    def describe(self, value: ValueEffects) -> str:
+        """Return a value as text; of settings that vary together, those that differ from the reference, by name."""
+        names = split_axis_names(self.name)
+        if len(names) == 1:
+            return value.label
+        parts = list(zip(names, value.value, self.base.value, strict=True))
+        told = [(name, each) for name, each, base in parts if value is self.base or not is_same_value(each, base)]
+        return ", ".join(f"{name} {format_setting(each)}" for name, each in told)
+
     def __getitem__(self, value: JsonValue) -> ValueEffects:
         """Return the effects of a value, which may be given as its text."""
         return self.values[find_value(self.name, [each.value for each in self.values], value)]
@@ -188,8 +197,11 @@ def find_value(axis: str, values: list[Any], wanted: JsonValue) -> int:
     for place, each in enumerate(values):
         if is_same_value(each, wanted):
             return place
-    if isinstance(wanted, str) and wanted in labels:
-        return labels.index(wanted)
+    plain = [label.replace(" ", "") for label in labels]
+    if isinstance(wanted, str) and wanted.replace(" ", "") in plain:
+        return plain.index(wanted.replace(" ", ""))
+    if " " in axis:
+        labels = [f"({label})" for label in labels]
     raise make_unknown_name_error(f"value of {axis}", format_setting(wanted), labels)
 
 

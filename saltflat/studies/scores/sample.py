@@ -11,6 +11,7 @@ import numpy as np
 
 from saltflat.errors import StudyError, make_unknown_name_error
 from saltflat.results.text import join_words
+from saltflat.studies.grid import split_axis_names
 from saltflat.studies.row import CONTROLS, Row, compute_controls
 from saltflat.studies.scores.granulated import PairMeans, build_axis_means
 from saltflat.studies.scores.layout import MAX_COSTLY_RESAMPLES, SEED, Counts, Floats, GridLayout, Ints, encode_values
@@ -52,10 +53,13 @@ def collect_gaps(rows: Sequence[Row], gap: str) -> Floats:
 def build_layout(rows: Sequence[Row], axes: Sequence[str]) -> GridLayout:
     """Return the settings of the runs in the grid; the seed is not an axis."""
     known = dict.fromkeys(name for row in rows for name in row.config)
-    for name in axes:
-        if name not in known:
-            raise make_unknown_name_error("axis", name, known)
-    found = {name: [row.config.get(name) for row in rows] for name in axes}
+    found = {}
+    for axis in axes:
+        names = split_axis_names(axis)  # settings that vary together are one axis
+        for name in names:
+            if name not in known:
+                raise make_unknown_name_error("axis", name, known)
+        found[axis] = [[row.config.get(name) for name in names] for row in rows]
     return GridLayout.from_settings(found, [row.config.get(SEED) for row in rows], len(rows))
 
 
