@@ -196,3 +196,82 @@ class Casting(nn.Module):
 
 def casting(shape: tuple[int, ...], classes: int) -> nn.Module:
     return Casting(math.prod(shape), classes)
+
+
+class RunningMean(nn.Module):
+    """Writes to a buffer of its own in every pass."""
+
+    def __init__(self, units: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(units, classes)
+        self.register_buffer("mean", torch.zeros(units))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        found: Tensor = self.layer(x - self.mean)
+        return found
+
+
+def running_mean(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return RunningMean(shape[0], classes)
+
+
+class FrozenNorm(nn.Module):
+    """Keeps its BatchNorm in eval mode, as is common in fine-tuning."""
+
+    def __init__(self, units: int, classes: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(units, 6), nn.BatchNorm1d(6), nn.Linear(6, classes)
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.norm(self.first(x)).relu())
+        return found
+
+
+def frozen_norm(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return FrozenNorm(shape[0], classes)
+
+
+def instance_norm(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Of images, with running statistics."""
+    channels, height, width = shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.ReLU(),
+        nn.Flatten(), nn.Linear(4 * (height - 2) * (width - 2), classes),
+    )  # fmt: skip
+
+
+class Shifted(nn.Module):
+    """Subtracts a large number from its inputs, which bfloat16 does not resolve."""
+
+    def __init__(self, units: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(units, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x - 1000.0)
+        return found
+
+
+def shifted(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Shifted(shape[0], classes)
+
+
+def normed_and_noisy(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Rarely drops a unit, so that a few examples seldom show it."""
+    return nn.Sequential(nn.Linear(shape[0], 6), nn.BatchNorm1d(6), nn.Dropout(0.01), nn.Linear(6, classes))
+
+
+def transposed(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """With a layer that vmap cannot run under autocast."""
+    channels, height, width = shape
+    units = 2 * (height + 2) * (width + 2)
+    return nn.Sequential(nn.ConvTranspose2d(channels, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(units, classes))

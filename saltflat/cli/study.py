@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -200,6 +201,9 @@ def effects(
     for name, equals, _ in given:
         if not equals:
             raise OptionError(f"Expected NAME=VALUE, but got --reference {name!r}. Try --reference lr=0.1.")
+    twice = [name for name, count in Counter(name for name, _, _ in given).items() if count > 1]
+    if twice:
+        raise OptionError(f"Expected one value of {twice[0]}, but got --reference {twice[0]} twice. Try one of them.")
     found = Results.load(folder).effects(
         axes=axis,
         measures=parse_names(measure),

@@ -292,6 +292,7 @@ def _find_concentration_notes(statistic: Statistic, values: Mapping[str, Mapping
         return ()
     each = torch.stack(list(values[statistic.name].values())).sum(0)
     each = each.square() if statistic.degree == 1 else each
+    each = each / (each.abs().max() or 1)  # squares of tiny values would be zero
     total = float(each.sum())
     if not total or total**2 / float(each.square().sum()) >= min(EFFECTIVE, 0.5 * len(each)):
         return ()

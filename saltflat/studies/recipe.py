@@ -52,7 +52,8 @@ class Recipe:
             :class:`saltflat.training.FisherPenalty`; 0 for none.
         fisher_parts: number of parts of a batch.
         fisher_alpha: length of the small steps, in gradients.
-        fisher_clip: maximum norm of the gradient of loss and penalty; None for no clipping.
+        fisher_clip: maximum norm of the gradient of loss and penalty, where ``fisher_penalty`` is above 0; None for no
+            clipping.
         fisher_start_epoch: number of epochs before the penalty starts.
         label_smoothing: as in ``torch.nn.CrossEntropyLoss``. Only the steps, and so the curve, use it: training and
             test losses and measures are those of the plain cross-entropy.

@@ -9,7 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from saltflat.errors import StudyError
 from saltflat.results.files import build_frame
 from saltflat.results.text import format_count, make_printable, render_text
 from saltflat.studies.canonical import JsonLike
-from saltflat.studies.grid import collect_axis_values, count_runs, is_same_value, iter_grid_points
+from saltflat.studies.grid import USUAL, collect_axis_values, count_runs, is_same_value, iter_grid_points
+from saltflat.studies.recipe import ADDED
 from saltflat.studies.row import STATUSES, Row
 from saltflat.studies.store import DEFINITION, ROWS, DamageError, Store
 from saltflat.studies.study import Study
@@ -166,6 +167,8 @@ class Results:
                 continue
             if row is None:
                 continue
+            if study.train is None:  # rows of earlier versions lack settings that were added since
+                row = replace(row, config={**row.config, **{k: USUAL[k] for k in ADDED if k not in row.config}})
             if not all(is_same_value(row.config.get(name), value) for name, value in places[key].items()):
                 raise _make_mismatch_error(folder, f"the run {key!r} has other settings than its row")
             rows[key] = row

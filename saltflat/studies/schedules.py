@@ -13,6 +13,7 @@ from saltflat.studies.recipe import Recipe
 
 # Relative improvement of the loss that counts for "plateau", the default of torch's ReduceLROnPlateau.
 THRESHOLD = 1e-4
+SMALLEST_CHANGE = 1e-8  # of the learning rate, the default of torch's as well
 
 
 def _constant(recipe: Recipe, epoch: int, step: int, curve: Sequence[float]) -> float:
@@ -42,7 +43,9 @@ def _plateau(recipe: Recipe, epoch: int, step: int, curve: Sequence[float]) -> f
         else:
             waited += 1
         if waited > recipe.patience:
-            waited, passed = 0, passed + 1
+            waited = 0
+            # As in torch, changes that are too small are not made.
+            passed += recipe.lr * recipe.decay**passed * (1 - recipe.decay) > SMALLEST_CHANGE
     return float(recipe.decay**passed)
 
 

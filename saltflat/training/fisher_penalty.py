@@ -240,13 +240,13 @@ class FisherPenalty:
             gradients = {name: torch.empty_like(parameters[name]).copy_(each) for name, each in found.items()}
             if scale is not None:
                 multiply_in_place(list(gradients.values()), 1 / scale)
-        elif _has_running_statistics(inner):
+        elif has_running_statistics(inner):
             self._update_buffers(inner, batch)
         if self.is_active:
             most = max(1, examples // 2) if has_training_batch_norm(inner) else examples
             parts = BatchParts(batch, examples, min(self.parts, most), next(iter(parameters.values())).dtype)
             of_parts, added, is_written = self._vmap_or_loop(passes, parts)
-            if is_written and not apart and not _has_running_statistics(inner):
+            if is_written and not apart and not has_running_statistics(inner):
                 start()
                 self._update_buffers(inner, batch)
             loss = loss if apart else of_parts
@@ -287,7 +287,8 @@ class FisherPenalty:
                 p.grad += gradients[name]
 
 
-def _has_running_statistics(model: nn.Module) -> bool:
+def has_running_statistics(model: nn.Module) -> bool:
+    """Return whether layers that normalize, in training mode, track running statistics."""
     layers = [each for each in model.modules() if isinstance(each, _NormBase) and each.training]
     return any(each.track_running_stats and each.running_mean is not None for each in layers)
 

@@ -536,3 +536,29 @@ def test_differences_that_cancel_are_zero() -> None:
     found, p = estimate_mean(np.array([0.3, -0.1, -0.2]), np.arange(3), np.zeros(3, dtype=np.int64))
     assert found.value == 0.0
     assert p == pytest.approx(1.0)
+
+
+def test_tiny_readings_are_compared() -> None:
+    tiny, plain = made_study(lambda place: 1e-200 * drawn(place)).effects(), made_study(drawn).effects()
+    for axis, values in AXES.items():
+        one, other = (each[axis][values[1]].changes["hessian_trace"] for each in (tiny, plain))
+        assert one.ratio is not None
+        assert other.ratio is not None
+        assert one.ratio.low == pytest.approx(other.ratio.low)
+        assert one.difference.high == pytest.approx(1e-200 * other.difference.high)
+
+
+def test_values_are_found_by_any_of_their_texts_and_bad_references_refused() -> None:
+    results = made_study(drawn, {"lr": [0.12345671, 0.12345674], "width": [20, 8, 16]})
+    assert results.effects(reference={"width": "8.0"})["width"].reference == 1
+    assert results.effects(reference={"lr": "0.12345674"})["lr"].reference == 1
+    assert list(results.effects(axes="width", measures="hessian_trace")) == ["width"]
+    with pytest.raises(UnknownNameError, match="value of width"):
+        results.effects(axes=["lr"], reference={"width": 99})
+    with pytest.raises(OptionError, match="value by setting"):
+        results.effects(reference="lr")
+
+
+def test_seeds_without_runs_are_warned_of() -> None:
+    found = made_study(lambda place: drawn(place) if place["seed"] == 0 else None).effects()
+    assert any("one seed" in warning for warning in found.warnings)

@@ -19,6 +19,7 @@ from saltflat.studies.training.build import build_network
 from saltflat.studies.training.examples import draw_order
 from saltflat.studies.training.train_batched import compute_group_key, train_together
 from saltflat.studies.training.train_one import train_alone
+from saltflat.studies.training.vmapped_model import VmappedModel
 from saltflat.training import ASAM, SAM, FisherPenalty, GradientNormPenalty, TwoPass
 
 DATA = examples()
@@ -187,3 +188,64 @@ def test_random_subsets_are_other_examples_for_every_seed() -> None:
     )
     assert first.train_loss == again.train_loss != other.train_loss
     assert first.train_examples == 12
+
+
+PENALTY: dict[str, Any] = {"fisher_penalty": 40.0, "fisher_parts": 3, "fisher_alpha": 1e-2}
+
+
+@pytest.mark.parametrize("way", ["auto", "separate"])
+def test_the_penalty_of_networks_with_buffers_is_as_alone(way: str) -> None:
+    """Buffers that a network writes itself, statistics of InstanceNorm, and a BatchNorm that stays in eval mode."""
+    for name, data in (("running_mean", DATA), ("frozen_norm", DATA), ("instance_norm", IMAGES)):
+        recipes = [
+            replace(BASE, network=f"training_cases:{name}", architecture={}, seed=seed, momentum=0.9, **PENALTY)
+            for seed in range(2)
+        ]
+        found = train_together(recipes, data, way=way)
+        assert_same(found, [train_alone(recipe, data) for recipe in recipes])
+        assert any("writes to buffers" in note for note in found[0].outcome.notes) == (name == "running_mean")
+
+
+def test_bfloat16_leaves_the_inputs_of_a_users_network_as_they_are() -> None:
+    far = examples()
+    far = replace(far, train_inputs=far.train_inputs + 1000, test_inputs=far.test_inputs + 1000)
+    recipe = Recipe(network="training_cases:shifted", lr=0.05, batch_size=8, epochs=4, dtype="bf16")
+    (found,) = train_together([recipe], far)
+    assert found.outcome.train_loss == pytest.approx(train_alone(recipe, far).outcome.train_loss, rel=0.02)
+
+
+def test_a_network_that_draws_random_numbers_is_trained_alone_in_bfloat16_too() -> None:
+    recipe = Recipe(network="training_cases:normed_and_noisy", lr=0.1, batch_size=8, epochs=3, dtype="bf16")
+    state = torch.get_rng_state()
+    (found,) = train_together([recipe], DATA)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "draws random numbers" in found.outcome.notes[0]
+    assert_same([found], [train_alone(recipe, DATA)], tolerance=1e-12)
+
+
+def test_layers_that_vmap_cannot_run_under_autocast_run_one_by_one() -> None:
+    recipes = [
+        Recipe(network=f"training_cases:{name}", lr=0.02, batch_size=8, epochs=2, dtype="bf16", seed=seed)
+        for name in ("transposed", "instance_norm")
+        for seed in range(2)
+    ]
+    found = train_together(recipes, IMAGES)
+    for one, recipe in zip(found, recipes, strict=True):
+        assert not one.outcome.notes
+        assert one.outcome.train_loss == pytest.approx(train_alone(recipe, IMAGES).outcome.train_loss, rel=0.05)
+
+
+def test_parts_of_a_batch_count_in_the_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [replace(BASE, seed=seed, fisher_penalty=1.0, fisher_parts=4) for seed in range(4)]
+    wanted = train_together(recipes, DATA)
+    monkeypatch.setattr("saltflat.studies.training.batched_epoch.ROOM", 10_000)
+    sizes: set[int] = set()
+    plain = VmappedModel.compute_logits
+
+    def watched(self: VmappedModel, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes.add(len(rows))
+        return plain(self, rows, *args, **kwargs)
+
+    monkeypatch.setattr(VmappedModel, "compute_logits", watched)
+    assert_same(train_together(recipes, DATA), wanted)
+    assert max(sizes) == 8, "two networks of four parts"

@@ -124,10 +124,10 @@ def test_schedules_are_torchs() -> None:
 
 def test_a_plateau_is_torchs() -> None:
     losses = [1.0, 0.9, 0.91, 0.90001, 0.92, 0.7, 0.8, 0.8, 0.8, 0.69999, 0.9, 0.9, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]
-    for patience in (0, 1, 2):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
-        torchs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.2, patience=patience, eps=0.0)
-        recipe = Recipe(lr=0.4, schedule="plateau", decay=0.2, patience=patience, epochs=len(losses))
+    for patience, lr in ((0, 0.4), (1, 0.4), (2, 0.4), (0, 1e-6)):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+        torchs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.2, patience=patience)
+        recipe = Recipe(lr=lr, schedule="plateau", decay=0.2, patience=patience, epochs=len(losses))
         seen = set()
         for epoch in range(len(losses)):
             rate = compute_learning_rate(recipe, epoch, 0, curve=losses[:epoch])

@@ -12,7 +12,7 @@ from study_cases import own, study
 from saltflat.errors import StudyError
 from saltflat.studies import Results, Study, verify
 from saltflat.studies.canonical import config_from_version_1, study_from_version_1, to_version_1
-from saltflat.studies.grid import USUAL
+from saltflat.studies.recipe import ADDED
 from saltflat.studies.store.rows import add_digest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,9 +69,27 @@ def test_the_committed_studies_keep_their_keys(folder: Path) -> None:
     assert found.counts["missing"] == 0
     assert list(found.study.runs()) == list(found.rows)
     for key, config in found.study.runs().items():
-        # Settings that came later have their defaults.
-        assert {**USUAL, **found.rows[key].config} == config
+        assert {name: found.rows[key].config[name] for name in config} == config
     assert not verify(folder).problems
+
+
+def test_a_study_from_before_a_setting_can_vary_it(tmp_path: Path) -> None:
+    axes = {"lr": [0.1, 0.2], "width": [3, 4]}
+    study(axes=axes).run(tmp_path, progress=False)
+    for path in (tmp_path / "rows").glob("*.json"):
+        row = json.loads(path.read_text())
+        row["config"] = {name: value for name, value in row["config"].items() if name not in ADDED}
+        del row["digest"]
+        path.write_text(json.dumps(add_digest(row)))
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "rows").iterdir()}
+    wider = study(axes={**axes, "sam": [0, 0.1]})
+    found = wider.run(tmp_path, progress=False)
+    assert found.counts["done"] == len(wider.runs()) == 2 * len(times)
+    assert {path: path.stat().st_mtime_ns for path in times} == times, "nothing is made again"
+    assert {row.config["sam"] for row in Results.load(tmp_path).rows.values()} == {0, 0.1}
+    assert found.effects(missed="keep")["sam"][0.1].pairs == len(times)
+    assert found.scores(missed="keep", resamples=0).runs == 2 * len(times)
+    assert not verify(tmp_path).problems
 
 
 CONFIG = {"optimizer": "adam", "lr": 0.1, "l2": 0.0, "weight_decay": 0.0, "batch": 64}

@@ -102,12 +102,14 @@ def compute_effects(
     grid = _build_grid(results, ("done", "missed") if missed == "keep" else ("done",))
     axes, measures = ([each] if isinstance(each, str) else each for each in (axes, measures))
     wanted = list(grid.values) if axes is None else list(dict.fromkeys(_find_axis(grid, name) for name in axes))
+    if reference is not None and not isinstance(reference, Mapping):
+        raise OptionError(f"Expected a value by setting, but got reference={reference!r}. Try reference={{'lr': 0.1}}.")
     given = {_find_axis(grid, name): value for name, value in (reference or {}).items()}
+    bases = {axis: find_value(axis, grid.values[axis], value) for axis, value in given.items()}
     quantities, numbers = _collect_quantities(results, grid, measures)
     found = {}
     for axis in wanted:
-        base = find_value(axis, grid.values[axis], given[axis]) if axis in given else 0
-        found[axis] = _compare_values(grid, axis, base, quantities, numbers)
+        found[axis] = _compare_values(grid, axis, bases.get(axis, 0), quantities, numbers)
     found, comparisons = _correct_all(found)
     unused = [axis for axis, values in results.study.axes.items() if len(values) == 1]
     return Effects(
@@ -115,7 +117,7 @@ def compute_effects(
         quantities,
         int(grid.used.sum()),
         dict(Counter(why for why in grid.reasons if why)),
-        tuple(_find_warnings(list(found.values()), bool(grid.used.any()), missed == "keep")),
+        tuple(_find_warnings(list(found.values()), len(np.unique(grid.seeds[grid.used])), missed == "keep")),
         tuple(_format_notes(found, comparisons, unused)),
     )
 
@@ -287,7 +289,16 @@ def estimate_mean(values: Floats, configurations: Ints, seeds: Ints) -> tuple[Es
     count = len(values)
     if not count:
         return Estimate(math.nan), math.nan
-    mean = float(values.mean())
+    scale = float(np.abs(values).max())
+    if 0 < scale < math.inf:  # squares of tiny numbers would be zero
+        values = values / scale
+        found, p = _estimate_scaled(values, configurations, seeds)
+        return Estimate(*(each * scale for each in (found.value, found.low, found.high))), p
+    return _estimate_scaled(values, configurations, seeds)
+
+
+def _estimate_scaled(values: Floats, configurations: Ints, seeds: Ints) -> tuple[Estimate, float]:
+    count, mean = len(values), float(values.mean())
     if abs(mean) <= ROUNDING * np.abs(values).max():  # differences that cancel
         mean = 0.0
     is_equal = bool(np.ptp(values) <= ROUNDING * np.abs(values).max())
@@ -342,9 +353,9 @@ def _correct_all(axes: Mapping[str, AxisEffects]) -> tuple[dict[str, AxisEffects
     return found, len(changes)
 
 
-def _find_warnings(axes: Sequence[AxisEffects], has_runs: bool, keeps_missed: bool) -> Iterator[str]:
-    """Yield the reasons to doubt the comparison, one sentence each."""
-    if not has_runs:
+def _find_warnings(axes: Sequence[AxisEffects], seeds: int, keeps_missed: bool) -> Iterator[str]:
+    """Yield the reasons to doubt the comparison, one sentence each, given the number of seeds with runs."""
+    if not seeds:
         yield f"No run has finished.{'' if keeps_missed else MISSED_HINT}"
         return
     for axis in axes:
@@ -361,8 +372,7 @@ def _find_warnings(axes: Sequence[AxisEffects], has_runs: bool, keeps_missed: bo
                 f"{axis.name}: runs are left out unevenly: {join_words(told)}. The pairs that remain are those in "
                 f"which both runs succeeded, and may not be representative.{hint}"
             )
-    seeds = next((axis.seeds for axis in axes), 0)
-    if seeds == 2:
+    if axes and seeds == 2:
         yield (
             "There are two seeds, which do not show how much a third would differ: where seeds matter most, intervals "
             "are too narrow. Try more of them."
@@ -373,7 +383,7 @@ def _find_warnings(axes: Sequence[AxisEffects], has_runs: bool, keeps_missed: bo
             f"{join_words(few)}: there are two configurations of the other settings, which do not show how much a "
             "third would differ: where they matter most, intervals are too narrow. Try more values."
         )
-    if seeds == 1:
+    if axes and seeds == 1:
         yield "There is one seed, so nothing shows how effects differ between seeds. Try more of them."
 
 

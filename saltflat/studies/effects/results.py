@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +199,12 @@ def find_value(axis: str, values: list[Any], wanted: JsonValue) -> int:
     for place, each in enumerate(values):
         if is_same_value(each, wanted):
             return place
+    if isinstance(wanted, str):  # as in JSON and YAML: 20.0 is 20
+        with suppress(ValueError):
+            parsed = json.loads(f"[{wanted}]")
+            same = [is_same_value(each, parsed if len(parsed) > 1 else parsed[0]) for each in values]
+            if any(same):
+                return same.index(True)
     plain = [label.replace(" ", "") for label in labels]
     if isinstance(wanted, str) and wanted.replace(" ", "") in plain:
         return plain.index(wanted.replace(" ", ""))

@@ -38,7 +38,10 @@ class BatchPasses(Protocol):
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether examples of a batch depend on each other."""
+        """Whether a BatchNorm layer in training mode makes examples of a batch depend on each other."""
+
+    def update_statistics(self, rows: Tensor) -> None:
+        """Update the running statistics of layers other than BatchNorm, as a pass over all examples does."""
 
     def compute_gradient(self, rows: Tensor, *, shifted: bool = False) -> tuple[Tensor, Tensor]:
         """Return the losses and their gradients on all examples; at shifted weights running statistics are kept."""
@@ -64,6 +67,7 @@ class GradientRule:
         together: returns the losses and gradients of a batch of networks, given its passes, weights, factors
             ``(networks, 1)``, and the recipe of one of them for the settings they share.
         shared: further settings that must be the same for all networks of a batch.
+        splits: whether it runs on parts of a batch, in the precision of the weights.
     """
 
     name: str
@@ -71,6 +75,7 @@ class GradientRule:
     plan: Callable[[Sequence[Recipe], int], dict[str, Tensor]]
     together: Callable[[BatchPasses, Tensor, Mapping[str, Tensor], Recipe], tuple[Tensor, Tensor]]
     shared: tuple[str, ...] = ()
+    splits: bool = False
 
 
 def register_gradient_rule(rule: GradientRule) -> None:

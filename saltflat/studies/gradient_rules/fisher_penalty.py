@@ -90,6 +90,7 @@ def _compute_penalized(
         losses, gradient = passes.compute_gradient(rows)
     else:
         losses, gradient = rows.new_zeros(len(rows)), torch.zeros_like(rows)
+        passes.update_statistics(rows)
     for size in dict.fromkeys(sizes):
         many, share = sizes.count(size), size / count
         here = rows[:, None].expand(-1, many, -1)
@@ -104,5 +105,7 @@ def _compute_penalized(
 
 
 register_gradient_rule(
-    GradientRule("fisher_penalty", _prepare_penalty, _plan_penalty, _compute_penalty, shared=("fisher_parts",))
+    GradientRule(
+        "fisher_penalty", _prepare_penalty, _plan_penalty, _compute_penalty, shared=("fisher_parts",), splits=True
+    )
 )

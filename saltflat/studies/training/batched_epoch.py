@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saltflat.studies.data import Examples
 from saltflat.studies.gradient_rules import find_gradient_rule
+from saltflat.studies.networks import is_user_function
 from saltflat.studies.optimizers import StepFactors, find_optimizer, gather_setting, step_together
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import Outcome, TrainedNetwork
@@ -24,10 +25,11 @@ from saltflat.studies.training.network_batch import NetworkBatch
 from saltflat.studies.training.outcome import NOTHING, has_met_targets, is_check_due, make_outcome
 from saltflat.studies.training.passes import StepPasses
 from saltflat.studies.training.separate_models import AT_ONCE, WAY, SeparateModels, make_batched_model, should_separate
-from saltflat.studies.training.vmap_check import EXAMPLES, check_vmappable
+from saltflat.studies.training.vmap_check import EXAMPLES, NotVmappableError, check_vmappable
 
 # Activations that a step on a CPU may hold: about 2 GB with those of the backward pass.
 ROOM = 2**28
+PART_COPIES = 4  # of the weights, for each part of a batch: at two points, and their gradients
 
 
 class BatchTrainer:
@@ -49,8 +51,7 @@ class BatchTrainer:
         if way == "auto" and should_separate(models[0], inputs[0], self.bfloat16):
             way = WAY
         if batch.rows is None:
-            few = min(EXAMPLES, first.batch_size, len(inputs))
-            check_vmappable(models[:2], inputs[:few], self.labels[:2, :few], way)
+            way = self._choose_way(models[:2], way)
         self.model = make_batched_model(models[0], inputs[0], way)
         if batch.rows is None:
             batch.rows, batch.rest = self.model.pack_models(models)
@@ -62,8 +63,10 @@ class BatchTrainer:
         batch.memory = {name: self.model.align_rows(each) for name, each in batch.memory.items()}
         self.dropout = self._make_dropout()
         self.augmentation = Augmentation.from_recipe(first)
-        # Autocast would cast them as well; parts of a batch, which the Fisher penalty uses, run in float32.
-        coarse = self.bfloat16 and inputs.is_floating_point() and (self.rule is None or not self.rule.shared)
+        # Autocast casts the inputs of the first layers of our networks as well. A user's network may do something else
+        # with them, and parts of a batch run in float32.
+        cast_alike = not is_user_function(first.network) and (self.rule is None or not self.rule.splits)
+        coarse = self.bfloat16 and inputs.is_floating_point() and cast_alike
         inputs = inputs.to(torch.bfloat16) if coarse else inputs
         self.inputs, self.like = inputs if self.augmentation is None else self.augmentation.pad(inputs), inputs[0]
 
@@ -75,6 +78,24 @@ class BatchTrainer:
     def _build_network(self, recipe: Recipe) -> torch.nn.Module:
         return build_network(recipe, self.examples.shape, self.examples.classes)
 
+    def _choose_way(self, models: Sequence[torch.nn.Module], way: str) -> str:
+        """Return a way in which the networks give the results they give alone."""
+        inputs, first = self.examples.train_inputs, self.recipes[0]
+        few = min(EXAMPLES, first.batch_size, len(inputs))
+        splits = self.rule is not None and self.rule.splits
+
+        def check(chosen: str) -> None:
+            check_vmappable(models, inputs[:few], self.labels[:2, :few], chosen, bfloat16=self.bfloat16, splits=splits)
+
+        try:
+            check(way)
+        except NotVmappableError:
+            if not self.bfloat16 or way == WAY:
+                raise
+            check(WAY)  # vmap has no autocast for some layers
+            return WAY
+        return way
+
     def _make_dropout(self) -> DropoutMasks | None:
         return DropoutMasks.from_recipes(self.model.masks, self.recipes, self._rows.dtype, self._rows.device)
 
@@ -82,7 +103,10 @@ class BatchTrainer:
     def max_networks(self) -> int:
         """The maximum number of networks in a step. A GPU reports a lack of memory; on a CPU the process is killed."""
         if self._rows.device.type == "cpu":
-            numbers = min(self.recipes[0].batch_size, self.labels.shape[1]) * self.model.numbers
+            first = self.recipes[0]
+            numbers = min(first.batch_size, self.labels.shape[1]) * self.model.numbers
+            if self.rule is not None and self.rule.splits:
+                numbers += PART_COPIES * first.fisher_parts * self._rows.shape[1]
             return max(1, ROOM // numbers)
         return AT_ONCE if isinstance(self.model, SeparateModels) else len(self.batch.members)
 

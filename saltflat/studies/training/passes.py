@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from saltflat.engine.session import use_full_precision
 from saltflat.studies.training.vmapped_model import VmappedModel, compute_losses
@@ -48,8 +47,14 @@ class StepPasses:
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether examples of a batch depend on each other."""
-        return any(isinstance(module, _BatchNorm) for module in self.model.model.modules())
+        """Whether a BatchNorm layer in training mode makes examples of a batch depend on each other."""
+        return self.model.has_batch_norm
+
+    @torch.no_grad()
+    def update_statistics(self, rows: Tensor) -> None:
+        """Update the running statistics of layers other than BatchNorm, as a pass over all examples does."""
+        if self.model.has_running_statistics:
+            self.model.compute_logits(rows, self.rest, self.inputs, training=True, masks=self.masks)
 
     def compute_gradient(self, rows: Tensor, *, shifted: bool = False) -> tuple[Tensor, Tensor]:
         """Return the losses and their gradients on all examples; at shifted weights running statistics are kept."""

@@ -8,6 +8,7 @@ from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from saltflat.errors import UnknownNameError, format_error_line
 from saltflat.studies.training.separate_models import make_batched_model
@@ -24,7 +25,15 @@ class NotVmappableError(Exception):
     """vmap cannot run a batch of these networks, or gives other results than each network alone."""
 
 
-def check_vmappable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str) -> None:
+def check_vmappable(
+    models: Sequence[nn.Module],
+    inputs: Tensor,
+    labels: Tensor,
+    way: str,
+    *,
+    bfloat16: bool = False,
+    splits: bool = False,
+) -> None:
     """Check that a few networks give the same results batched and alone, in two passes on a few examples.
 
     Args:
@@ -32,7 +41,57 @@ def check_vmappable(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor,
         inputs: a few inputs, on the device of the training.
         labels: labels, one row for each network.
         way: method of convolutions, or ``"separate"``.
+        bfloat16: whether the training runs under autocast with bfloat16.
+        splits: whether it runs on parts of a batch.
     """
+    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
+        _check_random_draws(models[0], inputs)
+        if splits:
+            _check_buffers(models[0], inputs)
+        if bfloat16:
+            _check_autocast(models, inputs, labels, way)
+        _check_results(models, inputs, labels, way)
+
+
+def _check_random_draws(model: nn.Module, inputs: Tensor) -> None:
+    states = _get_random_states(inputs)
+    with suppress(Exception), torch.no_grad():  # training it reports the error
+        deepcopy(model).to(inputs.device).train()(inputs)
+    if not all(map(torch.equal, states, _get_random_states(inputs))):
+        raise NotVmappableError("it draws random numbers in its forward pass")
+
+
+def _get_random_states(inputs: Tensor) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(inputs.device)] if inputs.is_cuda else [])]
+
+
+def _check_buffers(model: nn.Module, inputs: Tensor) -> None:
+    """Check that only layers that normalize write to buffers: parts of a batch would each write to others."""
+    model = deepcopy(model).to(inputs.device).train()
+    own = {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for key, _ in module.named_buffers(recurse=False)
+    }
+    before = {name: each.clone() for name, each in model.named_buffers() if name not in own}
+    with suppress(Exception), torch.no_grad():
+        model(inputs)
+    if any(not torch.equal(each, before[name]) for name, each in model.named_buffers() if name in before):
+        raise NotVmappableError("it writes to buffers, which parts of a batch would not share")
+
+
+def _check_autocast(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str) -> None:
+    try:
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            _run_vmapped(make_batched_model(models[0], inputs[0], way), models, inputs, labels)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise NotVmappableError(f"under autocast, {format_error_line(error)}") from error
+
+
+def _check_results(models: Sequence[nn.Module], inputs: Tensor, labels: Tensor, way: str) -> None:
     try:
         finer = [deepcopy(model).double() for model in models]
         exact = inputs.double() if inputs.is_floating_point() else inputs

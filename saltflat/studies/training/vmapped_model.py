@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from saltflat.studies.training.batched_convolution import set_convolution_method
 from saltflat.studies.training.dropout import find_mask_shapes
+from saltflat.training.fisher_penalty import has_running_statistics
+from saltflat.training.shift import has_training_batch_norm
 
 # Activations that an evaluation may hold at once.
 ROOM = {"cpu": 2**25, "cuda": 2**30}
@@ -27,6 +29,8 @@ class VmappedModel:
             ``ALIGNED`` numbers; what lies between is zero.
         is_bias: which weights of a row belong to biases, by the parameters' names.
         numbers: activations of one network for one example.
+        has_batch_norm: whether a BatchNorm layer makes examples depend on each other in train mode.
+        has_running_statistics: whether layers that normalize track statistics in train mode.
     """
 
     def __init__(self, model: nn.Module, example: Tensor, way: str = "auto") -> None:
@@ -42,6 +46,10 @@ class VmappedModel:
             *(name for name, _ in self.model.named_buffers() if name not in self.masks),
         ]
         self.numbers = count_activations(self.model, example)
+        # In train mode, which a network may define for itself.
+        self.has_batch_norm = has_training_batch_norm(self.passing.train())
+        self.has_running_statistics = has_running_statistics(self.passing)
+        self.passing.eval()
         biases = [flag for name in self.trained for flag in ("bias" in name.rpartition(".")[2], False)]
         self.is_bias = torch.tensor(biases).repeat_interleave(torch.tensor(self.pieces)).to(example.device)
 
