@@ -4,6 +4,7 @@
     python papers/tsuzuku2020normalized/run.py equal-loss --network mlp                the same, stopped at one loss
     python papers/tsuzuku2020normalized/run.py labels --network mlp --dataset mnist    Figure 1
     python papers/tsuzuku2020normalized/run.py depth-width                             Figure 2
+    python papers/tsuzuku2020normalized/run.py tables --jobs 3                         three studies at a time
     python papers/tsuzuku2020normalized/run.py all --scale smoke                       everything, tiny, on a CPU
     python papers/tsuzuku2020normalized/run.py table                                   what was found, beside the paper
     python papers/tsuzuku2020normalized/run.py figures                                 draw from the rows
@@ -17,6 +18,8 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +284,17 @@ def run_study(folder: Path, study: Study, again: bool, device: str, data: Path) 
             measure_again(results, name, device, data)
 
 
+def run_studies(wanted: list[tuple[Path, Study, bool, str, Path]], jobs: int) -> None:
+    """Run studies, several at a time in processes of their own: while one measures, another trains on the GPU."""
+    if jobs <= 1 or len(wanted) <= 1:
+        for each in wanted:
+            run_study(*each)
+        return
+    with ProcessPoolExecutor(min(jobs, len(wanted)), mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(run_study, *each) for each in wanted]):
+            done.result()
+
+
 def write_page(path: Path, table: str) -> None:
     """Replace what stands between the two marks of a page by the table."""
     begin, end = "<!-- table -->\n", "<!-- end of table -->\n"
@@ -299,15 +313,19 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
     parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
+    parser.add_argument("--jobs", type=int, default=1, help="studies to run at the same time, on the same device")
     parser.add_argument("--once", action="store_true", help="leave the further measurements for a later call")
     given = parser.parse_args(words)
     if given.what == "page" and (given.scale == "smoke" or given.out is not None):
         parser.error("Expected the rows in results/ for the page, but got --scale smoke or --out. Try table instead.")
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
-    for part in PARTS if given.what == "all" else (given.what,) if given.what in PARTS else ():
-        for name, study in list_studies(part, given.network, given.dataset, given.scale):
-            again = part in ("tables", "equal-loss") and not given.once
-            run_study(out / name, study, again, given.device, given.data)
+    parts = PARTS if given.what == "all" else (given.what,) if given.what in PARTS else ()
+    wanted = [
+        (out / name, study, part in ("tables", "equal-loss") and not given.once, given.device, given.data)
+        for part in parts
+        for name, study in list_studies(part, given.network, given.dataset, given.scale)
+    ]
+    run_studies(wanted, given.jobs)
     if given.what in PARTS:
         smoke = " --scale smoke" if given.scale == "smoke" else ""
         where = "" if given.out is None else f" --out {given.out}"
