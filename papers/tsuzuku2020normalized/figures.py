@@ -171,7 +171,8 @@ def draw_shapes(found: Found) -> Figure:
             draw_lines(axes, found, measure, axis, other)
             slope = "" if slopes is None else f"\nslope {getattr(slopes, axis)}"
             axes.set_title(f"{LABELS[measure]} against {axis}{slope}", fontsize=10)
-            axes.legend(fontsize=8)
+            if row == 0:  # the same lines below
+                axes.legend(fontsize=8)
         panels[row][0].set_ylabel(LABELS[measure], fontsize=9)
     return figure
 
