@@ -317,7 +317,7 @@ def test_nothing_varies_one_axis_one_seed_and_none_as_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "seeds", "told"), [(2, 4, ["lr: there are two"]), (3, 2, ["two seeds"]), (3, 3, [])]
+    ("widths", "seeds", "told"), [(2, 4, ["two configurations besides lr"]), (3, 2, ["two seeds"]), (3, 3, [])]
 )
 def test_two_configurations_or_seeds_are_warned_of(widths: int, seeds: int, told: list[str]) -> None:
     found = made_study(drawn, {"lr": [0.1, 0.2, 0.4], "width": [8, 16, 32][:widths]}, seeds=seeds).effects()

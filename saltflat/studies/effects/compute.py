@@ -54,6 +54,7 @@ MIN_GROUPS = 3
 MIN_EQUAL = 6
 # A relative spread below this is rounding.
 ROUNDING = 1e-12
+NARROW = "Where that matters most, intervals are too narrow."
 MISSED_HINT = " Try missed='keep' for those that missed the stopping rule."
 
 
@@ -372,17 +373,10 @@ def _find_warnings(axes: Sequence[AxisEffects], seeds: int, keeps_missed: bool) 
                 f"{axis.name}: runs are left out unevenly: {join_words(told)}. The pairs that remain are those in "
                 f"which both runs succeeded, and may not be representative.{hint}"
             )
-    if axes and seeds == 2:
-        yield (
-            "There are two seeds, which do not show how much a third would differ: where seeds matter most, intervals "
-            "are too narrow. Try more of them."
-        )
-    few = [axis.name for axis in axes if axis.configurations == 2]
-    if few:
-        yield (
-            f"{join_words(few)}: there are two configurations of the other settings, which do not show how much a "
-            "third would differ: where they matter most, intervals are too narrow. Try more values."
-        )
+    few = ["seeds"] if axes and seeds == 2 else []
+    few += [f"configurations besides {axis.name}" for axis in axes if axis.configurations == 2]
+    for what in few:
+        yield f"There are two {what}, too few to show how much a third would differ. {NARROW}"
     if axes and seeds == 1:
         yield "There is one seed, so nothing shows how effects differ between seeds. Try more of them."
 
