@@ -137,7 +137,7 @@ class _TrainingSteps:
             self.inputs = self.augmentation.pad(self.inputs)
         rule = find_gradient_rule(recipe)
         self.compute_gradient: OwnGradient = (
-            self._compute_plain_gradient if rule is None else rule.alone(model.train(), optimizer, recipe)
+            self._compute_plain_gradient if rule is None else rule.alone(model, optimizer, recipe)
         )
 
     def train_epoch(self, epoch: int, curve: Sequence[float]) -> float:

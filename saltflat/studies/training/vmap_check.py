@@ -56,9 +56,13 @@ def check_vmappable(
 def _check_random_draws(model: nn.Module, inputs: Tensor) -> None:
     states = _get_random_states(inputs)
     with suppress(Exception), torch.no_grad():  # training it reports the error
-        deepcopy(model).to(inputs.device).train()(inputs)
+        _copy_in_train_mode(model, inputs)(inputs)
     if not all(map(torch.equal, states, _get_random_states(inputs))):
         raise NotVmappableError("it draws random numbers in its forward pass")
+
+
+def _copy_in_train_mode(model: nn.Module, inputs: Tensor) -> nn.Module:
+    return deepcopy(model).to(inputs.device).train()
 
 
 def _get_random_states(inputs: Tensor) -> list[Tensor]:
@@ -67,7 +71,7 @@ def _get_random_states(inputs: Tensor) -> list[Tensor]:
 
 def _check_buffers(model: nn.Module, inputs: Tensor) -> None:
     """Check that only layers that normalize write to buffers: parts of a batch would each write to others."""
-    model = deepcopy(model).to(inputs.device).train()
+    model = _copy_in_train_mode(model, inputs)
     own = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -147,7 +151,7 @@ def _run_vmapped(
 
 
 def _run_alone(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    model = deepcopy(model).to(inputs.device).train()
+    model = _copy_in_train_mode(model, inputs)
     before = dict(_iter_plain_attributes(model))
     first = model(inputs)
     trained = [each for each in model.parameters() if each.requires_grad]

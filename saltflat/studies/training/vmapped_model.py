@@ -47,7 +47,8 @@ class VmappedModel:
         ]
         self.numbers = count_activations(self.model, example)
         # In train mode, which a network may define for itself.
-        self.has_batch_norm = has_training_batch_norm(self.passing.train())
+        self.passing.train()
+        self.has_batch_norm = has_training_batch_norm(self.passing)
         self.has_running_statistics = has_running_statistics(self.passing)
         self.passing.eval()
         biases = [flag for name in self.trained for flag in ("bias" in name.rpartition(".")[2], False)]
