@@ -235,6 +235,22 @@ def test_layers_that_vmap_cannot_run_under_autocast_run_one_by_one() -> None:
         assert one.outcome.train_loss == pytest.approx(train_alone(recipe, IMAGES).outcome.train_loss, rel=0.05)
 
 
+def test_a_resumed_training_goes_on_one_by_one(tmp_path: Path) -> None:
+    recipes = [
+        Recipe(network="training_cases:transposed", lr=0.02, batch_size=8, epochs=3, dtype="bf16", seed=seed)
+        for seed in range(2)
+    ]
+    wanted, checkpoint = train_together(recipes, IMAGES), tmp_path / "c"
+
+    def interrupt(done: int, most: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_together(recipes, IMAGES, checkpoint=checkpoint, every=0.0, tell=interrupt)
+    assert_same(train_together(recipes, IMAGES, checkpoint=checkpoint), wanted, tolerance=1e-12)
+
+
 def test_parts_of_a_batch_count_in_the_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [replace(BASE, seed=seed, fisher_penalty=1.0, fisher_parts=4) for seed in range(4)]
     wanted = train_together(recipes, DATA)

@@ -50,9 +50,8 @@ class BatchTrainer:
         inputs = examples.train_inputs
         if way == "auto" and should_separate(models[0], inputs[0], self.bfloat16):
             way = WAY
-        if batch.rows is None:
-            way = self._choose_way(models[:2], way)
-        self.model = make_batched_model(models[0], inputs[0], way)
+        # Also when a training is resumed, so that it goes on in the same way.
+        self.model = make_batched_model(models[0], inputs[0], self._choose_way(models[:2], way))
         if batch.rows is None:
             batch.rows, batch.rest = self.model.pack_models(models)
             names = find_optimizer(first.optimizer).memory(self.recipes)
@@ -85,7 +84,8 @@ class BatchTrainer:
         splits = self.rule is not None and self.rule.splits
 
         def check(chosen: str) -> None:
-            check_vmappable(models, inputs[:few], self.labels[:2, :few], chosen, bfloat16=self.bfloat16, splits=splits)
+            labels = self.labels[: len(models), :few]
+            check_vmappable(models, inputs[:few], labels, chosen, bfloat16=self.bfloat16, splits=splits)
 
         try:
             check(way)
