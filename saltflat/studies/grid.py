@@ -210,6 +210,11 @@ def _find_name_problems(study: Study, takers: Mapping[str, ConfigurableFunction]
             judged = study.train is not None and name in STOPS and name != "epochs"
             if study.train is None and name in RENAMED:  # even where a network takes any name
                 problems.append(str(make_renamed_error(name)))
+            elif study.train is None and name in SETTINGS and name in taker.names:
+                problems.append(
+                    f"Expected an argument with a name of its own, but got {name!r}, which is a setting of training "
+                    f"and an argument of {taker.what}, so only the training would get it. Try renaming the argument."
+                )
             elif name not in own and not taker.can_take(name) and not judged:
                 known = [*own, *taker.names]
                 other = OTHER_NAMES.get(name)

@@ -377,3 +377,9 @@ def test_a_plateau_must_lower_the_learning_rate(tmp_path: Path) -> None:
         study(settings={"schedule": "plateau", "decay": 2, "depth": 1}).run(tmp_path, progress=False)
     with pytest.raises(OptionError, match="decay below 1"):
         train_alone(Recipe(schedule="plateau", decay=1.0), examples())
+
+
+def test_an_argument_that_is_also_a_setting_is_refused_where_it_is_given() -> None:
+    made = study(network="study_cases:clashing", axes={"warmup": [1, 2]}, settings={})
+    refused(made, "'warmup', which is a setting of training and an argument of the network 'study_cases:clashing'")
+    assert len(study(network="study_cases:clashing", axes={"lr": [0.1]}, settings={}).runs()) > 0
