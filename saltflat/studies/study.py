@@ -306,10 +306,7 @@ class Study:
 
     @property
     def axis_names(self) -> list[str]:
-        """The name of each axis.
-
-        If several settings vary together, it is the first of them; or all, if the first has one value twice.
-        """
+        """The name of each axis: of settings that vary together the first, or all if its values do not differ."""
         found = []
         for axis, values in self.axes.items():
             names = split_axis_names(axis)

@@ -58,10 +58,12 @@ class SeparateModels(VmappedModel):
         Weights do, but a row of running statistics may begin at any address, and cuDNN reads 16 bytes at a time.
         """
         if self.channels_last:
-            dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else images.dtype
+            coarse = torch.is_autocast_enabled("cuda")
             images = images.contiguous(memory_format=torch.channels_last)
             weights = {
-                name: each.to(dtype, memory_format=torch.channels_last) if each.dim() == 4 else each
+                name: each.to(torch.bfloat16 if coarse else each.dtype, memory_format=torch.channels_last)
+                if each.dim() == 4
+                else each
                 for name, each in weights.items()
             }
         aligned = {name: _align(each) for name, each in {**weights, **own}.items()}
