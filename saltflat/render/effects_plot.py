@@ -1,4 +1,4 @@
-"""Plot the effects of one setting: ratios of measures, and differences of losses and errors."""
+"""Plot the effects of one setting as its table has them: ratios of measures and losses, and differences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TITLES = {"loss": "loss, difference", "error": "error, difference"}
 def draw_effects(effects: Effects, axis: str) -> Figure:
     """Return a Figure with a row per quantity and a mark per value, made without pyplot: there is nothing to close.
 
-    Measures are on the left, as ratios on a logarithmic axis; those without a ratio are in the table alone. Losses and
-    errors are on the right, as differences. A mark is filled if its interval does not contain the reference.
+    Ratios are on the left, on a logarithmic axis; measures without one are in the table alone. Differences of losses
+    and errors that have no ratio are on the right. A mark is filled if its interval does not contain the reference.
 
     Args:
         effects: the effects of a study.
@@ -39,12 +39,14 @@ def draw_effects(effects: Effects, axis: str) -> Figure:
     """
     figures = import_optional("matplotlib.figure", "plot()")
     own = effects[axis]
-    left = [each for each in effects.quantities.values() if each.kind == "measure" and each.has_ratio]
-    right = [[each for each in effects.quantities.values() if each.kind == kind] for kind in TITLES]
+    left = [each for each in effects.quantities.values() if each.has_ratio]
+    right = [
+        [each for each in effects.quantities.values() if each.kind == kind and not each.has_ratio] for kind in TITLES
+    ]
     step = ROW + LINE * len(own.others)
     height = max(LEAST_HEIGHT, 1.4 + step * max(len(left), 6))
     figure: Figure = figures.Figure(figsize=(10.5, height), layout="constrained")
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1))
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=[len(found) + 1 for found in right])
     without = [name for name, each in effects.quantities.items() if each.kind == "measure" and not each.has_ratio]
     _draw_measures(figure.add_subplot(grid[:, 0]), own, left, without)
     for place, found in enumerate(right):
@@ -60,10 +62,10 @@ def draw_effects(effects: Effects, axis: str) -> Figure:
 
 
 def _draw_measures(panel: Axes, own: AxisEffects, shown: Sequence[Quantity], without: Sequence[str]) -> None:
-    panel.set_title("measure, ratio", fontsize=9, loc="left")
+    panel.set_title("measures and losses, ratio", fontsize=9, loc="left")
     if not shown:
         panel.set_axis_off()
-        panel.text(0.5, 0.5, "No measure has a ratio.", ha="center", transform=panel.transAxes)
+        panel.text(0.5, 0.5, "Nothing has a ratio.", ha="center", transform=panel.transAxes)
         return
     _draw_rows(panel, own, shown, ratios=True)
     changes = [value.changes[each.name] for value in own.others for each in shown]
@@ -80,7 +82,7 @@ def _draw_measures(panel: Axes, own: AxisEffects, shown: Sequence[Quantity], wit
     panel.xaxis.set_minor_locator(ticks.NullLocator())
     panel.tick_params(axis="x", labelsize=8)
     label = "smaller than the reference  <  1  <  larger"
-    if not all(each.is_invariant for each in shown):
+    if not all(each.is_invariant for each in shown if each.kind == "measure"):
         label += "      (\N{DAGGER} rescaling can change it)"
     if without:
         label += f"\nwithout a ratio, in the table only: {make_printable(', '.join(without))}"

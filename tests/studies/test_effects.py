@@ -397,7 +397,10 @@ def test_the_plot_has_every_ratio_and_difference_with_its_interval() -> None:
         assert ratio is not None
         assert [ratio.low, ratio.high] in [across for across, _ in get_lines(measures)]
         assert [ratio.value] in [across for across, _ in get_lines(measures)]
-        assert [value.changes["test_loss"].difference.value] in [across for across, _ in get_lines(losses)]
+        loss = value.changes["test_loss"].ratio
+        assert loss is not None
+        assert [loss.low, loss.high] in [across for across, _ in get_lines(measures)]
+        assert [value.changes["gap_loss"].difference.value] in [across for across, _ in get_lines(losses)]
         assert [value.changes["gap_error"].difference.value] in [across for across, _ in get_lines(errors)]
     assert "hessian_trace" in measures.get_yticklabels()[0].get_text()
     with pytest.raises(OptionError, match=r"got 3 axes \(lr, width and optimizer\)\. Try axis='lr'"):
@@ -408,14 +411,19 @@ def test_the_plot_has_every_ratio_and_difference_with_its_interval() -> None:
 
 def test_a_mark_is_filled_if_its_interval_does_not_contain_the_reference() -> None:
     effects = made_study(lambda place: math.exp(9 * place["lr"]) * drawn(place, 0.1)).effects()
-    panel = effects.plot("lr").axes[0]
-    marks = [line for line in panel.lines if line.get_marker() not in ("None", "", None)]
     assert [value.changes["hessian_trace"].verdict for value in effects["lr"].others] == ["higher", "higher"]
-    assert [line.get_markerfacecolor() for line in marks] == [line.get_color() for line in marks]
-    unclear = effects.plot("optimizer").axes[0]
-    marks = [line for line in unclear.lines if line.get_marker() not in ("None", "", None)]
     assert effects["optimizer"]["adam"].changes["hessian_trace"].verdict == "no clear difference"
-    assert [line.get_markerfacecolor() for line in marks] == ["white"]
+    for axis in ("lr", "optimizer"):
+        panel = effects.plot(axis).axes[0]
+        marks = [line for line in panel.lines if line.get_marker() not in ("None", "", None)]
+        verdicts = [
+            value.changes[name].verdict
+            for name in ("hessian_trace", "train_loss", "test_loss")
+            for value in effects[axis].others
+        ]
+        assert len(marks) == len(verdicts)
+        for mark, verdict in zip(marks, verdicts, strict=True):
+            assert (mark.get_markerfacecolor() == mark.get_color()) == (verdict in ("lower", "higher"))
 
 
 @pytest.mark.parametrize("seeds", [1, 4])

@@ -265,7 +265,7 @@ class Effects(Displayable):
         return f"<Effects of {format_count(len(self), 'setting')} on {self.runs} runs; print() shows them>"
 
     def plot(self, axis: str | None = None) -> Figure:
-        """Return a ``matplotlib`` Figure of one axis: ratios of measures, and differences of losses and errors.
+        """Return a ``matplotlib`` Figure of one axis: ratios of measures and losses, and differences of the rest.
 
         Args:
             axis: the name of the axis; needed if there are several.
