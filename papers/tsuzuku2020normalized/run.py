@@ -126,7 +126,7 @@ def build_study(
         stop={"epochs": 20 if small else epochs, **stop},
         measures=(*MEASURES, *more),
         measure=SMOKE_MEASUREMENT if small else MEASUREMENT[network],
-        together=128,
+        together=4 if network == "wrn" else 128,  # the rows of a group are written together
     )
 
 

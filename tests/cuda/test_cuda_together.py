@@ -12,7 +12,7 @@ from training_cases import SHRUNK, assert_same, examples
 
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.training import batched_epoch
-from saltflat.studies.training.cuda_graph import WORTH_IT, CudaGraphSteps
+from saltflat.studies.training.cuda_graph import WORTH_IT, CompiledStep, CudaGraphSteps
 from saltflat.studies.training.train_batched import train_together
 from saltflat.studies.training.train_one import train_alone
 
@@ -156,3 +156,26 @@ def test_a_network_that_no_graph_can_hold_is_trained_step_by_step() -> None:
     (found,) = train_together([recipe], many, device="cuda", way="separate")
     assert "CUDA graph could not capture" in found.outcome.notes[0]
     assert_same([found], [train_alone(recipe, many, device="cuda")])
+
+
+@pytest.mark.parametrize("what", ["dropout", "augmentation", "adamw", "sam"])
+@pytest.mark.parametrize("name", ["mlp", "lenet5"])
+def test_compiled_steps_are_as_alone(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[CompiledStep] = []
+
+    class Watched(CompiledStep):
+        def __init__(self, *words: Any) -> None:
+            super().__init__(*words)
+            made.append(self)
+
+    monkeypatch.setattr(batched_epoch, "CompiledStep", Watched)
+    monkeypatch.setattr(batched_epoch, "WORTH_IT", 1)
+    monkeypatch.setattr(batched_epoch, "WORTH_COMPILING", FEW)
+    many = examples((2, 16, 16), train=4 * FEW + 3)
+    base = Recipe(
+        network=name, architecture=SHRUNK[name], lr=0.003, momentum=0.9, batch_size=4, epochs=2, dtype="float64"
+    )
+    few = [replace(base, **STEPS[what], seed=seed, weight_decay=0.01 * seed) for seed in range(3)]
+    found = train_together(few, many, device="cuda")
+    assert [each.problem for each in made] == [None]
+    assert_same(found, [train_alone(recipe, many, device="cuda") for recipe in few])

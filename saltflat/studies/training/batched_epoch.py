@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from saltflat.engine.session import use_full_precision
 from saltflat.studies.data import Examples
 from saltflat.studies.gradient_rules import find_gradient_rule
 from saltflat.studies.networks import is_user_function
@@ -19,8 +17,16 @@ from saltflat.studies.optimizers import StepFactors, find_optimizer, gather_sett
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.row import Outcome, TrainedNetwork
 from saltflat.studies.schedules import compute_epoch_rates
+from saltflat.studies.store.checkpoint import select_prefix
 from saltflat.studies.training.build import build_network
-from saltflat.studies.training.cuda_graph import WORTH_IT, CudaGraphSteps, EpochInputs, StepInputs
+from saltflat.studies.training.cuda_graph import (
+    WORTH_COMPILING,
+    WORTH_IT,
+    CompiledStep,
+    CudaGraphSteps,
+    EpochInputs,
+    StepInputs,
+)
 from saltflat.studies.training.draws import make_keys
 from saltflat.studies.training.dropout import DropoutMasks
 from saltflat.studies.training.examples import Augmentation, count_steps, draw_order, make_training_set
@@ -28,101 +34,7 @@ from saltflat.studies.training.network_batch import NetworkBatch
 from saltflat.studies.training.outcome import NOTHING, has_met_targets, is_check_due, make_outcome
 from saltflat.studies.training.separate_models import AT_ONCE, WAY, SeparateModels, make_batched_model, should_separate
 from saltflat.studies.training.vmap_check import EXAMPLES, NotVmappableError, check_vmappable
-from saltflat.studies.training.vmapped_model import VmappedModel, compute_losses
-
-
-@dataclass(frozen=True)
-class StepPasses:
-    """The passes of one step.
-
-    Attributes:
-        model: the networks.
-        rest: their other tensors by name, networks first; running statistics are updated in place.
-        inputs: inputs ``(networks, examples, ...)``.
-        labels: labels ``(networks, examples)``.
-        masks: dropout masks by name, networks and examples first.
-        smoothing: label smoothing of each network, ``(networks, 1)``; None for none.
-        bfloat16: whether passes run under autocast with bfloat16.
-    """
-
-    model: VmappedModel
-    rest: Mapping[str, Tensor]
-    inputs: Tensor
-    labels: Tensor
-    masks: Mapping[str, Tensor]
-    smoothing: Tensor | None
-    bfloat16: bool
-
-    @property
-    def count(self) -> int:
-        """The number of examples."""
-        return self.labels.shape[1]
-
-    @property
-    def is_bias(self) -> Tensor:
-        """Which weights of a row belong to biases."""
-        return self.model.is_bias
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether a BatchNorm layer in training mode makes examples of a batch depend on each other."""
-        return self.model.has_batch_norm
-
-    @torch.no_grad()
-    def update_statistics(self, rows: Tensor) -> None:
-        """Update the running statistics of layers other than BatchNorm, as a pass over all examples does."""
-        if self.model.has_running_statistics:
-            self.model.compute_logits(rows, self.rest, self.inputs, training=True, masks=self.masks)
-
-    def compute_gradient(self, rows: Tensor, *, shifted: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the losses and their gradients on all examples; at shifted weights running statistics are kept."""
-        rest = {name: each.clone() for name, each in self.rest.items()} if shifted else self.rest
-        return self._run(rows, rest, self.inputs, self.labels, self.masks, self.smoothing, self.bfloat16)
-
-    def compute_part_gradients(self, rows: Tensor, begin: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return the losses and gradients on parts of ``size`` examples from ``begin`` on, each at its own weights.
-
-        They run in the precision of the weights: bfloat16 and TF32 have too few digits for the Fisher penalty.
-
-        Args:
-            rows: weights ``(networks, parts, weights)``.
-            begin: first example of the first part.
-            size: number of examples in each part.
-        """
-        networks, parts, _ = rows.shape
-        end = begin + parts * size
-
-        def cut(each: Tensor) -> Tensor:
-            return each[:, begin:end].reshape(-1, size, *each.shape[2:])
-
-        rest = {name: each.repeat_interleave(parts, dim=0) for name, each in self.rest.items()}
-        masks = {name: cut(each) for name, each in self.masks.items()}
-        smoothing = None if self.smoothing is None else self.smoothing.repeat_interleave(parts, dim=0)
-        with use_full_precision(self.model.model):
-            losses, gradients = self._run(
-                rows.flatten(0, 1), rest, cut(self.inputs), cut(self.labels), masks, smoothing, bfloat16=False
-            )
-        return losses.view(networks, parts), gradients.view(networks, parts, -1)
-
-    def _run(
-        self,
-        rows: Tensor,
-        rest: Mapping[str, Tensor],
-        inputs: Tensor,
-        labels: Tensor,
-        masks: Mapping[str, Tensor],
-        smoothing: Tensor | None,
-        bfloat16: bool,
-    ) -> tuple[Tensor, Tensor]:
-        leaf = rows.detach().requires_grad_()
-        device = rows.device.type
-        with torch.autocast(device, torch.bfloat16) if bfloat16 else nullcontext():
-            logits = self.model.compute_logits(leaf, rest, inputs, training=True, masks=masks)
-        losses = compute_losses(logits.to(rows.dtype), labels, smoothing).mean(1)
-        # No network's loss depends on another's weights: the gradient of the sum holds each one's own.
-        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-        return losses.detach(), gradient
-
+from saltflat.studies.training.vmapped_model import StepPasses
 
 # Activations that a step on a CPU may hold: about 2 GB with those of the backward pass.
 ROOM = 2**28
@@ -252,12 +164,31 @@ class BatchTrainer:
         ahead = max(recipe.epochs for recipe in self.recipes) - self.batch.epoch
         return self._rows.is_cuda and not self.unrecordable and full_steps * ahead >= WORTH_IT
 
+    def _is_worth_compiling(self) -> bool:
+        """Return whether many steps of the same networks are ahead.
+
+        Networks with a target leave the batch one by one, and those that stay would be compiled anew. Large networks
+        already run by fused kernels, and parts of a batch in a precision that compiled operations do not keep.
+        """
+        recipes = self.recipes
+        full_steps = self.labels.shape[1] // recipes[0].batch_size
+        return (
+            full_steps * (min(recipe.epochs for recipe in recipes) - self.batch.epoch) >= WORTH_COMPILING
+            and all(recipe.target_loss is None and recipe.target_error is None for recipe in recipes)
+            and not isinstance(self.model, SeparateModels)
+            and not (self.rule is not None and self.rule.splits)
+        )
+
     def _record_steps(self, inputs: EpochInputs) -> None:
         batch = self.batch
         self.recorded = None  # frees its memory first
-        tensors = [self._rows, *batch.rest.values(), *batch.memory.values()]
+        first, changed = self.recipes[0], batch.collect_tensors()
+        take: Callable[[StepInputs], Tensor] = self._run_step
+        if self._is_worth_compiling():
+            fused = None if self.dropout is None else self.dropout.prepare_compiling()
+            take = CompiledStep(self._take_step, partial(self._take_step, dropout=fused), changed, first.dtype)
         try:
-            self.recorded = CudaGraphSteps(self._run_step, inputs, self.recipes[0].batch_size, tensors)
+            self.recorded = CudaGraphSteps(take, inputs, first.batch_size, list(changed.values()))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # the network synchronizes with the GPU, which no graph can hold
@@ -287,11 +218,17 @@ class BatchTrainer:
 
     def _run_step(self, step: StepInputs) -> Tensor:
         """Take one step; return the losses before it."""
-        rows, batch, places = self._rows, self.batch, step.places
-        masks = {} if self.dropout is None else self.dropout.draw(step.constants["dropout"], places)
+        return self._take_step(self.batch.collect_tensors(), step)
+
+    def _take_step(
+        self, tensors: Mapping[str, Tensor], step: StepInputs, dropout: DropoutMasks | None = None
+    ) -> Tensor:
+        """Take one step of the networks with these tensors, by their names in a checkpoint."""
+        rows, places, dropout = tensors["rows"], step.places, dropout or self.dropout
+        masks = {} if dropout is None else dropout.draw(step.constants["dropout"], places)
         passes = StepPasses(
             self.model,
-            batch.rest,
+            select_prefix(tensors, "rest"),
             self._read_inputs(step),
             self.labels.gather(1, places),
             masks,
@@ -303,7 +240,8 @@ class BatchTrainer:
         else:
             losses, gradient = self.rule.together(passes, rows, step.constants, self.recipes[0])
         with torch.no_grad():
-            step_together(find_optimizer(self.recipes[0].optimizer), rows, gradient, batch.memory, step.factors)
+            memory = select_prefix(tensors, "memory")
+            step_together(find_optimizer(self.recipes[0].optimizer), rows, gradient, memory, step.factors)
         return losses
 
     def _read_inputs(self, step: StepInputs) -> Tensor:

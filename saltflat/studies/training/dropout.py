@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.training.draws import draw_short_numbers, draw_words
+from saltflat.studies.training.draws import compute_lanes, draw_lanes, draw_short_numbers, draw_words
 
 LEVELS = 2**16  # probabilities are rounded to multiples of 1 / LEVELS
 
@@ -55,11 +55,13 @@ class DropoutMasks:
         shapes: shape of each mask for one example, by name.
         least: smallest number of 16 bits that keeps a unit, for each network.
         factor: factor of the units that are kept, for each network.
+        lanes: what a compiled step draws numbers with; None for other steps.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     least: Tensor
     factor: Tensor
+    lanes: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def from_recipes(
@@ -77,6 +79,10 @@ class DropoutMasks:
         factor = torch.tensor([LEVELS / (LEVELS - each) for each in dropped], dtype=torch.float64)
         return cls(shapes, least.to(device), factor.to(device, dtype))
 
+    def prepare_compiling(self) -> DropoutMasks:
+        """Return the same masks, drawn by operations that a compiler can fuse."""
+        return replace(self, lanes=compute_lanes(sum(map(prod, self.shapes.values())), self.least.device))
+
     def draw(self, keys: Tensor, places: Tensor) -> dict[str, Tensor]:
         """Return the masks of a step, by name, networks first, then examples.
 
@@ -85,7 +91,8 @@ class DropoutMasks:
             places: numbers of the examples, ``(networks, examples)``.
         """
         sizes = [prod(shape) for shape in self.shapes.values()]
-        numbers = draw_short_numbers(draw_words(keys, places + 1), sum(sizes))
+        words = draw_words(keys, places + 1)
+        numbers = draw_short_numbers(words, sum(sizes)) if self.lanes is None else draw_lanes(words, *self.lanes)
         # Networks that drop nothing keep the smallest number, too.
         least, factor = self.least[:, None, None], self.factor[:, None, None]
         return {
