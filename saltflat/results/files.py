@@ -52,6 +52,7 @@ REPORT = FileFormat("saltflat.report/1", "a report", "Report.save")
 AUDIT = FileFormat("saltflat.audit/1", "an audit", "Audit.save")
 LANDSCAPE = FileFormat("saltflat.landscape/1", "a landscape", "Landscape.save")
 SPECTRUM = FileFormat("saltflat.spectrum/1", "a spectrum", "Spectrum.save")
+BOUND = FileFormat("saltflat.bound/1", "a bound", "Bound.save")
 # Reading a file takes a few stack frames per level, and their limit differs between versions of Python.
 MAX_DEPTH = 100
 
@@ -155,7 +156,7 @@ def check_schema(content: JsonValue | Mapping[str, Any], source: str, form: File
             f"Expected {form.schema!r}, but got {source} with the schema {schema!r}. Try the version of "
             "saltflat that wrote it."
         )
-    other = next((each for each in (REPORT, AUDIT, LANDSCAPE, SPECTRUM) if schema == each.schema), None)
+    other = next((each for each in (REPORT, AUDIT, LANDSCAPE, SPECTRUM, BOUND) if schema == each.schema), None)
     if other is not None:
         raise ReportError(
             f"Expected {form.what}, written by {form.writer}, but got {source}, which is not {form.what} but "

@@ -1,0 +1,355 @@
+r"""PAC-Bayes inequalities: from the empirical risk of random networks and a KL divergence to their risk on new data.
+
+A *posterior* Q is any distribution over networks. A *prior* P is one that was fixed before the examples were seen. For
+a loss in [0, 1] and m independent examples, with probability at least :math:`1 - \delta` over the examples, each of
+these holds for all posteriors at once. They bound the risk of networks drawn from Q, not of one network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import expm1, inf, isfinite, log, log1p, sqrt
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+
+from saltflat.errors import OptionError, make_unknown_name_error
+from saltflat.validation import check_count, check_non_negative, check_positive
+
+MonteCarloMethod: TypeAlias = Literal["kl", "hoeffding"]
+
+
+def compute_binary_kl(q: float, p: float) -> float:
+    r"""Return the KL divergence between coins that show heads with probability q and p.
+
+    .. math::
+        \mathrm{kl}(q \| p) = q \ln\frac{q}{p} + (1 - q) \ln\frac{1 - q}{1 - p}
+
+    Example:
+        >>> round(compute_binary_kl(0.5, 0.25), 6)  # ln(2) / 2 + ln(2/3) / 2
+        0.143841
+    """
+    _check_share(q=q, p=p)
+    return _compute_term(q, p) + _compute_term(1 - q, 1 - p)
+
+
+def _compute_term(q: float, p: float) -> float:
+    if q == 0:
+        return 0.0
+    return inf if p == 0 else q * log(q / p)
+
+
+def invert_binary_kl(q: float, budget: float) -> float:
+    r"""Return the largest p in [q, 1] with :math:`\mathrm{kl}(q \| p) \le` ``budget``, rounded up.
+
+    Example:
+        >>> round(invert_binary_kl(0.0, 0.1), 6)  # 1 - exp(-0.1)
+        0.095163
+        >>> round(invert_binary_kl(0.5, 0.143841), 4)
+        0.75
+    """
+    _check_share(q=q)
+    if not budget >= 0:
+        raise OptionError(f"Expected a budget of at least 0, but got budget={budget!r}. Check the KL divergence.")
+    if q == 0:
+        return -expm1(-budget)
+    if q == 1 or budget == inf:
+        return 1.0
+
+    # In t = log(1 - p), small differences from 1 are resolved. The divergence grows from 0 as t falls.
+    def compute_excess(t: float) -> float:
+        p = -expm1(t)
+        return q * log(q / p) + (1 - q) * (log1p(-q) - t) - budget
+
+    top = log1p(-q)
+    low = min(top, -(budget + 1) / (1 - q))  # -(1 - q) t alone exceeds the budget here
+    if compute_excess(top) >= 0:
+        return q
+    found = brentq(compute_excess, low, top, xtol=1e-300, rtol=9e-16)
+    p = -expm1(found)
+    # Rounding must not make the bound smaller.
+    return min(1.0, p * (1 + 4e-16) + 1e-300)
+
+
+def compute_gaussian_kl(
+    mean: Mapping[str, Tensor],
+    variance: Mapping[str, Tensor],
+    prior_mean: Mapping[str, Tensor],
+    prior_variance: Mapping[str, Tensor],
+) -> float:
+    r"""Return the KL divergence between two normal distributions with independent entries, in float64.
+
+    .. math::
+        \mathrm{KL} = \frac12 \sum_i \left(\frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
+        - \ln\frac{\sigma_i^2}{s_i^2}\right)
+
+    Args:
+        mean: :math:`\mu` of the posterior, by parameter.
+        variance: :math:`\sigma^2` of the posterior.
+        prior_mean: :math:`m`.
+        prior_variance: :math:`s^2`.
+
+    Example:
+        >>> one = {"w": torch.ones(2)}
+        >>> compute_gaussian_kl(one, one, {"w": torch.zeros(2)}, one)  # 2 entries of (1 - 0)^2 / 2
+        1.0
+    """
+    total = 0.0
+    for name, mu in mean.items():
+        parts = [each[name].detach().double() for each in (variance, prior_mean, prior_variance)]
+        own, center, wide = parts
+        for label, each in (("posterior", own), ("prior", wide)):
+            if not bool((each > 0).all()) or not bool(each.isfinite().all()):
+                raise OptionError(
+                    f"Expected positive, finite variances, but got a {label} with variance {float(each.min()):g} in "
+                    f"{name!r}: its KL divergence is infinite. Try a larger variance there."
+                )
+        ratio = own / wide
+        # r - 1 - ln r, without cancellation near r = 1.
+        spread = (ratio - 1) - torch.log1p(ratio - 1)
+        total += 0.5 * float((spread + (mu.detach().double() - center).square() / wide).sum())
+    return max(total, 0.0)
+
+
+@dataclass(frozen=True)
+class MonteCarlo:
+    """An estimate of the empirical risk of random networks from independent samples.
+
+    Attributes:
+        mean: the mean loss of the samples.
+        samples: the number of independent samples.
+        delta: the probability with which ``upper`` may fail.
+        upper: an upper bound on the empirical risk.
+        method: ``"kl"`` or ``"hoeffding"``.
+    """
+
+    mean: float
+    samples: int
+    delta: float
+    upper: float
+    method: MonteCarloMethod
+
+    @property
+    def margin(self) -> float:
+        """How far the upper bound is above the mean."""
+        return self.upper - self.mean
+
+
+def bound_monte_carlo(mean: float, samples: int, delta: float = 0.01, method: MonteCarloMethod = "kl") -> MonteCarlo:
+    r"""Return an upper bound on the expectation of a mean of independent samples in [0, 1].
+
+    The samples need not have one distribution: a draw of its own for every example is an independent sample of the
+    empirical risk. With probability :math:`1 - \delta`, the expectation is at most
+
+    .. math::
+        \mathrm{kl}^{-1}(\bar x, \ln(1/\delta) / n) \quad\text{or}\quad \bar x + \sqrt{\ln(1/\delta) / (2 n)}.
+
+    Args:
+        mean: of the samples.
+        samples: their number n.
+        delta: the probability with which the bound may fail.
+        method: ``"kl"``, which is never larger, or ``"hoeffding"``.
+
+    Example:
+        >>> round(bound_monte_carlo(0.0, 100, 0.05).upper, 6)  # 1 - 0.05^(1/100)
+        0.029513
+        >>> round(bound_monte_carlo(0.0, 100, 0.05, "hoeffding").upper, 6)  # sqrt(ln(20) / 200)
+        0.122387
+    """
+    _check_share(mean=mean)
+    check_count(1, samples=samples)
+    check_delta(delta)
+    if method not in get_args(MonteCarloMethod):
+        raise make_unknown_name_error("method", method, get_args(MonteCarloMethod))
+    budget = log(1 / delta) / samples
+    upper = invert_binary_kl(mean, budget) if method == "kl" else min(1.0, mean + sqrt(budget / 2))
+    return MonteCarlo(mean, samples, delta, upper, method)
+
+
+def bound_linear(
+    risk: float, kl: float, examples: int, delta: float = 0.05, *, strength: float, constant: float = 2.0
+) -> float:
+    r"""Return the bound of equation (1) of Tsuzuku et al., linear in risk and KL divergence.
+
+    .. math::
+        L + \frac{\lambda}{c\, m} + \frac{\mathrm{KL} + \ln(1/\delta)}{\lambda}
+
+    Args:
+        risk: the empirical risk L of the posterior.
+        kl: KL divergence of posterior and prior.
+        examples: their number m.
+        delta: the probability with which the bound may fail.
+        strength: :math:`\lambda`, fixed before the examples were seen; see :func:`choose_strength`.
+        constant: c, 2 in the paper; by Hoeffding's lemma, 8 is enough.
+
+    Example:
+        >>> round(bound_linear(0.1, 9.0, 1000, delta=1 / 2.718281828459045, strength=100.0), 6)  # .1 + .05 + .1
+        0.25
+    """
+    _check_terms(risk, kl, examples, delta)
+    check_positive(strength=strength)
+    _check_constant(constant)
+    return risk + strength / (constant * examples) + (kl + log(1 / delta)) / strength
+
+
+def bound_catoni(risk: float, kl: float, examples: int, delta: float = 0.05, *, strength: float) -> float:
+    r"""Return Catoni's bound.
+
+    .. math::
+        \frac{1 - \exp\left(-\beta L - (\mathrm{KL} + \ln(1/\delta)) / m\right)}{1 - e^{-\beta}},
+        \qquad \beta = \lambda / m
+
+    Args:
+        risk: the empirical risk L of the posterior.
+        kl: KL divergence of posterior and prior.
+        examples: their number m.
+        delta: the probability with which the bound may fail.
+        strength: :math:`\lambda`, fixed before the examples were seen; see :func:`choose_strength`.
+
+    Example:
+        >>> round(bound_catoni(0.0, 0.0, 10, delta=0.5, strength=10.0), 6)  # (1 - 2^(-1/10)) / (1 - 1/e)
+        0.105941
+    """
+    _check_terms(risk, kl, examples, delta)
+    check_positive(strength=strength)
+    beta = strength / examples
+    return expm1(-beta * risk - (kl + log(1 / delta)) / examples) / expm1(-beta)
+
+
+def bound_mcallester(risk: float, kl: float, examples: int, delta: float = 0.05) -> float:
+    r"""Return McAllester's bound with Maurer's constant.
+
+    .. math::
+        L + \sqrt{\frac{\mathrm{KL} + \ln(2 \sqrt m / \delta)}{2 m}}
+
+    Args:
+        risk: the empirical risk L of the posterior.
+        kl: KL divergence of posterior and prior.
+        examples: their number m.
+        delta: the probability with which the bound may fail.
+
+    Example:
+        >>> from math import e
+        >>> round(bound_mcallester(0.1, 3.0, 100, delta=20 / e**5), 6)  # .1 + sqrt(8 / 200)
+        0.3
+    """
+    _check_terms(risk, kl, examples, delta)
+    return risk + sqrt(_compute_budget(kl, examples, delta) / 2)
+
+
+def bound_maurer(risk: float, kl: float, examples: int, delta: float = 0.05) -> float:
+    r"""Return the bound of Maurer (and Langford and Seeger), which inverts the KL divergence of two coins.
+
+    .. math::
+        \mathrm{kl}^{-1}\left(L, \frac{\mathrm{KL} + \ln(2 \sqrt m / \delta)}{m}\right)
+
+    It is never above McAllester's, and far below it where the risk is small.
+
+    Args:
+        risk: the empirical risk L of the posterior.
+        kl: KL divergence of posterior and prior.
+        examples: their number m.
+        delta: the probability with which the bound may fail.
+
+    Example:
+        >>> from math import e
+        >>> round(bound_maurer(0.0, 3.0, 100, delta=20 / e**5), 6)  # 1 - exp(-8 / 100)
+        0.076884
+    """
+    _check_terms(risk, kl, examples, delta)
+    return invert_binary_kl(risk, _compute_budget(kl, examples, delta))
+
+
+def choose_strength(
+    bound: Callable[..., float],
+    risk: float,
+    kl: float,
+    examples: int,
+    delta: float,
+    strengths: Sequence[float],
+    **options: float,
+) -> tuple[float, float]:
+    r"""Return the smallest bound over a grid of :math:`\lambda`, and that :math:`\lambda`.
+
+    Each of the n values gets the probability ``delta / n`` to fail, so that the choice is covered.
+
+    Args:
+        bound: :func:`bound_linear` or :func:`bound_catoni`.
+        risk: the empirical risk of the posterior.
+        kl: KL divergence of posterior and prior.
+        examples: their number.
+        delta: the probability with which the result may fail.
+        strengths: the grid, fixed before the examples were seen.
+        options: of the bound, such as ``constant``.
+
+    Example:
+        >>> value, strength = choose_strength(bound_linear, 0.1, 9.0, 1000, 0.05, [10.0, 100.0, 1000.0])
+        >>> strength, round(value, 4)  # .1 + 100 / 2000 + (9 + ln(60)) / 100
+        (100.0, 0.2809)
+    """
+    if not strengths:
+        raise OptionError("Expected at least one strength, but got an empty grid. Try saltflat.bounds.make_grid().")
+    each = delta / len(strengths)
+    check_delta(delta)
+    return min((bound(risk, kl, examples, each, strength=s, **options), s) for s in strengths)
+
+
+def make_grid(low: float, high: float, ratio: float) -> tuple[float, ...]:
+    """Return the powers of ``ratio`` from ``low`` to ``high``, both included if they are powers.
+
+    Example:
+        >>> make_grid(1.0, 8.0, 2.0)
+        (1.0, 2.0, 4.0, 8.0)
+    """
+    check_positive(low=low, high=high)
+    if not isfinite(ratio) or ratio <= 1 or high < low:
+        raise OptionError(
+            f"Expected low <= high and a ratio above 1, but got low={low!r}, high={high!r}, ratio={ratio!r}. Try "
+            "make_grid(1, 1e6, 2)."
+        )
+    first = _round_up(log(low) / log(ratio))
+    last = -_round_up(-log(high) / log(ratio))
+    return tuple(ratio**n for n in range(first, last + 1))
+
+
+def _round_up(value: float) -> int:
+    nearest = round(value)
+    return nearest if abs(value - nearest) < 1e-9 * max(1.0, abs(value)) else int(-(-value // 1))
+
+
+def _compute_budget(kl: float, examples: int, delta: float) -> float:
+    return (kl + log(2 * sqrt(examples) / delta)) / examples
+
+
+def _check_terms(risk: float, kl: float, examples: int, delta: float) -> None:
+    _check_share(risk=risk)
+    check_non_negative(kl=kl)
+    check_count(1, examples=examples)
+    check_delta(delta)
+
+
+def _check_constant(constant: float) -> None:
+    check_positive(constant=constant)
+    if constant > 8:
+        raise OptionError(
+            f"Expected a constant of at most 8, for which Hoeffding's lemma holds, but got constant={constant!r}. Try "
+            "8, or 2 as in the paper."
+        )
+
+
+def _check_share(**given: float) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise OptionError(
+                f"Expected a number from 0 to 1, but got {name}={value!r}. The loss must lie in [0, 1]: try the 0-1 "
+                "error, or a clipped cross-entropy."
+            )
+
+
+def check_delta(delta: float) -> None:
+    """Check that a probability of failure lies strictly between 0 and 1."""
+    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
+        raise OptionError(f"Expected a probability between 0 and 1, but got delta={delta!r}. Try delta=0.05.")
