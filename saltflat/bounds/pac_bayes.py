@@ -211,7 +211,7 @@ def bound_catoni(risk: float, kl: float, examples: int, delta: float = 0.05, *, 
 
     Example:
         >>> round(bound_catoni(0.0, 0.0, 10, delta=0.5, strength=10.0), 6)  # (1 - 2^(-1/10)) / (1 - 1/e)
-        0.105941
+        0.10594
     """
     _check_terms(risk, kl, examples, delta)
     check_positive(strength=strength)
