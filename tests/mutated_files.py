@@ -15,6 +15,7 @@ from torch import nn
 
 import saltflat
 from saltflat.audit.result import Audit
+from saltflat.bounds import Assumption, Bound
 from saltflat.landscape.result import Landscape
 from saltflat.spectrum.result import Spectrum
 
@@ -23,6 +24,7 @@ KINDS: dict[str, Any] = {
     "saltflat.audit": Audit,
     "saltflat.landscape": Landscape,
     "saltflat.spectrum": Spectrum,
+    "saltflat.bound": Bound,
 }
 
 
@@ -41,6 +43,23 @@ def originals() -> dict[str, dict[str, Any]]:
         "spectrum": saltflat.compute_spectrum(net, data, k=2, draws=2, steps=4, progress=False),
         "spectrum of layers": saltflat.compute_spectrum(net, data, k=1, per="layer", draws=2, steps=3, progress=False),
     }
+    made["bound"] = Bound(
+        "Maurer",
+        0.12,
+        "A network drawn from the posterior",
+        "error",
+        0.05,
+        {"empirical risk": 0.1, "divergence": 0.02, "prior": float("inf")},
+        (Assumption("The prior was fixed.", True, "It is the network before training."), Assumption("Independent.")),
+        0.9,
+        "tsuzuku2020normalized",
+        "L + :math:`\\frac12`",
+        "valid",
+        100,
+        details={"by layer": {"0.weight": 3.2}},
+        notes=("A note.",),
+        settings={"draws": 3},
+    )
     return {name: json.loads(json.dumps(each.to_dict())) for name, each in made.items()}
 
 
@@ -56,6 +75,7 @@ SCHEMAS = [
     "saltflat.audit/1",
     "saltflat.landscape/1",
     "saltflat.spectrum/1",
+    "saltflat.bound/1",
 ]
 
 
@@ -117,8 +137,9 @@ def uses(path: Path, kind: Any, other: saltflat.Report, plots: bool) -> Iterator
     yield "equal", lambda: result == kind.load(path.with_name("again.json")) or 1 / 0
     yield "iterate", lambda: list(result) if hasattr(result, "__iter__") else None
     report = result.report if isinstance(result, Audit) else result
-    if isinstance(report, saltflat.Report):
+    if isinstance(report, saltflat.Report | Bound):
         yield "page", lambda: report.to_html(path.with_name("page.html"))
+    if isinstance(report, saltflat.Report):
         yield "frame", lambda: report.to_frame()
         yield "compare", lambda: _shown(saltflat.compare(other, report), path)
         yield "compare with itself", lambda: _shown(saltflat.compare({"a": path, "b": report, "c": other}), path)

@@ -91,6 +91,7 @@ class Bound(Displayable, JsonFile):
     def __post_init__(self) -> None:
         self._convert_fields(
             value=float(self.value),
+            loss=self.loss,  # a name here, the mean loss in other results
             delta=float(self.delta),
             terms={str(name): float(value) for name, value in self.terms.items()},
             assumptions=tuple(self.assumptions),
@@ -129,9 +130,13 @@ class Bound(Displayable, JsonFile):
     def _check_content(self) -> None:
         check_structure(self.settings, MAPPING, "the settings")
         check_structure(self.details, {EACH: ANY}, "the details")
+        for name in ("name", "quantity", "loss", "reference", "formula"):
+            check_structure(getattr(self, name), str, f"the {name}")
         for each in self.assumptions:
             check_structure([each.text, each.evidence], [str], "an assumption")
             check_structure(each.met, (bool, None), "whether an assumption is met")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta is {self.delta}")
         if self.kind not in get_args(BoundKind):
             raise make_unknown_name_error("kind of bound", self.kind, get_args(BoundKind))
 

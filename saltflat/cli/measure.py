@@ -82,29 +82,31 @@ def list_measures(
 @add_command(app)
 def show(
     report: Annotated[
-        Path, typer.Argument(help="A report, an audit, a landscape or a spectrum written by the other commands.")
+        Path, typer.Argument(help="A report, an audit, a landscape, a spectrum or a bound that was saved.")
     ],
     html: Html = None,
 ) -> None:
-    """Print a report, an audit, a landscape or a spectrum again."""
+    """Print a report, an audit, a landscape, a spectrum or a bound again."""
     from saltflat.audit.result import Audit
+    from saltflat.bounds.bound import Bound
     from saltflat.landscape.result import Landscape
-    from saltflat.results.files import AUDIT, LANDSCAPE, REPORT, SPECTRUM, find_file_format
+    from saltflat.results.files import AUDIT, BOUND, LANDSCAPE, REPORT, SPECTRUM, find_file_format
     from saltflat.results.report import Report
     from saltflat.spectrum.result import Spectrum
 
     check_page_path(html)
-    kinds: dict[FileFormat, type[Report | Audit | Landscape | Spectrum]] = {
+    kinds: dict[FileFormat, type[Report | Audit | Landscape | Spectrum | Bound]] = {
         REPORT: Report,
         AUDIT: Audit,
         LANDSCAPE: Landscape,
         SPECTRUM: Spectrum,
+        BOUND: Bound,
     }
     form = find_file_format(report, *kinds)
     found = kinds[form].load(report)
     if html is not None and isinstance(found, Landscape | Spectrum):
         raise OptionError(
-            f"Expected a report or an audit, but got {form.what} with --html. Try drawing it with its plot()."
+            f"Expected a report, an audit or a bound, but got {form.what} with --html. Try drawing it with its plot()."
         )
     print_result(found)
     if not isinstance(found, Landscape | Spectrum):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from saltflat.audit.result import Audit
+    from saltflat.bounds.bound import Bound
     from saltflat.results.comparison import Comparison
     from saltflat.results.report import Report
 
@@ -378,7 +379,7 @@ def check_page_path(html: Path | None, option: str = "--html") -> None:
     check_writable_path(html, option)
 
 
-def write_result_page(result: Report | Comparison | Audit, html: Path | None, quiet: bool = False) -> None:
+def write_result_page(result: Report | Comparison | Audit | Bound, html: Path | None, quiet: bool = False) -> None:
     """Write the result as a page for a browser, and print where."""
     if html is not None:
         from saltflat.audit.result import Audit

@@ -1,4 +1,4 @@
-"""Render reports, comparisons, audits and studies as self-contained HTML pages, and write them."""
+"""Render reports, comparisons, audits, bounds and studies as self-contained HTML pages, and write them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saltflat.errors import CodeNotAllowedError, SaltflatError, format_error_line
+from saltflat.measures.registry import REFERENCES
+from saltflat.render.bound import STATES, format_bound_answer, format_bound_facts, make_term_rows, plot_bounds
 from saltflat.render.comparison import format_difference, format_invariances
-from saltflat.render.html.page import format_quantity_html, is_log_scaled, render_page
+from saltflat.render.html.page import encode_picture, format_quantity_html, is_log_scaled, render_page
 from saltflat.render.html.study import build_audit_view, build_study_content
 from saltflat.render.html.summary import GAPS
 from saltflat.render.report import (
@@ -30,6 +32,7 @@ from saltflat.studies.rebuild import audit_runs
 
 if TYPE_CHECKING:
     from saltflat.audit.result import Audit
+    from saltflat.bounds.bound import Bound
     from saltflat.landscape.result import Landscape
     from saltflat.results.comparison import Comparison
     from saltflat.studies.effects.results import Effects
@@ -142,6 +145,23 @@ def render_audit_page(audit: Audit) -> str:
     """Return the page of an audit: the effect of random rescalings on every measure."""
     return render_page(
         "audit.html", ("page.js",), title=audit.report.model, audit=build_audit_view(audit), source=audit
+    )
+
+
+def render_result_page(result: Bound, title: str) -> str:
+    """Return the page of a bound: what it says, what it is computed from, and what it rests on."""
+    return render_page(
+        "bound.html",
+        ("page.js",),
+        title=title,
+        bound=result,
+        facts=format_bound_facts(result),
+        answer=format_bound_answer(result),
+        good=result.is_valid and not result.is_vacuous,
+        picture=encode_picture(plot_bounds([result])),
+        terms=make_term_rows(result),
+        states=STATES,
+        reference=REFERENCES.get(result.reference, result.reference),
     )
 
 
