@@ -13,7 +13,6 @@ from math import expm1, inf, isfinite, log, log1p, sqrt
 from typing import Literal, TypeAlias, get_args
 
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 from saltflat.errors import OptionError, make_unknown_name_error
@@ -33,7 +32,7 @@ def compute_binary_kl(q: float, p: float) -> float:
         0.143841
     """
     _check_share(q=q, p=p)
-    return _compute_term(q, p) + _compute_term(1 - q, 1 - p)
+    return max(0.0, _compute_term(q, p) + _compute_term(1 - q, 1 - p))
 
 
 def _compute_term(q: float, p: float) -> float:
@@ -54,24 +53,28 @@ def invert_binary_kl(q: float, budget: float) -> float:
     _check_share(q=q)
     if not budget >= 0:
         raise OptionError(f"Expected a budget of at least 0, but got budget={budget!r}. Check the KL divergence.")
+    if budget == 0 or q == 1:
+        return float(q)
     if q == 0:
-        return -expm1(-budget)
-    if q == 1 or budget == inf:
-        return 1.0
+        return _round_share_up(-expm1(-budget))
+    # In terms of p - q, small divergences are resolved. By Pinsker's inequality, the root is not above this.
+    low, high = 0.0, min(1 - q, sqrt(budget / 2))
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if _compute_rise(q, middle) >= budget else (middle, high)
+    return _round_share_up(q + high)
 
-    # In t = log(1 - p), small differences from 1 are resolved. The divergence grows from 0 as t falls.
-    def compute_excess(t: float) -> float:
-        p = -expm1(t)
-        return q * log(q / p) + (1 - q) * (log1p(-q) - t) - budget
 
-    top = log1p(-q)
-    low = min(top, -(budget + 1) / (1 - q))  # -(1 - q) t alone exceeds the budget here
-    if compute_excess(top) >= 0:
-        return q
-    found = brentq(compute_excess, low, top, xtol=1e-300, rtol=9e-16)
-    p = -expm1(found)
-    # Rounding must not make the bound smaller.
-    return min(1.0, p * (1 + 4e-16) + 1e-300)
+def _compute_rise(q: float, rise: float) -> float:
+    """Return the divergence between coins of q and q + rise."""
+    if rise >= 1 - q:
+        return inf
+    ratio = log1p(rise / q) if rise < q else log(q + rise) - log(q)
+    return -q * ratio - (1 - q) * log1p(-rise / (1 - q))
+
+
+def _round_share_up(p: float) -> float:
+    """Return a slightly larger probability, so that rounding does not make a bound smaller."""
+    return min(1.0, p * (1 + 4e-15))
 
 
 def compute_gaussian_kl(
@@ -108,8 +111,8 @@ def compute_gaussian_kl(
                     f"{name!r}: its KL divergence is infinite. Try a larger variance there."
                 )
         ratio = own / wide
-        # r - 1 - ln r, without cancellation near r = 1.
-        spread = (ratio - 1) - torch.log1p(ratio - 1)
+        # r - 1 - ln r, without cancellation near r = 1, nor the loss of a small r.
+        spread = (ratio - 1) - torch.where(ratio > 0.5, torch.log1p(ratio - 1), own.log() - wide.log())
         total += 0.5 * float((spread + (mu.detach().double() - center).square() / wide).sum())
     return max(total, 0.0)
 
@@ -164,7 +167,7 @@ def bound_monte_carlo(mean: float, samples: int, delta: float = 0.01, method: Mo
     check_delta(delta)
     if method not in get_args(MonteCarloMethod):
         raise make_unknown_name_error("method", method, get_args(MonteCarloMethod))
-    budget = log(1 / delta) / samples
+    budget = -log(delta) / samples
     upper = invert_binary_kl(mean, budget) if method == "kl" else min(1.0, mean + sqrt(budget / 2))
     return MonteCarlo(mean, samples, delta, upper, method)
 
@@ -192,7 +195,7 @@ def bound_linear(
     _check_terms(risk, kl, examples, delta)
     check_positive(strength=strength)
     _check_constant(constant)
-    return risk + strength / (constant * examples) + (kl + log(1 / delta)) / strength
+    return risk + strength / (constant * examples) + (kl - log(delta)) / strength
 
 
 def bound_catoni(risk: float, kl: float, examples: int, delta: float = 0.05, *, strength: float) -> float:
@@ -216,7 +219,7 @@ def bound_catoni(risk: float, kl: float, examples: int, delta: float = 0.05, *, 
     _check_terms(risk, kl, examples, delta)
     check_positive(strength=strength)
     beta = strength / examples
-    return expm1(-beta * risk - (kl + log(1 / delta)) / examples) / expm1(-beta)
+    return expm1(-beta * risk - (kl - log(delta)) / examples) / expm1(-beta)
 
 
 def bound_mcallester(risk: float, kl: float, examples: int, delta: float = 0.05) -> float:
@@ -292,8 +295,8 @@ def choose_strength(
     """
     if not strengths:
         raise OptionError("Expected at least one strength, but got an empty grid. Try saltflat.bounds.make_grid().")
-    each = delta / len(strengths)
     check_delta(delta)
+    each = delta / len(strengths)
     return min((bound(risk, kl, examples, each, strength=s, **options), s) for s in strengths)
 
 
