@@ -135,7 +135,8 @@ def run_batched(
             its examples cannot be separated.
         record: filled with the calls of layers that have a rule.
     """
-    anchor = torch.zeros((), device=get_device(network), requires_grad=True)
+    # In the precision of the model, so that the backward pass rounds nothing to another one.
+    anchor = next(iter(network.measured.values())).new_zeros(()).requires_grad_()
     leaves = make_leaves(network)
     calls: list[tuple[nn.Module, Tensor]] = []
     versions: list[int] = []
@@ -317,11 +318,6 @@ class UnanimousBranching(TorchFunctionMode):
             if bool((truths == truths[0]).all()):
                 return bool(truths[0])
         return func(*args, **(kwargs or {}))
-
-
-def get_device(network: Network) -> torch.device:
-    """Return the device of the measured parameters."""
-    return next(iter(network.measured.values())).device
 
 
 def _split_examples(values: Tensor, examples: int, axis: int) -> Tensor:

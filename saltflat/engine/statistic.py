@@ -105,6 +105,7 @@ class ComputedStatistic:
         meaning: for the reader.
         options: keyword arguments of ``function``, with defaults.
         passes: about how much time it takes, in forward passes over the data; or a function of its options.
+        in_float64: whether it runs a copy of the model in float64, which takes memory.
     """
 
     name: str
@@ -113,6 +114,7 @@ class ComputedStatistic:
     meaning: str
     options: Mapping[str, Any]
     passes: float | Callable[..., float]
+    in_float64: bool = False
 
     def estimate_passes(self, options: Mapping[str, Any]) -> float:
         """Return about how many forward passes over the data it takes with these options."""
@@ -136,7 +138,10 @@ def register_statistic(statistic: Statistic) -> Statistic:
 
 
 def statistic(
-    per: Literal["layer", "network"], meaning: str, passes: float | Callable[..., float] = 100
+    per: Literal["layer", "network"],
+    meaning: str,
+    passes: float | Callable[..., float] = 100,
+    in_float64: bool = False,
 ) -> Callable[[Callable[..., StatisticResult]], Callable[..., StatisticResult]]:
     """Register a statistic that is a function of a context. Its keyword-only arguments are its options.
 
@@ -145,11 +150,13 @@ def statistic(
         meaning: for the reader.
         passes: about how much time it takes, in forward passes over the data; a number, or a function of the options.
             It determines the cost of the measures that need the statistic, and the estimates of the remaining time.
+        in_float64: whether it runs a copy of the model in float64, which takes memory.
     """
 
     def register_function(function: Callable[..., StatisticResult]) -> Callable[..., StatisticResult]:
         name = getattr(function, "__name__", "")
-        COMPUTED[name] = ComputedStatistic(name, per, function, meaning, find_keyword_defaults(function), passes)
+        options = find_keyword_defaults(function)
+        COMPUTED[name] = ComputedStatistic(name, per, function, meaning, options, passes, in_float64)
         return function
 
     return register_function

@@ -160,8 +160,9 @@ class StatisticCollector:
         sites = [ParameterSite(name, value) for name, value in network.measured.items()]
         searching = any(COMPUTED[need.name].estimate_passes({}) > NEARLY_FREE for need in computed)
         balancing = any(request.measure.by_matrix for request in asked)
+        copied = self.certificate or any(COMPUTED[need.name].in_float64 for need in computed)
         return (
-            (2 + 2 * self.certificate) * constants
+            (2 + 2 * copied) * constants
             + (4 + 8 * searching + 8 * balancing) * entries
             + 3 * sum(count_sum_bytes(each, sites) for each in swept)
         )

@@ -35,7 +35,9 @@ def fisher_logdet(
     .. math::
         \hat\gamma = \frac1T \sum_t \ln\det J_{S_t} J_{S_t}^T
 
-    over random subsets of a pool of examples whose inner products are found once. ``convention="half"`` sums logarithms
+    over random subsets of a pool of examples whose inner products are found once, of gradients in float64 whatever the
+    precision of the model: eigenvalues range over so many orders of magnitude that in float32 half of them may be
+    rounding. Where the model does not run in float64, the value is nan. ``convention="half"`` sums logarithms
     of singular values instead of squared ones. Multiplying the loss by c adds 2 ln c for each example of a subset.
     Examples that are fitted perfectly, or that occur twice, make the determinant zero: eigenvalues below ``floor``
     times the largest are counted as that, and how many were is in the notes.
@@ -85,6 +87,7 @@ def fisher_logdet(
             "subset": size,
             "draws": len(each),
             "pool": len(gradient_gram["gram"]),
+            "eps": gradient_gram["eps"],
         },
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.data import Batch
 from saltflat.engine.full_loss import GroupedMean
-from saltflat.engine.gram import compute_gram_matrix, iterate_gradients
+from saltflat.engine.gram import compute_gram_matrix, iterate_gradients, use_float64
 from saltflat.engine.losses import CrossEntropy
 from saltflat.engine.statistic import statistic
 from saltflat.errors import NotDefinedError, OptionError
@@ -19,24 +19,34 @@ LARGEST = 2000
 
 
 @statistic(
-    per="network", meaning="Mean over examples of gradient times gradient', over all parameters at once.", passes=5
+    per="network",
+    meaning="Mean over examples of gradient times gradient', over all parameters at once.",
+    passes=5,
+    in_float64=True,
 )
 def fisher_matrix(context: Context) -> StatisticResult:
-    """Return the observed Fisher matrix, ``(W, W)`` in float64 for W parameters."""
+    """Return the observed Fisher matrix, ``(W, W)`` for W parameters, of gradients in float64."""
     size = sum(value.numel() for value in context.problem.network.measured.values())
     if size > LARGEST:
         raise NotDefinedError(f"is for models of at most {LARGEST} parameters, and this one has {size}")
     total = torch.zeros(size, size, dtype=torch.float64)
-    for rows in iterate_gradients(context):
-        total += rows.mT @ rows
+    with use_float64(context) as wide:
+        for rows in iterate_gradients(wide):
+            total += rows.mT @ rows
     return StatisticResult(total / context.examples)
 
 
-@statistic(per="network", meaning="Inner products between single examples' gradients, of a pool of examples.", passes=5)
+@statistic(
+    per="network",
+    meaning="Inner products between single examples' gradients, of a pool of examples.",
+    passes=5,
+    in_float64=True,
+)
 def gradient_gram(context: Context, *, pool: int = 1000) -> StatisticResult:
     """Return ``gram``, ``(P, P)`` in float64, with P the smaller of ``pool`` and the number of examples.
 
-    Beside it ``eps``, the rounding of the precision the gradients were taken in, and the ``seed`` to draw subsets with.
+    Beside it ``eps``, the rounding of the gradients, and the ``seed`` to draw subsets with. The gradients are taken in
+    float64, whatever the precision of the model: most eigenvalues are smaller than the rounding of float32.
     """
     if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1:
         raise OptionError(f"Expected at least 1, but got pool={pool!r}. Try leaving it out for 1000.")
@@ -44,8 +54,9 @@ def gradient_gram(context: Context, *, pool: int = 1000) -> StatisticResult:
     examples = context.examples
     noise = torch.Generator().manual_seed(context.seed)
     chosen = torch.randperm(examples, generator=noise)[:pool].sort().values
-    eps = max(torch.finfo(value.dtype).eps for value in context.problem.network.measured.values())
-    return StatisticResult({"gram": compute_gram_matrix(context, chosen), "eps": eps, "seed": context.seed})
+    with use_float64(context) as wide:
+        gram = compute_gram_matrix(wide, chosen)
+    return StatisticResult({"gram": gram, "eps": torch.finfo(torch.float64).eps, "seed": context.seed})
 
 
 @statistic(
