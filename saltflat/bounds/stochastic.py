@@ -6,10 +6,10 @@ draws has the precision of m k samples. Where many examples share a draw, it has
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from math import ceil, log
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from saltflat.bounds.distributions import BLOCK, ScaledGaussian, WeightDistribution
+from saltflat.bounds.distributions import Gaussian as Gaussian
+from saltflat.bounds.distributions import Noise as Noise
 from saltflat.bounds.pac_bayes import MonteCarlo, bound_monte_carlo
-from saltflat.engine.context import Context
+from saltflat.engine.context import Context, can_join, join_batches
 from saltflat.engine.data import Batch
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, find_hits
-from saltflat.engine.network import extract_logits
-from saltflat.engine.problem import cast_targets
+from saltflat.engine.problem import Problem, cast_targets
 from saltflat.errors import NotDefinedError, OptionError, make_unknown_name_error
 
 # A loss in [0, 1] whose mean is the risk.
@@ -33,53 +35,17 @@ BoundedLoss: TypeAlias = Literal["error", "clipped_cross_entropy"]
 Sampling: TypeAlias = Literal["layers", "mapped", "groups"]
 
 LEAST_PROBABILITY = 1e-5  # cross-entropy is clipped at its negative logarithm
-BLOCK = 32  # examples whose random numbers are drawn at once, whatever the batches are
 GROUP = 64  # examples that share a draw, where every example cannot have its own
+FEW = 4  # examples that ways of drawing are tried on
 MOST_NUMBERS = 10**11  # random numbers that are drawn for one estimate, before examples share draws
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9}  # relative difference of outputs that counts as rounding
-
-
-@dataclass(frozen=True)
-class Gaussian:
-    """A normal distribution over weights with independent entries.
-
-    Attributes:
-        mean: of every parameter, by name.
-        deviation: the standard deviations.
-    """
-
-    mean: Mapping[str, Tensor]
-    deviation: Mapping[str, Tensor]
-
-
-class Noise:
-    """Standard normal numbers of every example, the same however the examples are batched.
-
-    Args:
-        seed: of the numbers.
-        draw: number of the draw.
-    """
-
-    def __init__(self, seed: int, draw: int) -> None:
-        self.seed, self.draw = seed, draw
-
-    def draw_rows(self, label: str, first: int, count: int, width: int, like: Tensor) -> Tensor:
-        """Return ``(count, width)`` numbers for the examples from number ``first`` on."""
-        start, stop = first // BLOCK, -(-(first + count) // BLOCK)
-        blocks = []
-        for block in range(start, stop):
-            key = sha256(f"{self.seed}/{self.draw}/{label}/{block}".encode()).digest()
-            generator = torch.Generator(like.device).manual_seed(int.from_bytes(key[:7], "little"))
-            blocks.append(torch.randn(BLOCK, width, generator=generator, dtype=like.dtype, device=like.device))
-        offset = first - start * BLOCK
-        return torch.cat(blocks)[offset : offset + count]
 
 
 @dataclass
 class _Pass:
     """What the layers need to know during a forward pass."""
 
-    weights: Gaussian
+    weights: WeightDistribution
     noise: Noise
     first: int
     examples: int
@@ -87,7 +53,7 @@ class _Pass:
 
 
 class RandomNetwork:
-    """Runs a model with weights that are drawn from a :class:`Gaussian`.
+    """Runs a model with weights that are drawn from a distribution.
 
     Numbers are assigned to units and entries by their rank among the means, so that a permutation of hidden units
     carries them along.
@@ -95,21 +61,25 @@ class RandomNetwork:
     Args:
         context: of a model that belongs to the caller: its layers get other forward methods.
         sampling: how to draw; the best possible if None.
+        kind: the type of distribution. Only normal weights have normal sums, which linear layers draw as outputs.
 
     Attributes:
         sampling: how weights are drawn.
     """
 
-    def __init__(self, context: Context, sampling: Sampling | None = None) -> None:
+    def __init__(
+        self, context: Context, sampling: Sampling | None = None, kind: type[WeightDistribution] = Gaussian
+    ) -> None:
         problem = context.problem
-        self.context, self.model = context, problem.model
+        self.context, self.model, self.kind = context, problem.model, kind
         self.names = list(problem.network.measured)
         self._pass: _Pass | None = None
         self._plain = False
         self._ranks: dict[str, Tensor] = {}
-        first = next(iter(problem.read_batches())).cut(0, 4)
+        first = _read_first_examples(problem)
         probe = context.get_probe(first)
         self._layers = self._find_layers() if probe.strategy == "together" and first.examples > 1 else {}
+        self._with_rows: set[nn.Module] = set()  # linear layers whose input is a row per example
         possible: list[Sampling] = [each for each in get_args(Sampling) if self._can_sample(each, first)]
         if sampling is not None and sampling not in possible:
             raise make_unknown_name_error("way to sample this model", sampling, possible)
@@ -129,40 +99,37 @@ class RandomNetwork:
                 units = mean[name].detach().double().flatten(1).pow(3).sum(1)
                 self._ranks[f"{name}/units"] = units.argsort(stable=True).argsort()
 
-    def run(self, batch: Batch, weights: Gaussian, noise: Noise) -> Tensor:
+    def run(self, batch: Batch, weights: WeightDistribution, noise: Noise) -> Tensor:
         """Return the outputs of a batch, with a draw of its own for each example or group."""
+        assert isinstance(weights, self.kind)
         if not self._ranks:
             self.rank_entries(weights.mean)
-        if self.sampling == "layers":
-            return self._run_layers(batch, weights, noise)
-        if self.sampling == "mapped":
-            return self._run_mapped(batch, weights, noise)
-        return self._run_groups(batch, weights, noise)
+        ways = {"layers": self._run_layers, "mapped": self._run_mapped, "groups": self._run_groups}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # of operations that vmap runs in a loop
+            return ways[self.sampling](batch, weights, noise)
 
     def iterate_parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield a batch in parts whose draws fit in memory; groups of examples stay together."""
         numbers = self._count_numbers()
         size = max(each.element_size() for each in self.context.problem.network.measured.values())
-        step = max(1, self.context.limit // (8 * size * max(1, numbers)))
-        if self.sampling == "groups":
-            step = GROUP
-        start = 0
+        unit = GROUP if self.sampling == "groups" else BLOCK
+        step = GROUP if self.sampling == "groups" else max(1, self.context.limit // (8 * size * max(1, numbers)))
+        start, whole = 0, step // unit * unit
         while start < batch.examples:
             # Groups and blocks begin at multiples of their size, counted over all data.
-            unit = GROUP if self.sampling == "groups" else BLOCK
-            whole = max(unit, step // unit * unit) if step >= unit else step
-            stop = start + whole - (batch.first + start) % unit if step >= unit else start + step
+            stop = start + (whole - (batch.first + start) % unit if whole else step)
             yield batch.cut(start, stop)
             start = stop
 
     def _count_numbers(self) -> int:
         """Return how many random numbers an example needs."""
         measured = self.context.problem.network.measured
-        if self.sampling != "layers":
-            return sum(each.numel() for each in measured.values())
+        if self.sampling != "layers" or self.kind is ScaledGaussian:
+            return self.kind.numbers * sum(each.numel() for each in measured.values())
         total = 0
         for module, names in self._layers.items():
-            local = _is_matrix_layer(module)
+            local = module in self._with_rows
             sizes = [measured[name].shape[0] if local else measured[name].numel() for name in names.values()]
             total += max(sizes) if local else sum(sizes)
         return total
@@ -183,36 +150,35 @@ class RandomNetwork:
         return found
 
     def _can_sample(self, sampling: Sampling, batch: Batch) -> bool:
-        """Return whether this way of drawing gives the network's own outputs where the deviations are zero."""
+        """Return whether this way of drawing gives the outputs of the network at other weights, without deviations."""
         if sampling == "groups":
             return True
         if sampling == "layers" and not self._layers:
             return False
-        means = dict(self.context.problem.network.measured)
-        still = Gaussian(means, {name: torch.zeros_like(value) for name, value in means.items()})
+        # At other weights, those that are used in a way that the draws miss would show.
+        network = self.context.problem.network
+        means = {name: _move_slightly(value) for name, value in network.measured.items()}
+        zeros = {name: torch.zeros_like(value) for name, value in means.items()}
+        still = Gaussian(means, zeros) if self.kind is Gaussian else ScaledGaussian(means, zeros, 0.0)
         self.sampling = sampling
-        examples = self.context.problem.num_examples or 1
-        if self._count_numbers() * examples > MOST_NUMBERS:
-            return False
         self.rank_entries(means)
         try:
             with torch.no_grad():
-                expected, found = self._call_model(batch), self.run(batch, still, Noise(0, 0))
+                expected, found = network(batch, leaves=means, as_is=True), self.run(batch, still, Noise(0, 0))
         except Exception:
             # Whatever keeps the network from being mapped, examples can share draws.
             return False
         finally:
             self._ranks = {}
+        if self._count_numbers() * (self.context.problem.num_examples or 1) > MOST_NUMBERS:
+            return False
         limit = CLOSE.get(expected.dtype, CLOSE[torch.float32]) * (1 + float(expected.abs().max()))
         return expected.shape == found.shape and bool(((expected - found).abs() <= limit).all())
 
-    def _call_model(self, batch: Batch) -> Tensor:
-        return extract_logits(self.model(*batch.args, **batch.kwargs))
-
-    def _run_layers(self, batch: Batch, weights: Gaussian, noise: Noise) -> Tensor:
+    def _run_layers(self, batch: Batch, weights: WeightDistribution, noise: Noise) -> Tensor:
         self._pass = _Pass(weights, noise, batch.first, batch.examples, {})
         with self._install_layers():
-            outputs = self._call_model(batch)
+            outputs = self.context.problem.network(batch, as_is=True)
         if any(self._pass.calls.get(name, 0) != 1 for names in self._layers.values() for name in names.values()):
             raise NotDefinedError("needs every layer to be called once in a forward pass")
         return outputs
@@ -239,7 +205,9 @@ class RandomNetwork:
             x = args[0] if args else kwargs.get("input")
             if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != state.examples:
                 raise NotDefinedError("needs the examples along the first axis of every layer's input")
-            if _is_matrix_layer(module) and x.dim() == 2 and "weight" in names:
+            linear = type(module).forward is nn.Linear.forward and "weight" in names
+            if self.kind is Gaussian and linear and x.dim() == 2:
+                self._with_rows.add(module)
                 return self._run_matrix_layer(module, names, x, state)
             return self._run_mapped_layer(module, names, x, state)
 
@@ -278,12 +246,16 @@ class RandomNetwork:
         finally:
             self._plain = False
 
-    def _draw_entries(self, name: str, weights: Gaussian, noise: Noise, first: int, count: int) -> Tensor:
+    def _draw_entries(self, name: str, weights: WeightDistribution, noise: Noise, first: int, count: int) -> Tensor:
         mean = weights.mean[name]
-        numbers = noise.draw_rows(name, first, count, mean.numel(), mean)[:, self._ranks[name]]
-        return mean + weights.deviation[name] * numbers.reshape(count, *mean.shape)
 
-    def _run_mapped(self, batch: Batch, weights: Gaussian, noise: Noise) -> Tensor:
+        def draw_numbers(label: str) -> Tensor:
+            rows = noise.draw_rows(label, first, count, mean.numel(), mean)
+            return rows[:, self._ranks[name]].reshape(count, *mean.shape)
+
+        return weights.combine(name, draw_numbers)
+
+    def _run_mapped(self, batch: Batch, weights: WeightDistribution, noise: Noise) -> Tensor:
         drawn = {name: self._draw_entries(name, weights, noise, batch.first, batch.examples) for name in self.names}
         leaves, tree = tree_flatten((batch.args, batch.kwargs))
         axes = [0 if isinstance(leaf, Tensor) and batch.has_example_axis(leaf) else None for leaf in leaves]
@@ -293,11 +265,12 @@ class RandomNetwork:
             given = iter(mine)
             filled = [next(given)[None] if axis == 0 else leaf for leaf, axis in zip(leaves, axes, strict=True)]
             args, kwargs = tree_unflatten(filled, tree)
-            return extract_logits(functional_call(self.model, own, args, kwargs))[0]
+            alone = Batch(args, kwargs, batch.targets[:1], batch.first, 1)
+            return self.context.problem.network(alone, leaves=own, as_is=True)[0]
 
         return vmap(call_one)(drawn, *tensors)
 
-    def _run_groups(self, batch: Batch, weights: Gaussian, noise: Noise) -> Tensor:
+    def _run_groups(self, batch: Batch, weights: WeightDistribution, noise: Noise) -> Tensor:
         """Run a batch that belongs to one group, or several groups one after another."""
         outputs = []
         start = 0
@@ -305,13 +278,26 @@ class RandomNetwork:
             group = (batch.first + start) // GROUP
             part = batch.cut(start, (group + 1) * GROUP - batch.first)
             drawn = {name: self._draw_entries(name, weights, noise, group, 1)[0] for name in self.names}
-            outputs.append(extract_logits(functional_call(self.model, drawn, part.args, part.kwargs)))
+            outputs.append(self.context.problem.network(part, leaves=drawn, as_is=True))
             start += part.examples
         return torch.cat(outputs)
 
 
-def _is_matrix_layer(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward
+def _read_first_examples(problem: Problem) -> Batch:
+    """Return the first few examples, whatever the batches are."""
+    found: list[Batch] = []
+    for batch in problem.read_batches():
+        if found and not can_join(found[-1], batch):
+            break
+        found.append(batch)
+        if sum(each.examples for each in found) >= FEW:
+            break
+    return join_batches(found).cut(0, FEW)
+
+
+def _move_slightly(value: Tensor) -> Tensor:
+    generator = torch.Generator(value.device).manual_seed(0)
+    return value + (0.1 * value.abs() + 0.01) * torch.empty_like(value).normal_(generator=generator)
 
 
 def _convolve_each(module: nn.Conv2d, drawn: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
@@ -364,7 +350,7 @@ def compute_bounded_losses(kind: BoundedLoss, loss: Loss, outputs: Tensor, targe
 
 def estimate_risk(
     network: RandomNetwork,
-    weights: Gaussian,
+    weights: WeightDistribution,
     kind: BoundedLoss,
     *,
     draws: int,
