@@ -34,6 +34,9 @@ from saltflat.training import SAM, FisherPenalty
 
 HERE = Path(__file__).parent
 MEASURES = ("fisher_logdet", "fisher_trace", "normalized_sharpness", "minimum_sharpness")
+# Rows of old do not say which precision the gradients of fisher_logdet had: it was float32, where most eigenvalues may
+# be rounding. Their values stay in the rows, and are withdrawn.
+LOGDET, WITHDRAWN = "fisher_logdet", "withdrawn"
 METHODS = ("sgd", "fisher", "sam")
 
 
@@ -181,6 +184,8 @@ def train(
         row["measures"] = {name: reading.value for name, reading in report.items()}
         row["stderr"] = {name: reading.stderr for name, reading in report.items()}
         row["train_loss_on_probe"] = report.loss
+        # How it was measured: the rounding of the gradients; None where the network does not run in float64.
+        row["fisher_logdet_eps"] = report[LOGDET].details.get("eps")
     device = torch.cuda.get_device_name() if images.is_cuda else "cpu"
     row["made_with"] = {"saltflat": saltflat.__version__, "torch": torch.__version__, "device": device}
     return row
@@ -220,7 +225,9 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
     for each in by_method.values():
         cells = [label_of(each[0]["run"]), str(len(each)), str(each[0]["epochs_done"])]
         cells += [spread([row[key] for row in each]) for key in ("test_error", "train_error", "seconds")]
-        cells += [spread([row["measures"][name] for row in each]) for name in MEASURES]
+        cells += [
+            spread([row["measures"][name] for row in each]) if is_valid(each, name) else WITHDRAWN for name in MEASURES
+        ]
         yield "| " + " | ".join(cells) + " |"
     yield ""
     claim = tomllib.loads((HERE / "claims.toml").read_text())["claim"][0]
@@ -230,13 +237,23 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
     base = by_method.get("sgd", [])
     for method in ("fisher", "sam"):
         for key in ("test_error", *MEASURES):
-            if base and by_method.get(method):
-                yield f"* {method}, {key}: {verdict(*(values(each, key) for each in (base, by_method[method])))}"
+            other = by_method.get(method, [])
+            if not base or not other:
+                continue
+            if is_valid([*base, *other], key):
+                yield f"* {method}, {key}: {verdict(values(base, key), values(other, key))}"
+            else:
+                yield f"* {method}, {key}: withdrawn until measured again, with gradients in float64"
     if tuned:
         yield "\nChosen on 5,000 images held out of the training set:\n"
         yield "| run | epochs | error on held-out images % |\n| --- | --- | --- |"
         for row in tuned:
             yield f"| {label_of(row['run'])} | {row['epochs_done']} | {row['test_error']:.2f} |"
+
+
+def is_valid(found: list[dict[str, Any]], key: str) -> bool:
+    """Return whether a quantity was measured in a way that holds: fisher_logdet with gradients in float64."""
+    return key != LOGDET or all(row.get("fisher_logdet_eps") == torch.finfo(torch.float64).eps for row in found)
 
 
 def label_of(run: dict[str, Any]) -> str:
