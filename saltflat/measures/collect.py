@@ -32,6 +32,7 @@ DIAGONALS = {
     "exact": None,
     "finite_difference": StatisticRequest("finite_difference"),
     "finite_difference_printed": StatisticRequest("finite_difference", (("kind", "printed"), ("epsilon", 1e-3))),
+    "gaussian": StatisticRequest("finite_difference", (("kind", "gaussian"),)),
     "hutchinson": StatisticRequest("finite_difference", (("kind", "hutchinson"),)),
 }
 

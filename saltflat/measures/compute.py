@@ -86,7 +86,8 @@ def measure(
         logits: ``"none"``, or ``"std"`` or ``"l2"`` to bring each example's outputs to unit deviation or length before
             the loss, so that their scale plays no part.
         diagonal: where measures take the curvature diagonal from: ``"exact"``, or the estimates
-            ``"finite_difference"``, ``"finite_difference_printed"`` and ``"hutchinson"`` of the true Hessian's.
+            ``"finite_difference"``, ``"finite_difference_printed"``, ``"gaussian"`` and ``"hutchinson"`` of the true
+            Hessian's.
         initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
         certificate: whether to measure how far the Gauss-Newton blocks are from the Hessian's.
         sampling: whether to estimate how far each number depends on the choice of the examples

@@ -477,7 +477,7 @@ def test_over_all_signs_the_finite_differences_average_to_what_they_should(kind:
     assert_close(torch.stack(each).mean(0)[0], wanted, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["corrected", "hutchinson"])
+@pytest.mark.parametrize("kind", ["corrected", "gaussian", "hutchinson"])
 @pytest.mark.parametrize("name", ["tanh_mlp", "squared_error"])
 def test_finite_differences_estimate_the_true_hessians_diagonal(name: str, kind: str) -> None:
     case = CASES[name]()
@@ -495,6 +495,84 @@ def test_finite_differences_estimate_the_true_hessians_diagonal(name: str, kind:
     assert off.abs().max() < 5
     assert off.square().mean() < 2
     assert stderr.median() > 1e-6
+
+
+def test_a_gaussian_estimate_is_what_its_definition_says() -> None:
+    case, step, draws = CASES["tanh_mlp"](), 1e-3, 5
+    inputs, targets = joined(case.batches)
+    model = deepcopy(case.model)
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def differentiate(direction: dict[str, Tensor], step: float) -> dict[str, Tensor]:
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.copy_(start[name] + step * direction[name])
+        loss = case.loss_function(model(inputs), targets)
+        return dict(zip(start, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+
+    with setting_of(case) as context:
+        found = finite_difference(context, kind="gaussian", draws=draws)
+        again = finite_difference(context, kind="gaussian", draws=draws, step=step)
+        directions = [draw_normals(context, draw) for draw in range(draws)]
+    each = []
+    for e in directions:
+        there, back = differentiate(e, step), differentiate(e, -step)
+        each.append({name: e[name] * (there[name] - back[name]) / (2 * step) for name in start})
+    assert found.replicates is not None
+    assert not found.exact
+    for name in start:
+        assert torch.equal(found.value[name], again.value[name]), "the default is the step of the definition above"
+        values = torch.stack([one[name] for one in each])
+        size = float(values.abs().max())
+        assert_close(found.value[name], values.mean(0), rtol=1e-10, atol=1e-10 * size)
+        for left_out, replicate in enumerate(found.replicates):
+            rest = torch.cat([values[:left_out], values[left_out + 1 :]]).mean(0)
+            assert_close(replicate[name], rest, rtol=1e-10, atol=1e-10 * size)
+
+
+def test_a_gaussian_estimate_of_a_quadratic_is_unbiased() -> None:
+    case = small_regression()
+    inputs, _ = joined(case.batches)
+    hessian = 2 * inputs.mT @ inputs / len(inputs)
+    # The variance of e_i (H e)_i over standard normal e is known: sum_j H_ij^2 + H_ii^2.
+    variance = hessian.square().sum(1) + hessian.diagonal().square()
+    seeds, draws = 5, 400
+    values, variances = [], []
+    for seed in range(seeds):
+        with setting_of(case, seed=seed) as context:
+            found = finite_difference(context, kind="gaussian", draws=draws)
+        assert found.replicates is not None
+        left_out = torch.stack([each["weight"][0] for each in found.replicates])
+        values.append(found.value["weight"][0])
+        variances.append((left_out - left_out.mean(0)).square().sum(0) * (draws - 1) / draws)
+    stderr = (variance / (seeds * draws)).sqrt()
+    assert bool(((torch.stack(values).mean(0) - hessian.diagonal()).abs() < 3 * stderr).all())
+    assert_close(torch.stack(variances).mean(0), variance / draws, rtol=0.25, atol=0)
+
+
+def test_the_default_step_of_a_gaussian_estimate_is_well_above_the_rounding_of_float32() -> None:
+    off = {}
+    for step in (None, 1e-5):
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            with setting_of(CASES["tanh_mlp"](), dtype=dtype) as context:
+                found.append(in_a_row(finite_difference(context, kind="gaussian", draws=3, step=step).value))
+        off[step] = float((found[0] - found[1]).norm() / found[1].norm())
+    assert off[None] < 1e-3
+    assert off[1e-5] > 20 * off[None]
+
+
+def test_a_gaussian_estimate_moves_weights_of_zero_and_depends_on_no_scale_of_them() -> None:
+    case = small_regression()
+    with setting_of(case) as context:
+        before = finite_difference(context, kind="gaussian", draws=3)
+    with torch.no_grad():
+        case.model.get_parameter("weight")[0, 1] = 0
+    with setting_of(case) as context:
+        found = finite_difference(context, kind="gaussian", draws=3)
+    assert found.notes == ()
+    # The loss is quadratic: its Hessian is the same everywhere.
+    assert_close(found.value["weight"], before.value["weight"], rtol=1e-9, atol=1e-9)
 
 
 def test_finite_differences_with_epsilon_zero_follow_the_scale_of_the_weights() -> None:
@@ -549,6 +627,8 @@ def test_options_that_mean_nothing_are_refused() -> None:
         for other in ({"draws": 1}, {"step": -1.0}, {"epsilon": -1.0}):
             with pytest.raises(OptionError, match=next(iter(other))):
                 finite_difference(context, **other)
+        with pytest.raises(OptionError, match=r"Expected no epsilon with kind='gaussian'.*epsilon=0\.1\. Try "):
+            finite_difference(context, kind="gaussian", epsilon=0.1)
         with pytest.raises(UnknownNameError, match="corrected"):
             finite_difference(context, kind="correct")
         with pytest.raises(UnknownNameError, match="quotient"):
