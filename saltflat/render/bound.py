@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from saltflat.errors import OptionError, import_optional
+from saltflat.errors import import_optional
 from saltflat.measures.registry import REFERENCES
 from saltflat.render.report import render_html_table as html_table
 from saltflat.render.report import render_paragraph, wrap_html
@@ -35,6 +35,7 @@ HEADER = ("term", "value")
 # By loss: what a network does on new data, and what guessing does.
 PHRASES = {
     "error": ("errs on new data at most {}", "guessing errs {}"),
+    "cross_entropy": ("has a cross-entropy on new data of at most {}", "guessing has {}"),
     "clipped_cross_entropy": ("has a clipped cross-entropy on new data of at most {}", "guessing has {}"),
 }
 
@@ -163,11 +164,11 @@ MOST_TERMS = 12  # of which every selection is tried
 
 
 def find_additive_terms(bound: Bound) -> dict[str, float]:
-    """Return the terms that add up to the bound: as many of the positive ones as possible; empty if none do."""
+    """Return the fewest positive terms that add up to the bound, since terms may have parts; empty if none do."""
     terms = [(name, value) for name, value in bound.terms.items() if 0 < value <= bound.value]
     if not math.isfinite(bound.value) or len(terms) > MOST_TERMS:
         return {}
-    for count in range(len(terms), 1, -1):
+    for count in range(2, len(terms) + 1):
         for some in combinations(terms, count):
             if math.isclose(math.fsum(value for _, value in some), bound.value, rel_tol=1e-9):
                 return dict(some)
@@ -181,18 +182,24 @@ LARGEST, SMALLEST = 1e100, 1e-100  # that are drawn
 
 
 def plot_bounds(bounds: Sequence[Bound]) -> Figure:
-    """Return a Figure with a bar for each bound beside the risk of guessing.
+    """Return a Figure with a bar for each bound beside the risk of guessing, and a panel for each loss.
 
     Terms that add up to a bound are parts of its bar on a linear axis, and stand beside it on a logarithmic one, where
     lengths do not add up. The Figure is made without pyplot, so that there is no window and nothing to close.
     """
-    if len({bound.loss for bound in bounds}) != 1:
-        raise OptionError(
-            f"Expected bounds on one loss, but got {sorted({each.loss for each in bounds})}. Try a plot for each."
-        )
+    panels: dict[str, list[Bound]] = {}
+    for bound in bounds:
+        panels.setdefault(bound.loss, []).append(bound)
+    heights = [1.1 + 0.62 * len(each) for each in panels.values()]
     figures = import_optional("matplotlib.figure", "plot()")
-    figure: Figure = figures.Figure(figsize=(8.0, 1.5 + 0.62 * len(bounds)), layout="constrained")
-    axis = figure.add_subplot()
+    figure: Figure = figures.Figure(figsize=(8.0, 0.4 + sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, found in zip(axes, panels.values(), strict=True):
+        _draw_panel(axis, found)
+    return figure
+
+
+def _draw_panel(axis: Axes, bounds: Sequence[Bound]) -> None:
     known = [each.value for each in bounds if abs(each.value) < LARGEST]
     seen = [value for value in [*known, *(each.chance for each in bounds)] if SMALLEST < value < LARGEST]
     log = min([*known, 1.0]) > SMALLEST and bool(seen) and math.log10(max(seen)) - math.log10(min(seen)) > DECADES
@@ -208,13 +215,13 @@ def plot_bounds(bounds: Sequence[Bound]) -> Figure:
     axis.set_yticks(range(len(bounds)), [_format_bar_name(bound) for bound in bounds], fontsize=9, parse_math=False)
     axis.set_ylim(len(bounds) - 0.4, -0.6)
     axis.spines[["top", "right"]].set_visible(False)
-    risk = "error" if bounds[0].loss == "error" else make_printable(bounds[0].loss.replace("_", " "))
+    risk = make_printable(bounds[0].loss.replace("_", " "))
     axis.set_xlabel(f"bound on the {risk} on new data", fontsize=9, parse_math=False)
     handles, labels = axis.get_legend_handles_labels()
     if handles:
-        for text in figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8).get_texts():
+        legend = axis.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+        for text in legend.get_texts():
             text.set_parse_math(False)
-    return figure
 
 
 def _format_bar_name(bound: Bound) -> str:

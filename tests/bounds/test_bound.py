@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from saltflat.bounds import Assumption, Bound
 from saltflat.cli import app
-from saltflat.errors import OptionError, ReportError
+from saltflat.errors import ReportError
 from saltflat.render.bound import find_additive_terms, plot_bounds
 
 INDEPENDENT = Assumption("The examples are independent draws from one distribution.")
@@ -214,9 +214,18 @@ def test_every_entry_of_a_file_is_needed(tmp_path: Path) -> None:
 
 
 def test_terms_that_add_up_to_the_bound_are_found() -> None:
-    terms = {"risk": 0.25, "examples": 1000.0, "strength": 0.05, "zero": 0.0, "margin": 0.05, "budget": 0.3}
+    terms = {
+        "error": 0.17,
+        "noise": 0.08,
+        "random": 0.25,
+        "examples": 1000.0,
+        "zero": 0.0,
+        "weights": 0.06,
+        "strength": 0.04,
+    }
     bound = make_bound(terms=terms, value=0.35)
-    assert find_additive_terms(bound) == {"risk": 0.25, "strength": 0.05, "margin": 0.05}
+    # Not the parts that the risk of random networks is made of.
+    assert find_additive_terms(bound) == {"random": 0.25, "weights": 0.06, "strength": 0.04}
     assert find_additive_terms(replace(bound, value=0.36)) == {}
     assert find_additive_terms(replace(bound, value=math.inf)) == {}
     assert find_additive_terms(make_bound(terms={"only": 0.02304})) == {}
@@ -250,9 +259,14 @@ def test_any_value_can_be_drawn(value: float, chance: float) -> None:
     assert labels == ["$x$ \\frac " + 27 * "n" + "...", "Maurer's bound\n(no guarantee)"]
 
 
-def test_bounds_on_different_losses_are_not_drawn_side_by_side() -> None:
-    with pytest.raises(OptionError, match=r"^Expected bounds on one loss, but got .*Try a plot for each\.$"):
-        make_bound().plot([make_bound(loss="clipped_cross_entropy")])
+def test_bounds_on_different_losses_have_panels_of_their_own() -> None:
+    figure = make_bound().plot([make_bound(loss="cross_entropy", value=0.7), make_bound(name="other")])
+    assert [axis.get_xlabel() for axis in figure.axes] == [
+        "bound on the error on new data",
+        "bound on the cross entropy on new data",
+    ]
+    assert [len(bar_widths(axis)) for axis in figure.axes] == [2, 1]
+    figure.canvas.draw()
 
 
 def test_the_command_line_shows_a_bound_and_writes_its_page(tmp_path: Path) -> None:
