@@ -18,6 +18,7 @@ All computations use float64. Matrices stay on their device; graphs and linear f
 report the remaining imbalance.
 """
 
+from saltflat.balance.box import balance_in_box
 from saltflat.balance.exponentials import FormBalanceResult, balance_forms
 from saltflat.balance.graph import balance_graph
 from saltflat.balance.matrix import balance_bipartite, balance_factored
@@ -30,4 +31,5 @@ __all__ = [
     "balance_factored",
     "balance_forms",
     "balance_graph",
+    "balance_in_box",
 ]
