@@ -1,6 +1,18 @@
-"""Bounds: upper limits on the error on new data that hold with a stated probability, and what they rest on."""
+"""Bounds: upper limits on the error on new data that hold with a stated probability, and what they rest on.
+
+``compute_bounds`` evaluates the registered bounds on a network and its training data, each a function in the file of
+its paper:
+
+    @bound(reference="tsuzuku2020normalized", formula="risk + ...")
+    def my_bound(evidence: Evidence, *, constant: float = 2.0) -> BoundResult:
+        return BoundResult(value, terms, assumptions)
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from saltflat.bounds.bound import Assumption, Bound
+from saltflat.bounds.compute import Bounds, compute_bounds
 from saltflat.bounds.pac_bayes import (
     MonteCarlo,
     bound_catoni,
@@ -14,10 +26,14 @@ from saltflat.bounds.pac_bayes import (
     invert_binary_kl,
     make_grid,
 )
+from saltflat.bounds.registry import BOUNDS, BoundResult
 
 __all__ = [
+    "BOUNDS",
     "Assumption",
     "Bound",
+    "BoundResult",
+    "Bounds",
     "MonteCarlo",
     "bound_catoni",
     "bound_linear",
@@ -26,7 +42,11 @@ __all__ = [
     "bound_monte_carlo",
     "choose_strength",
     "compute_binary_kl",
+    "compute_bounds",
     "compute_gaussian_kl",
     "invert_binary_kl",
     "make_grid",
 ]
+
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
