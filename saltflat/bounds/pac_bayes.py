@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import OptionError, make_unknown_name_error
-from saltflat.validation import check_count, check_non_negative, check_positive
+from saltflat.validation import check_non_negative, check_positive, parse_integer
 
 MonteCarloMethod: TypeAlias = Literal["kl", "hoeffding"]
 
@@ -163,7 +163,7 @@ def bound_monte_carlo(mean: float, samples: int, delta: float = 0.01, method: Mo
         0.122387
     """
     _check_share(mean=mean)
-    check_count(1, samples=samples)
+    _check_number(samples=samples)
     check_delta(delta)
     if method not in get_args(MonteCarloMethod):
         raise make_unknown_name_error("method", method, get_args(MonteCarloMethod))
@@ -330,7 +330,7 @@ def _compute_budget(kl: float, examples: int, delta: float) -> float:
 def _check_terms(risk: float, kl: float, examples: int, delta: float) -> None:
     _check_share(risk=risk)
     check_non_negative(kl=kl)
-    check_count(1, examples=examples)
+    _check_number(examples=examples)
     check_delta(delta)
 
 
@@ -356,3 +356,10 @@ def check_delta(delta: float) -> None:
     """Check that a probability of failure lies strictly between 0 and 1."""
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
         raise OptionError(f"Expected a probability between 0 and 1, but got delta={delta!r}. Try delta=0.05.")
+
+
+def _check_number(**given: int) -> None:
+    """Check that a number of examples or samples is at least 1; there may be billions of samples."""
+    for name, value in given.items():
+        if (parse_integer(value) or 0) < 1:
+            raise OptionError(f"Expected a whole number of at least 1, but got {name}={value!r}. Check the data.")

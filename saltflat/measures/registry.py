@@ -24,6 +24,7 @@ REFERENCES = {
     "ibayashi2021minimum": "Ibayashi, Hamaguchi, Imaizumi. Minimum Sharpness: Scale-Invariant Parameter-Robustness of "
     "Neural Networks. 2021.",
     "jia2020information": "Jia, Su. Information-Theoretic Local Minima Characterization and Regularization. ICML 2020.",
+    "maurer2004note": "Maurer. A Note on the PAC Bayesian Theorem. 2004.",
     "neyshabur2017exploring": "Neyshabur, Bhojanapalli, McAllester, Srebro. Exploring Generalization in Deep Learning. "
     "NeurIPS 2017.",
     "jiang2020fantastic": "Jiang, Neyshabur, Mobahi, Krishnan, Bengio. Fantastic Generalization Measures and Where to "

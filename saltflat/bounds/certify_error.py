@@ -1,0 +1,376 @@
+"""A certificate: an upper bound on a network's error on new data that holds with a stated probability."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, log, sqrt
+from typing import Literal
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from saltflat.bounds.bound import Assumption, Bound
+from saltflat.bounds.pac_bayes import MonteCarlo, bound_maurer, bound_monte_carlo, check_delta
+from saltflat.bounds.posterior import SCALES, TRIAL, Posterior, choose_posterior, descend_bound
+from saltflat.bounds.prior import (
+    Gauge,
+    PriorData,
+    PriorLike,
+    Split,
+    check_unseen,
+    choose_gauge,
+    combine_marks,
+    fingerprint_inputs,
+    measure_risk,
+    split_data,
+)
+from saltflat.bounds.stochastic import (
+    LEAST_PROBABILITY,
+    BoundedLoss,
+    RandomNetwork,
+    check_bounded_loss,
+    estimate_risk,
+)
+from saltflat.engine.context import Context, describe_context
+from saltflat.engine.data import Data
+from saltflat.engine.losses import LossLike, parse_loss
+from saltflat.engine.output_curvature import parse_column_plan
+from saltflat.engine.problem import Problem
+from saltflat.engine.progress import Progress, show_steps
+from saltflat.engine.read_data import select_examples
+from saltflat.engine.session import open_session
+from saltflat.engine.statistic import find_statistics
+from saltflat.engine.sweep import Sweep
+from saltflat.errors import OptionError
+from saltflat.results.report import describe_run
+from saltflat.symmetry.equality import take_example
+from saltflat.validation import check_count, check_flag, check_positive, check_seed, parse_bytes, take_turns
+
+MONTE_CARLO_SHARE = 0.1  # of delta
+MOST_DRAWS = 1 << 20
+FORMULA = "kl^-1(kl^-1(error of draws, ln(1/d') / draws), (KL + ln(choices of scales) + ln(2 sqrt(m) / d)) / m)"
+
+
+@take_turns
+def certify_error(
+    model: nn.Module,
+    data: Data,
+    loss: LossLike = "cross_entropy",
+    *,
+    prior: PriorLike = "zero",
+    prior_data: PriorData = None,
+    delta: float = 0.05,
+    of: BoundedLoss = "error",
+    epochs: int = 0,
+    move: bool = False,
+    lr: float = 1e-3,
+    draws: int = 10,
+    precision: float | None = None,
+    columns: str = "exact",
+    memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | Progress | None = None,
+    mode: Literal["eval", "keep"] = "eval",
+    limit: int | None = None,
+) -> Bound:
+    r"""Compute an upper bound on the error on new data that holds with probability 1 - delta.
+
+    The bound is on the error of a *random network*: its weights are drawn anew for every prediction, from a normal
+    distribution Q around the weights of ``model``. The variances come from the curvature of the loss, so that Q is wide
+    where the minimum is flat. The more Q tells about the data beyond the prior P, the larger the bound (Maurer 2004):
+
+    .. math::
+        \mathrm{kl}^{-1}\left(\hat L(Q), \frac{\mathrm{KL}(Q \| P) + \ln(2 \sqrt m / \delta)}{m}\right)
+
+    Q and P live on the canonical form of the network (:func:`saltflat.symmetry.canonicalize`), and the random numbers
+    are attached to its units, so that neither rescaling nor permuting units changes the bound.
+
+    Args:
+        model: a trained classifier; it is not modified. BatchNorm is folded into the layers before it.
+        data: the examples of the bound: those the model was trained on, or others.
+        loss: ``"cross_entropy"`` or ``"bce_with_logits"``, the loss of the curvature.
+        prior: center of the prior: ``"zero"``, or the weights of another model of the same architecture: the model
+            before training, or one that was trained on other examples.
+        prior_data: what the prior has seen: ``"none"``, the examples, or their positions in ``data``. The bound uses
+            only examples that the prior has not seen.
+        delta: the probability with which the bound may fail.
+        of: the loss in [0, 1] that is bounded: ``"error"``, or ``"clipped_cross_entropy"``, divided by its largest
+            value.
+        epochs: lower the bound further by gradient descent, for so many passes over the data.
+        move: let the descent move the center of Q away from the weights of ``model``, too.
+        lr: learning rate of the descent.
+        draws: number of networks drawn for each example.
+        precision: the largest acceptable Monte Carlo margin; no limit if None.
+        columns: how the curvature is computed, as for :func:`saltflat.measure`.
+        memory: working memory beyond the model and the results, such as ``"512MiB"``.
+        dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.
+        seed: of the random numbers.
+        progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
+            only, or a function of ``(step, done, total)``.
+        mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
+        limit: use at most this many examples, the first ones; all if None.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(2000, 2, dtype=torch.float64)
+        >>> y, net = (x[:, 0] > 0).long(), nn.Linear(2, 2).double()
+        >>> with torch.no_grad():  # a line at x1 = 0
+        ...     _ = net.weight.copy_(torch.tensor([[-9.0, 0.0], [9.0, 0.0]])), net.bias.zero_()
+        >>> bound = certify_error(net, (x, y), draws=2)
+        >>> bound.is_vacuous, bound.value < 0.1
+        (False, True)
+    """
+    started = time.perf_counter()
+    room, seed, plan = parse_bytes(memory), check_seed(seed), parse_column_plan(columns)
+    chosen = parse_loss(loss)
+    check_delta(delta)
+    check_bounded_loss(of, chosen)
+    check_count(1, draws=draws)
+    check_count(0, epochs=epochs)
+    check_flag(move=move)
+    check_positive(lr=lr)
+    if precision is not None:
+        check_positive(precision=precision)
+    if move and not epochs:
+        raise OptionError("Expected epochs of at least 1 with move=True, but got epochs=0. Try epochs=20.")
+    with open_session(model, mode, data):
+        split = split_data(select_examples(data, limit=limit), prior, prior_data)
+        marks = fingerprint_inputs(split.data)
+        example = take_example(split.data, dtype)
+    gauge = choose_gauge(model, prior, example, dtype)
+    with show_steps(progress) as tick:
+        before = None
+        if gauge.prior is not None:
+            with open_session(gauge.prior, mode, split.data):
+                built = Problem.build(gauge.prior, split.data, chosen, None, dtype, mode)
+                before = measure_risk(Context(built, plan, seed, room, tick=tick), of, "Outputs of the prior")
+            if not split.seen:
+                check_unseen(before)
+        with open_session(gauge.model, mode, split.data) as notes:
+            problem = Problem.build(gauge.model, split.data, chosen, None, dtype, mode)
+            context = Context(problem, plan, seed, room, tick=tick)
+            own = measure_risk(context, of, "Outputs of the network")
+            network = RandomNetwork(context)
+            center = {name: gauge.get_center(name, value) for name, value in problem.network.measured.items()}
+            sweep = Sweep(context, find_statistics("curvature_diagonal"))
+            sweep.run(lambda done: tick("Sweeping examples", done, problem.num_examples))
+            curvature = sweep.compute_values()["curvature_diagonal"]
+            examples = context.examples
+            closed, strength = choose_posterior(network, center, curvature, of, examples, delta, seed + 1)
+            posterior = closed
+            if epochs:
+                posterior = descend_bound(
+                    network, closed, of, examples, delta, seed + 2, epochs=epochs, move=move, lr=lr
+                )
+            _check_precision(network, posterior, of, delta, draws, precision, seed + 3, examples)
+            risk = estimate_risk(
+                network, posterior.weights, of, draws=draws, seed=seed + 4, delta=MONTE_CARLO_SHARE * delta
+            )
+        found = _Certificate(posterior, risk, own.risk, examples, (1 - MONTE_CARLO_SHARE) * delta)
+        moved = _compute_distance(posterior.weights.mean, closed.weights.mean)
+        holdout = bound_monte_carlo(before.risk, examples, delta) if before is not None and split.seen else None
+        guess = 1 - 1 / own.classes
+        chance = guess if of == "error" else log(own.classes) / log(1 / LEAST_PROBABILITY)
+        frozen = sum(not each.requires_grad for each in gauge.model.parameters())
+        return Bound(
+            name="certificate",
+            value=found.value,
+            quantity="the random network, its weights drawn anew for every prediction,",
+            loss=of,
+            delta=delta,
+            terms=found.list_terms(),
+            assumptions=_list_assumptions(found, split, marks, gauge, network, frozen),
+            chance=chance,
+            reference="maurer2004note",
+            formula=FORMULA,
+            kind="valid",
+            examples=examples,
+            details={
+                "kl": posterior.compute_kl_by_parameter(),
+                "prior_scales": dict(posterior.scales),
+                "strength": strength,
+                "moved": moved,
+                "data": combine_marks(marks),
+                **split.record,
+                **({} if before is None else {"prior_risk": before.risk}),
+                **({} if holdout is None else {"holdout": holdout.upper}),
+            },
+            notes=(*_format_notes(found, of, moved, holdout, gauge, chance), *notes),
+            settings={
+                **describe_context(context),
+                "of": of,
+                "prior": "zero" if isinstance(prior, str) else "trained" if split.seen else "initial",
+                "gauge": gauge.name,
+                "draws": draws,
+                "epochs": epochs,
+                "move": move,
+                **({"lr": lr} if epochs else {}),
+                "sampling": network.sampling,
+            },
+            **describe_run(model, started, torch, numpy),
+        )
+
+
+def _check_precision(
+    network: RandomNetwork,
+    posterior: Posterior,
+    of: BoundedLoss,
+    delta: float,
+    draws: int,
+    precision: float | None,
+    seed: int,
+    examples: int,
+) -> None:
+    """Check before the long evaluation that the number of draws suffices for the wanted precision."""
+    if precision is None:
+        return
+    share = MONTE_CARLO_SHARE * delta
+    trial = estimate_risk(network, posterior.weights, of, draws=1, seed=seed, delta=share, examples=TRIAL).mean
+    each = ceil(examples / network.group_size)
+    needed = draws
+    while needed < MOST_DRAWS and bound_monte_carlo(trial, needed * each, share).margin > precision:
+        needed *= 2
+    if needed > draws:
+        reach = bound_monte_carlo(trial, draws * each, share).margin
+        raise OptionError(
+            f"Expected enough draws for precision={precision:g}, but got draws={draws}, with which the Monte Carlo "
+            f"margin is about {reach:.1g}. Try draws={needed}, or leaving precision out."
+        )
+
+
+@dataclass(frozen=True)
+class _Certificate:
+    """The numbers of a certificate.
+
+    Attributes:
+        posterior: around the network.
+        risk: of random networks on the examples.
+        own: risk of the network itself.
+        examples: their number.
+        delta: the probability with which the inequality itself may fail.
+    """
+
+    posterior: Posterior
+    risk: MonteCarlo
+    own: float
+    examples: int
+    delta: float
+
+    @property
+    def value(self) -> float:
+        """The bound."""
+        kl = self.posterior.compute_kl() + self.posterior.compute_selection_cost()
+        return bound_maurer(self.risk.upper, kl, self.examples, self.delta)
+
+    def list_terms(self) -> dict[str, float]:
+        """Return all terms, in the order of the computation."""
+        return {
+            "risk of the network itself": self.own,
+            "risk of random networks": self.risk.mean,
+            "Monte Carlo margin": self.risk.margin,
+            "KL divergence": self.posterior.compute_kl(),
+            "choice of the prior's scales": self.posterior.compute_selection_cost(),
+            "confidence": log(2 * sqrt(self.examples) / self.delta),
+            "all three per example": (
+                self.posterior.compute_kl()
+                + self.posterior.compute_selection_cost()
+                + log(2 * sqrt(self.examples) / self.delta)
+            )
+            / self.examples,
+            "bound without KL divergence": bound_maurer(self.risk.upper, 0.0, self.examples, self.delta),
+        }
+
+
+def _compute_distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+    """Return how far the center moved, relative to its norm."""
+    apart = sum(float((one[name] - two[name]).double().square().sum()) for name in two)
+    size = sum(float(each.double().square().sum()) for each in two.values())
+    return sqrt(apart / size) if size else 0.0
+
+
+def _list_assumptions(
+    found: _Certificate, split: Split, marks: Counter[bytes], gauge: Gauge, network: RandomNetwork, frozen: int
+) -> tuple[Assumption, ...]:
+    repeated = sum(count - 1 for count in marks.values())
+    same = f"{repeated} inputs occur more than once." if repeated else "No input occurs twice."
+    fixed = [f"{frozen} frozen parameters"] * (frozen > 0)
+    fixed += [f"the buffers {', '.join(gauge.buffers[:3])}{' and others' * (len(gauge.buffers) > 3)}"] * bool(
+        gauge.buffers
+    )
+    sharing = (
+        "Every example has draws of its own."
+        if network.group_size == 1
+        else f"{network.group_size} examples share a draw, and count as one sample."
+    )
+    return (
+        Assumption("The examples and new data are independent draws from one distribution.", None, same),
+        Assumption("The prior does not depend on these examples.", split.met, split.evidence),
+        Assumption(
+            "The scales of the prior are from a grid that was fixed in advance.",
+            True,
+            f"{len(found.posterior.scales)} scales, each one of {len(SCALES)}; the choice is a term.",
+        ),
+        Assumption(
+            "Everything else in the network is independent of these examples.",
+            None if fixed else True,
+            f"Not drawn: {' and '.join(fixed)}." if fixed else "All parameters are drawn, and there are no buffers.",
+        ),
+        Assumption("The loss lies in [0, 1].", True, "It is bounded by its definition."),
+        Assumption(
+            "The draws are independent.",
+            True,
+            f"{sharing} {found.risk.samples:,} samples, and a share of {found.risk.delta:g} of delta.",
+        ),
+    )
+
+
+def _format_notes(
+    found: _Certificate, of: BoundedLoss, moved: float, holdout: MonteCarlo | None, gauge: Gauge, chance: float
+) -> list[str]:
+    what = "error" if of == "error" else "clipped cross-entropy"
+    notes = [
+        f"The bound is for random networks. The network itself has {what} {found.own:.4g} on these examples; no bound "
+        "for it alone follows. The error of a majority vote of random networks is at most twice the bound."
+    ]
+    if found.risk.mean > max(2 * found.own, found.own + 0.05):
+        notes.append(
+            f"Random networks do much worse than the network itself ({found.risk.mean:.3g} against {found.own:.3g}): "
+            "the KL divergence forces wide variances. Try epochs=20, move=True, or a prior closer to the network."
+        )
+    if moved:
+        notes.append(
+            f"The descent moved the center of the posterior by {moved:.1%} of its norm from the weights given."
+        )
+    if holdout is not None:
+        notes.append(
+            f"For comparison: these examples are new to the prior's network, so a plain test of it certifies "
+            f"{holdout.upper:.4g} with the same probability, for that one network."
+        )
+    if gauge.problem:
+        notes.append(
+            "The canonical form could not be used, so that the bound depends on the scale of the weights: "
+            f"{gauge.problem}"
+        )
+    if not found.value < chance:
+        notes.append(_explain_vacuous(found))
+    return notes
+
+
+def _explain_vacuous(found: _Certificate) -> str:
+    """Return a sentence that says which term hurts most."""
+    without_kl = found.list_terms()["bound without KL divergence"]
+    by_name = found.posterior.compute_kl_by_parameter()
+    worst = max(by_name, key=lambda name: by_name[name])
+    if found.value - without_kl > without_kl - found.own:
+        return (
+            f"What hurts most is the KL divergence ({found.posterior.compute_kl():.3g} for {found.examples} examples), "
+            f"of which {worst!r} has {by_name[worst]:.3g}."
+        )
+    return (
+        f"What hurts most is the risk of random networks ({found.risk.mean:.3g}, the network itself {found.own:.3g})."
+    )
