@@ -93,6 +93,28 @@ def compute_code_lengths(numbers: Tensor) -> Tensor:
     return 2 * numbers.abs().log1p() + LOG_CODES
 
 
+def compute_pair_code(rows: Tensor, columns: Tensor) -> float:
+    """Return the shortest code for integers of rows and columns of which only the sums matter.
+
+    Adding a number to the rows and subtracting it from the columns changes no sum.
+
+    Args:
+        rows: ``(groups, rows)``.
+        columns: ``(groups, columns)``.
+
+    Example:
+        >>> found = compute_pair_code(torch.tensor([[5.0, 5.0]]), torch.tensor([[-5.0]]))
+        >>> abs(found - 3 * LOG_CODES) < 1e-12
+        True
+    """
+    most = int(torch.cat([rows, columns], 1).abs().max())
+    lengths = [
+        compute_code_lengths(rows + shift).sum(1) + compute_code_lengths(columns - shift).sum(1)
+        for shift in range(-most, most + 1)
+    ]
+    return float(torch.stack(lengths).amin(0).sum())
+
+
 @dataclass(frozen=True)
 class ScaleBlock:
     """Parameters whose entries share scales of rows and columns.

@@ -38,6 +38,7 @@ from saltflat.bounds.registry import BoundResult, bound
 from saltflat.bounds.scales import (
     ScaleGrid,
     compute_code_lengths,
+    compute_pair_code,
     compute_radius,
     compute_step,
     count_weight_scales,
@@ -243,7 +244,7 @@ def row_column_estimated(evidence: Evidence, *, constant: float = 2.0, curvature
     set to 0. Curvature and KL divergence are :math:`\mathrm{NS}_\mathrm{col} / \sqrt\lambda` together at the best
     scales, half of it each: where the risk of random networks is measured instead of expanded, half of the paper's
     coefficient is left over. Scales are integer multiples of a step; the prior probability of :math:`k` is
-    proportional to :math:`(1 + |k|)^{-2}`.
+    proportional to :math:`(1 + |k|)^{-2}`. The largest scales searched are :math:`e^{\pm 16}`.
 
     Args:
         evidence: the network and its data.
@@ -275,7 +276,7 @@ def _bound_rows_and_columns(
             found = balance_bipartite(F, U).value if block.has_columns else 2 * float((F * U).sqrt().sum())
             infimum += found / 2
         numbers = [grid.find_numbers(each) for each in ([rows, columns] if block.has_columns else [rows])]
-        lengths += sum(float(compute_code_lengths(each).sum()) for each in numbers)
+        lengths += compute_pair_code(*numbers) if block.has_columns else float(compute_code_lengths(*numbers).sum())
         rounded = [each * grid.step for each in numbers]
         both = rounded[0][:, :, None] + (rounded[1][:, None, :] if block.has_columns else 0.0)
         both = both.expand(F.shape)
