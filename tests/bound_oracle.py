@@ -51,7 +51,7 @@ def compute_diagonal(net: nn.Module, data: Data) -> dict[str, Tensor]:
 
 
 def compute_losses(net: nn.Module, weights: Mapping[str, Tensor], data: Data, of: str) -> Tensor:
-    outputs = functional_call(net, dict(weights), (data[0],))
+    outputs: Tensor = functional_call(net, dict(weights), (data[0],))
     if of == "error":
         return (outputs.argmax(1) != data[1]).double()
     return F.cross_entropy(outputs, data[1], reduction="none").clamp(0, CAP) / CAP
@@ -98,7 +98,7 @@ def record_posteriors() -> Iterator[list[WeightDistribution]]:
 
 def compute_one(net: nn.Module, data: Any, name: str, **options: Any) -> tuple[Bound, list[WeightDistribution]]:
     """A bound, and the posteriors it considered."""
-    own = {key: options.pop(key) for key in ("constant", "curvature_draws") if key in options}
+    own: dict[str, float | str] = {key: options.pop(key) for key in ("constant", "curvature_draws") if key in options}
     with record_posteriors() as seen:
         found = compute_bounds(net, data, bounds={name: own}, delta=DELTA, **options)[name]
     return found, seen

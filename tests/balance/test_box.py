@@ -27,9 +27,15 @@ def search(F: Tensor, U: Tensor, radius: float) -> float:
         up, down = f * np.exp(sums), u * np.exp(-sums)
         return float((up + down).sum()), np.concatenate([(up - down).sum(1), (up - down).sum(0)])
 
-    options = {"maxiter": 100_000, "maxfun": 100_000, "ftol": 1e-16, "gtol": 1e-13, "maxcor": 50}
     bounds = [(-radius, radius)] * (rows + columns)
-    found = minimize(total, np.zeros(rows + columns), jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    found = minimize(
+        total,
+        np.zeros(rows + columns),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options={"maxiter": 100_000, "maxfun": 100_000, "ftol": 1e-16, "gtol": 1e-13, "maxcor": 50},
+    )
     return float(found.fun)
 
 

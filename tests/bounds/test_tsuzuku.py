@@ -187,11 +187,15 @@ def search_box(f: Tensor, u: Tensor, radius: float) -> float:
         up, down = A * np.exp(s), B * np.exp(-s)
         return (up + down).sum(), np.concatenate([(up - down).sum(1), (up - down).sum(0)])
 
-    options = {"ftol": 1e-16, "gtol": 1e-13, "maxiter": 100_000, "maxfun": 100_000, "maxcor": 50}
     start = np.zeros(sum(A.shape))
     return float(
         minimize(
-            total, start, jac=True, method="L-BFGS-B", bounds=[(-radius, radius)] * len(start), options=options
+            total,
+            start,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[(-radius, radius)] * len(start),
+            options={"ftol": 1e-16, "gtol": 1e-13, "maxiter": 100_000, "maxfun": 100_000, "maxcor": 50},
         ).fun
     )
 
