@@ -12,6 +12,7 @@ curvature that says little about the loss makes it larger, not wrong.
 
 The variance of the posterior is fixed by the best balance of curvature and KL divergence, and :math:`\lambda` by the
 smallest bound with E = 0.
+The paper's best :math:`\lambda`, of order :math:`m^{-1/2}` in print, is of order :math:`m^{1/2}`.
 """
 
 from __future__ import annotations
@@ -365,8 +366,10 @@ def isotropic(evidence: Evidence, *, constant: float = 2.0) -> BoundResult:
             "trace": trace,
             "squared_norm": norm,
         }
-        result = make_expansion_result(evidence, choice, constant, {}, details, [SCALE_NOTE], found)
-        rows.append({"deviation": s, "rise": found.mean - evidence.risk, "expected": curvature, "bound": result.value})
+        rise = found.mean - evidence.risk
+        compared = f"With deviation {s:g} the risk rose by {rise:.4g}; to second order it rises by {curvature:.4g}."
+        result = make_expansion_result(evidence, choice, constant, {}, details, [compared, SCALE_NOTE], found)
+        rows.append({"deviation": s, "rise": rise, "expected": curvature, "bound": result.value})
         results.append(result)
     best = min(results, key=lambda result: result.value)
     return replace(best, details={**best.details, "by_deviation": rows})
