@@ -17,6 +17,11 @@ from saltflat.bounds.evidence import Evidence
 from saltflat.bounds.pac_bayes import MonteCarlo, bound_linear, make_grid
 from saltflat.bounds.registry import BoundResult
 
+GUESSING_SHARE = 0.95  # of the risk of guessing, from which on random networks are said to guess
+GUESSING = (
+    "The random networks do hardly better than guessing: with weights that vary as much, what the network learned is "
+    "lost."
+)
 STRENGTHS = make_grid(1.0, 2.0**40, 2.0)  # Lambda, fixed before any data are seen
 
 
@@ -140,6 +145,7 @@ def make_expansion_result(
             f"{said}.",
             "The bound is the sum of the terms from the risk of random networks to strength, which is lambda / (c m). "
             "The risk of random networks is the network's own, curvature and remainder.",
+            *((GUESSING,) if found.mean >= GUESSING_SHARE * evidence.chance else ()),
             *((surrogate,) if evidence.of == "error" else ()),
             *notes,
         ),

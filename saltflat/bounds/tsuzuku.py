@@ -51,7 +51,7 @@ from saltflat.measures.normalized import regularized_normalized_sharpness
 # All fixed before any data are seen.
 SPREADS = make_grid(2.0**-6, 2.0**6, 4.0)  # Lambda': how strongly factors vary, relative to normal parts
 CENTERS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # B: means of the logarithms of the prior's factors
-DEVIATIONS = make_grid(2.0**-12, 1.0, 2.0)  # of isotropic posteriors
+DEVIATIONS = make_grid(2.0**-8, 2.0**6, 2.0)  # of isotropic posteriors
 EPSILON = 0.1  # by which rounding scales to a grid may raise curvature and KL divergence, relatively
 WIDEST = 16.0  # logarithmic scales that are searched where the set of scales has no border
 
