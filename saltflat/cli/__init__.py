@@ -9,7 +9,7 @@ __all__ = ["app", "main", "parse_names"]
 
 BROKEN_PIPE = 128 + 13  # the exit code of programs that SIGPIPE ends
 
-for _commands in ("measure", "symmetry", "landscape", "rewrite", "study"):  # in the order of the help
+for _commands in ("measure", "symmetry", "landscape", "certify", "rewrite", "study"):  # in the order of the help
     import_module(f"{__name__}.{_commands}")
 
 
