@@ -21,6 +21,7 @@ SMOKE := saltflat tests/results/test_report.py tests/gradients tests/layers test
 demo: $(INSTALLED)
 	$(BIN)/python examples/01_digits.py $(ARGS)
 	$(BIN)/python examples/11_study.py
+	$(BIN)/python examples/14_certificate.py $(ARGS)
 
 # Before a commit: mypy on one core, quick tests on the other.
 check: style

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -146,7 +146,13 @@ class Bound(Displayable, JsonFile):
         written: Path = html.write_page(html.render_result_page(self, f"Bound: {self.name}"), path)
         return written
 
-    def plot(self, others: Sequence[Bound] = ()) -> Figure:
-        """Return a ``matplotlib`` Figure of this bound, and of others beside it, against the risk of guessing."""
+    def plot(self, others: Sequence[Bound] | Mapping[str, Bound] = ()) -> Figure:
+        """Return a ``matplotlib`` Figure of this bound, and of others beside it, against the risk of guessing.
+
+        Args:
+            others: more bounds, or bounds by the names to print beside their bars.
+        """
+        if isinstance(others, Mapping):
+            others = [replace(each, name=name) for name, each in others.items()]
         figure: Figure = load_later("render.bound").plot_bounds([self, *others])
         return figure

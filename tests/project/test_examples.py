@@ -14,6 +14,7 @@ import torch
 
 import saltflat
 from saltflat.audit import Audit
+from saltflat.bounds import Bound
 from saltflat.landscape import Landscape
 from saltflat.measures.registry import MEASURES
 from saltflat.spectrum import Spectrum
@@ -266,6 +267,18 @@ def settings_are_compared(printed: str, out: Path) -> None:
         assert mean == pytest.approx(sum(each.test_error for each in rows if each is not None) / len(rows))
 
 
+def a_network_is_certified(printed: str, out: Path) -> None:
+    bound = Bound.load(out / "certificate.json")
+    assert bound.examples == 400, "the examples that the prior has not seen"
+    assert bound.is_valid
+    assert f"errs on new data at most {100 * bound.value:.0f}"[:28] in " ".join(printed.split())
+    others = [float(each) for each in re.findall(r"at most ([\d.]+)%, ", printed)]
+    assert len(others) == 3
+    assert bound.value < min(others[1:]) / 100, "a trained prior is better than one that has seen nothing"
+    assert "is refused: Expected weights from before training" in printed
+    assert "What it is computed from" in (out / "certificate.html").read_text(encoding="utf-8")
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "01_digits.py": the_digits_are_compared,
     "02_mnist_lenet.py": the_lenet_is_saved_and_measured,
@@ -280,6 +293,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "11_study.py": a_study_is_run_and_written_as_a_page,
     "12_spectrum.py": the_spectrum_is_found_before_and_after_training,
     "13_flatter.py": settings_are_compared,
+    "14_certificate.py": a_network_is_certified,
 }
 
 
