@@ -103,7 +103,8 @@ def compute_gradient_at(context: Context, weights: Weights | None = None) -> tup
         leaves = _make_leaves(context, weights)
         outputs, targets = _compute_outputs(context, batch, leaves, weights is not None)
         loss = context.problem.loss.total(outputs, targets).sum()
-        _add_gradients(sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+        if loss.requires_grad:  # a constant loss has a gradient of zero
+            _add_gradients(sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
         total += float(loss.detach())
         share += float(context.problem.loss.share(outputs.detach(), targets).sum())
     share = _check_share(share)
