@@ -16,6 +16,7 @@ from torch import nn
 import saltflat
 from saltflat.audit.result import Audit
 from saltflat.bounds import Assumption, Bound
+from saltflat.bounds.robustness_result import FeatureRobustness
 from saltflat.landscape.result import Landscape
 from saltflat.spectrum.result import Spectrum
 
@@ -25,6 +26,7 @@ KINDS: dict[str, Any] = {
     "saltflat.landscape": Landscape,
     "saltflat.spectrum": Spectrum,
     "saltflat.bound": Bound,
+    "saltflat.feature_robustness": FeatureRobustness,
 }
 
 
@@ -42,6 +44,9 @@ def originals() -> dict[str, dict[str, Any]]:
         "map": saltflat.compute_landscape(net, data, dimensions=2, points=3, progress=False),
         "spectrum": saltflat.compute_spectrum(net, data, k=2, draws=2, steps=4, progress=False),
         "spectrum of layers": saltflat.compute_spectrum(net, data, k=1, per="layer", draws=2, steps=3, progress=False),
+        "feature robustness": saltflat.feature_robustness(
+            net, data, "2", deltas=[1e-3, 0.1], draws=2, restarts=0, steps=2, progress=False
+        ),
     }
     made["bound"] = Bound(
         "Maurer",
@@ -76,6 +81,7 @@ SCHEMAS = [
     "saltflat.landscape/1",
     "saltflat.spectrum/1",
     "saltflat.bound/1",
+    "saltflat.feature_robustness/1",
 ]
 
 
@@ -152,6 +158,8 @@ def uses(path: Path, kind: Any, other: saltflat.Report, plots: bool) -> Iterator
         )
     if isinstance(result, Landscape):
         yield "values", lambda: (result.loss, result.error, result.curvature)
+    if isinstance(result, FeatureRobustness):
+        yield "values", lambda: (result.kappa, result.kappa_trace, result.deltas, result.applies, result.applies_from)
     if isinstance(result, Spectrum):
         yield "values", lambda: [(block.trace, block.trace_stderr, block.eigenvalues) for block in result.values()]
         yield "density", lambda: [block.density() for block in result.values() if block.has_density]

@@ -245,7 +245,7 @@ class MeasureOptions:
     layers: Layers = None
     logits: Annotated[str, typer.Option(help="Normalization of each example's outputs: none, std or l2.")] = "none"
     diagonal: Annotated[
-        str, typer.Option(help="exact, finite_difference, finite_difference_printed or hutchinson.")
+        str, typer.Option(help="exact, finite_difference, finite_difference_printed, gaussian or hutchinson.")
     ] = "exact"
     initial: Annotated[
         Path | None, typer.Option(help="Weights before training, for distances from the initialization.")

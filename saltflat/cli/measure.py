@@ -82,32 +82,42 @@ def list_measures(
 @add_command(app)
 def show(
     report: Annotated[
-        Path, typer.Argument(help="A report, an audit, a landscape, a spectrum or a bound that was saved.")
+        Path, typer.Argument(help="A saved report, audit, landscape, spectrum, bound or feature robustness.")
     ],
     html: Html = None,
 ) -> None:
-    """Print a report, an audit, a landscape, a spectrum or a bound again."""
+    """Print a saved report, audit, landscape, spectrum, bound or feature robustness again."""
     from saltflat.audit.result import Audit
     from saltflat.bounds.bound import Bound
+    from saltflat.bounds.robustness_result import FeatureRobustness
     from saltflat.landscape.result import Landscape
-    from saltflat.results.files import AUDIT, BOUND, LANDSCAPE, REPORT, SPECTRUM, find_file_format
+    from saltflat.results.files import (
+        AUDIT,
+        BOUND,
+        FEATURE_ROBUSTNESS,
+        LANDSCAPE,
+        REPORT,
+        SPECTRUM,
+        find_file_format,
+    )
     from saltflat.results.report import Report
     from saltflat.spectrum.result import Spectrum
 
     check_page_path(html)
-    kinds: dict[FileFormat, type[Report | Audit | Landscape | Spectrum | Bound]] = {
+    kinds: dict[FileFormat, type[Report | Audit | Landscape | Spectrum | Bound | FeatureRobustness]] = {
         REPORT: Report,
         AUDIT: Audit,
         LANDSCAPE: Landscape,
         SPECTRUM: Spectrum,
         BOUND: Bound,
+        FEATURE_ROBUSTNESS: FeatureRobustness,
     }
     form = find_file_format(report, *kinds)
     found = kinds[form].load(report)
-    if html is not None and isinstance(found, Landscape | Spectrum):
+    if html is not None and isinstance(found, Landscape | Spectrum | FeatureRobustness):
         raise OptionError(
             f"Expected a report, an audit or a bound, but got {form.what} with --html. Try drawing it with its plot()."
         )
     print_result(found)
-    if not isinstance(found, Landscape | Spectrum):
+    if not isinstance(found, Landscape | Spectrum | FeatureRobustness):
         write_result_page(found, html)

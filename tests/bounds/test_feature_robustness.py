@@ -20,11 +20,13 @@ from promise_cases import snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
 
 import saltflat
 from saltflat.bounds.feature_layer import Ball, FeatureLayer, find_feature_module, solve_feature_matrix
 from saltflat.bounds.feature_robustness import DELTAS, feature_robustness
 from saltflat.bounds.robustness_result import FeatureRobustness
+from saltflat.cli import app
 from saltflat.errors import ModelError, NonFiniteError, OptionError, ParameterError, ReportError, UnknownNameError
 
 Norm = Literal["operator", "frobenius"]
@@ -413,6 +415,15 @@ def test_away_from_a_minimum_the_first_order_dominates_small_changes() -> None:
     assert all(p.largest <= (p.first_order + p.bound) * (1 + 10 * p.delta) for p in found.points if p.delta < 0.02)
 
 
+def test_a_constant_loss_does_not_rise() -> None:
+    def constant(outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.ones(())
+
+    found = feature_robustness(mlp(), DATA["mlp"], "2", constant, deltas=0.1, **QUICK)
+    (point,) = found.points
+    assert point.largest == point.bound == point.first_order == point.orthogonal == point.worst == found.kappa == 0
+
+
 # Single examples.
 
 
@@ -576,6 +587,17 @@ def test_results_describe_themselves() -> None:
     bare = feature_robustness(mlp(), DATA["mlp"], "2", deltas=0.1, per_example=False, **QUICK)
     assert "worst" not in str(bare)
     assert bare.points[0].worst is bare.points[0].given is None
+
+
+def test_the_command_line_shows_results_but_writes_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = example().save(tmp_path / "robust.json")
+    shown = CliRunner().invoke(app, ["show", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout == f"{example()}\n"
+    refused = CliRunner().invoke(app, ["show", str(path), "--html", str(tmp_path / "page.html")])
+    assert refused.exit_code == 2
+    assert "a feature robustness with --html" in refused.stderr
 
 
 def test_plots_are_logarithmic_and_leave_out_what_is_not_positive() -> None:

@@ -75,6 +75,9 @@ def test_files_that_were_not_changed_are_read(written: dict[str, dict[str, Any]]
         ("spectrum", ("blocks", 0, "name"), 3, "the name of a block is no text"),
         ("spectrum", ("blocks", 0, "parameters"), 10**400, "parameters"),
         ("spectrum", ("blocks", 0, "complete"), None, "no truth value"),
+        ("bound", ("delta",), 2.0, "delta is 2.0"),
+        ("feature robustness", ("norm",), "nuclear", "the norm is 'nuclear'"),
+        ("feature robustness", ("points", 0, "applies"), 1, "no truth value"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_when_it_is_read(
