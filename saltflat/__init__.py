@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from saltflat.audit.audit import audit_invariance as audit_invariance
+    from saltflat.bounds.certify_error import certify_error as certify_error
+    from saltflat.bounds.compute import compute_bounds as compute_bounds
+    from saltflat.bounds.feature_robustness import feature_robustness as feature_robustness
     from saltflat.engine.certificate import certify as certify
     from saltflat.errors import SaltflatError as SaltflatError
     from saltflat.landscape.landscape import compute_landscape as compute_landscape
@@ -32,11 +35,14 @@ _HOMES = {
     "Study": "saltflat.studies.study",
     "audit_invariance": "saltflat.audit.audit",
     "certify": "saltflat.engine.certificate",
+    "certify_error": "saltflat.bounds.certify_error",
     "compare": "saltflat.results.comparison",
+    "compute_bounds": "saltflat.bounds.compute",
     "compute_eigenvalues": "saltflat.spectrum.eigenvalues",
     "compute_landscape": "saltflat.landscape.landscape",
     "compute_spectrum": "saltflat.spectrum.compute",
     "compute_statistics": "saltflat.statistics.compute",
+    "feature_robustness": "saltflat.bounds.feature_robustness",
     "find_symmetries": "saltflat.symmetry.find",
     "fold": "saltflat.symmetry.fold",
     "list_measures": "saltflat.measures.catalog",
@@ -46,6 +52,7 @@ _HOMES = {
 }
 _MODULES = (
     "audit",
+    "bounds",
     "datasets",
     "errors",
     "integrations",
@@ -66,11 +73,14 @@ __all__ = [
     "Study",
     "audit_invariance",
     "certify",
+    "certify_error",
     "compare",
+    "compute_bounds",
     "compute_eigenvalues",
     "compute_landscape",
     "compute_spectrum",
     "compute_statistics",
+    "feature_robustness",
     "find_symmetries",
     "fold",
     "list_measures",

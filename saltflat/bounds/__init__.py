@@ -12,7 +12,6 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from saltflat.bounds.bound import Assumption, Bound
-from saltflat.bounds.certify_error import certify_error
 from saltflat.bounds.compute import Bounds, compute_bounds
 from saltflat.bounds.jia import bound_information, compute_information_term, compute_soft_fisher
 from saltflat.bounds.pac_bayes import (
@@ -43,7 +42,6 @@ __all__ = [
     "bound_maurer",
     "bound_mcallester",
     "bound_monte_carlo",
-    "certify_error",
     "choose_strength",
     "compute_binary_kl",
     "compute_bounds",

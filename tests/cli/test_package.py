@@ -17,7 +17,7 @@ import saltflat
 
 ROOT = Path(saltflat.__file__).parents[1]
 MODULES = (
-    *("audit", "datasets", "errors", "integrations", "landscape", "layers", "measures", "render", "results"),
+    *("audit", "bounds", "datasets", "errors", "integrations", "landscape", "layers", "measures", "render", "results"),
     *("spectrum", "statistics", "studies", "symmetry", "training"),
 )
 
