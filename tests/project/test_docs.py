@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import saltflat
+from saltflat.bounds import BOUNDS
 from saltflat.measures.registry import MEASURES
 from saltflat.studies.networks import NETWORKS
 from saltflat.studies.recipe import SETTINGS
@@ -123,7 +124,7 @@ def test_the_code_about_rescalings_does_what_it_says(tmp_path: Path, monkeypatch
     assert (tmp_path / "graph.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("name", ["landscape.md", "spectrum.md"])
+@pytest.mark.parametrize("name", ["landscape.md", "spectrum.md", "feature-robustness.md"])
 def test_the_code_about_pictures_of_the_loss_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     known: dict[str, Any] = {}
@@ -207,6 +208,22 @@ def test_the_optimizer_of_the_page_on_adding_steps() -> None:
 
     optimizer.step(closure)
     assert optimizer.perturbation == pytest.approx(0.01 * 3**0.5)
+
+
+def test_the_bound_of_the_page_on_adding_is_computed() -> None:
+    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8").partition("## A bound")[2]
+    before, model = dict(BOUNDS), nn.Linear(2, 2).double()
+    data = torch.randn(1000, 2).double(), torch.arange(1000) % 2
+    try:
+        exec(BLOCK.findall(page)[0], {})
+        found = saltflat.compute_bounds(model, data, bounds={"fixed_deviation": {"deviation": 0.5}})["fixed_deviation"]
+    finally:
+        BOUNDS.clear()
+        BOUNDS.update(before)
+    squares = sum(float(value.detach().square().sum()) for value in model.parameters())
+    assert found.terms["kl"] == pytest.approx(2 * squares)
+    assert found.terms["risk of random networks"] < found.value < 1
+    assert found.is_valid
 
 
 def test_the_page_on_studies_names_every_setting_and_network() -> None:
