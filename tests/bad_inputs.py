@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 import saltflat
 from saltflat.audit.result import Audit
+from saltflat.bounds import Bound
+from saltflat.bounds.robustness_result import FeatureRobustness
 from saltflat.datasets import read_data
 from saltflat.datasets.checkpoints import load_weights
 from saltflat.engine.data import unpack_batch
@@ -440,6 +442,25 @@ def every_call(folder: Path) -> dict[str, Call]:
             ("measures", "draws", "spread", "kinds", "seed", "columns", "layers", "memory", "progress", "logits",
              "diagonal", "initial", "limit"),
         ),
+        "compute_bounds": (
+            saltflat.compute_bounds,
+            {"bounds": "parameterwise", **quick},
+            ("bounds", "of", "delta", "draws", "limit", "memory", "dtype", "seed", "progress", "mode", "columns"),
+        ),
+        "certify_error": (
+            saltflat.certify_error,
+            {"draws": 1, **quick},
+            (
+                "prior", "prior_data", "delta", "of", "epochs", "move", "lr", "draws", "precision", "columns", "memory",
+                "dtype", "seed", "progress", "mode", "limit",
+            ),
+        ),
+        "feature_robustness": (
+            _robust,
+            {"deltas": 0.1, "draws": 2, "restarts": 0, "steps": 1, **quick},
+            ("layer", "deltas", "norm", "matrix", "draws", "restarts", "steps", "per_example", "memory", "dtype",
+             "seed", "progress", "mode", "limit"),
+        ),
         "rebalance": (saltflat.rebalance, quick, ("kind", "columns", "memory", "dtype", "seed", "progress", "strict")),
         "Monitor": (
             _monitored,
@@ -498,6 +519,10 @@ def _called(function: Callable[..., Any], model: Call) -> Any:
 def _with_example(function: Callable[..., Any], example: Call) -> Any:
     given = example()
     return function(net(), example=given[0] if isinstance(given, tuple) and given else given)
+
+
+def _robust(model: Any, examples: Any, *, layer: Any = "0", **options: Any) -> Any:
+    return saltflat.feature_robustness(model, examples, layer, **options)
 
 
 def _monitored(model: Any, probe: Any, loss: Any = "cross_entropy", **options: Any) -> Any:
@@ -635,7 +660,14 @@ def _shifted(parameters: Any, steps: Any) -> None:
 
 def _files(folder: Path) -> dict[str, Call]:
     report = saltflat.measure(net(), GOOD, measures=["fisher_trace"], certificate=False, progress=False)
-    kinds: dict[str, Any] = {"Report": saltflat.Report, "Audit": Audit, "Landscape": Landscape, "Spectrum": Spectrum}
+    kinds: dict[str, Any] = {
+        "Report": saltflat.Report,
+        "Audit": Audit,
+        "Landscape": Landscape,
+        "Spectrum": Spectrum,
+        "Bound": Bound,
+        "FeatureRobustness": FeatureRobustness,
+    }
     compare: Any = saltflat.compare
     calls: dict[str, Callable[[Any], Any]] = {
         "Report.save({})": lambda value: report.save(_inside(folder, value)),
