@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -368,25 +368,30 @@ def estimate_risk(
         draws: number of draws for each example or group.
         seed: of the draws.
         delta: the probability with which the upper bound may fail.
-        examples: use the first so many; all if None.
+        examples: use so many, spread evenly over the data; all if None.
         what: name of the step, for the progress bar.
     """
     context, loss = network.context, network.context.problem.loss
     total, seen = 0.0, 0
+    count = None if examples is None else min(examples, context.examples)
     with torch.no_grad():
         for batch in context.read_chunks(0):
-            if examples is not None:
-                if seen >= examples:
-                    break
-                batch = batch.cut(0, examples - seen)
+            if count is not None:
+                start, stop = (-(-at * count // context.examples) for at in (batch.first, batch.first + batch.examples))
+                batch = batch.take(torch.arange(start, stop) * context.examples // count - batch.first, start)
             for part in network.iterate_parts(batch):
                 for draw in range(draws):
                     outputs = network.run(part, weights, Noise(seed, draw))
                     total += float(compute_bounded_losses(kind, loss, outputs, part.targets).sum())
             seen += batch.examples
-            context.tick(what, seen, examples or context.problem.num_examples)
-    groups = ceil(seen / network.group_size)
-    # A last group that is not full counts as one: its losses are divided by the full size, and the mean scaled back.
-    scale = groups * network.group_size / seen
-    found = bound_monte_carlo(min(1.0, total / (seen * draws * scale)), groups * draws, delta)
-    return MonteCarlo(total / (seen * draws), found.samples, delta, min(1.0, found.upper * scale), found.method)
+            context.tick(what, seen, count or context.problem.num_examples)
+    return bound_empirical_risk(total / (seen * draws), seen, network.group_size, draws, delta)
+
+
+def bound_empirical_risk(mean: float, examples: int, group: int, draws: int, delta: float) -> MonteCarlo:
+    """Return an upper bound on the empirical risk of random networks, each drawn for a group of examples."""
+    groups = ceil(examples / group)
+    # The losses of a last group that is not full are divided by the full size, and the mean is scaled back.
+    scale = groups * group / examples
+    found = bound_monte_carlo(min(1.0, mean / scale), groups * draws, delta)
+    return replace(found, mean=mean, upper=min(1.0, found.upper * scale))
