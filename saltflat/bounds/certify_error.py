@@ -32,6 +32,7 @@ from saltflat.bounds.stochastic import (
     LEAST_PROBABILITY,
     BoundedLoss,
     RandomNetwork,
+    bound_empirical_risk,
     check_bounded_loss,
     estimate_risk,
 )
@@ -41,17 +42,17 @@ from saltflat.engine.losses import LossLike, parse_loss
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.progress import Progress, show_steps
-from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
 from saltflat.engine.statistic import find_statistics
 from saltflat.engine.sweep import Sweep
 from saltflat.errors import OptionError
 from saltflat.results.report import describe_run
-from saltflat.symmetry.equality import take_example
+from saltflat.symmetry.equality import EXAMPLE_SIZE
 from saltflat.validation import check_count, check_flag, check_positive, check_seed, parse_bytes, take_turns
 
 MONTE_CARLO_SHARE = 0.1  # of delta
 MOST_DRAWS = 1 << 20
+TRIAL_DELTA = 1e-6  # the probability with which a suggested number of draws may not suffice
 FORMULA = "kl^-1(kl^-1(error of draws, ln(1/d') / draws), (KL + ln(choices of scales) + ln(2 sqrt(m) / d)) / m)"
 
 
@@ -138,11 +139,13 @@ def certify_error(
         check_positive(precision=precision)
     if move and not epochs:
         raise OptionError("Expected epochs of at least 1 with move=True, but got epochs=0. Try epochs=20.")
-    with open_session(model, mode, data):
-        split = split_data(select_examples(data, limit=limit), prior, prior_data)
+    with open_session(model, mode, data) as notes, open_session(model, mode, prior_data):
+        split = split_data(data, prior, prior_data, limit)
+        # Errors are about the user's own model and data.
+        first = next(Problem.build(model, split.data, chosen, None, dtype, mode).read_batches()).cut(0, EXAMPLE_SIZE)
+        example = first.kwargs or first.args
         marks = fingerprint_inputs(split.data)
-        example = take_example(split.data, dtype)
-    gauge = choose_gauge(model, prior, example, dtype)
+        gauge = choose_gauge(model, prior, example, dtype)
     with show_steps(progress) as tick:
         before = None
         if gauge.prior is not None:
@@ -151,7 +154,7 @@ def certify_error(
                 before = measure_risk(Context(built, plan, seed, room, tick=tick), of, "Outputs of the prior")
             if not split.seen:
                 check_unseen(before)
-        with open_session(gauge.model, mode, split.data) as notes:
+        with open_session(gauge.model, mode, split.data):
             problem = Problem.build(gauge.model, split.data, chosen, None, dtype, mode)
             context = Context(problem, plan, seed, room, tick=tick)
             own = measure_risk(context, of, "Outputs of the network")
@@ -160,23 +163,24 @@ def certify_error(
             sweep = Sweep(context, find_statistics("curvature_diagonal"))
             sweep.run(lambda done: tick("Sweeping examples", done, problem.num_examples))
             curvature = sweep.compute_values()["curvature_diagonal"]
+            context.store_counts(sweep.examples, sweep.share, sweep.loss)
             examples = context.examples
-            closed, strength = choose_posterior(network, center, curvature, of, examples, delta, seed + 1)
-            posterior = closed
-            if epochs:
-                posterior = descend_bound(
-                    network, closed, of, examples, delta, seed + 2, epochs=epochs, move=move, lr=lr
-                )
+            # A descent that may move the center can begin anywhere between the network and the prior's.
+            shares = (1.0, 0.5, 0.0) if move and split.seen else (1.0,)
+            tried = [
+                choose_posterior(network, center, curvature, of, examples, delta, seed + 1, share) for share in shares
+            ]
+            _, strength, closed = min(tried, key=lambda each: each[0])
+            posterior = descend_bound(network, closed, of, examples, delta, seed + 2, epochs=epochs, move=move, lr=lr)
             _check_precision(network, posterior, of, delta, draws, precision, seed + 3, examples)
             risk = estimate_risk(
                 network, posterior.weights, of, draws=draws, seed=seed + 4, delta=MONTE_CARLO_SHARE * delta
             )
         found = _Certificate(posterior, risk, own.risk, examples, (1 - MONTE_CARLO_SHARE) * delta)
-        moved = _compute_distance(posterior.weights.mean, closed.weights.mean)
+        moved = _compute_distance(posterior.weights.mean, problem.network.measured)
         holdout = bound_monte_carlo(before.risk, examples, delta) if before is not None and split.seen else None
         guess = 1 - 1 / own.classes
         chance = guess if of == "error" else log(own.classes) / log(1 / LEAST_PROBABILITY)
-        frozen = sum(not each.requires_grad for each in gauge.model.parameters())
         return Bound(
             name="certificate",
             value=found.value,
@@ -184,7 +188,7 @@ def certify_error(
             loss=of,
             delta=delta,
             terms=found.list_terms(),
-            assumptions=_list_assumptions(found, split, marks, gauge, network, frozen),
+            assumptions=_list_assumptions(found, split, marks, gauge, network),
             chance=chance,
             reference="maurer2004note",
             formula=FORMULA,
@@ -231,15 +235,29 @@ def _check_precision(
         return
     share = MONTE_CARLO_SHARE * delta
     trial = estimate_risk(network, posterior.weights, of, draws=1, seed=seed, delta=share, examples=TRIAL).mean
-    each = ceil(examples / network.group_size)
+    # The mean of all draws will be in this range.
+    tried = max(1, min(examples, TRIAL) // network.group_size)
+    high = bound_monte_carlo(trial, tried, TRIAL_DELTA).upper
+    low = 1 - bound_monte_carlo(1 - trial, tried, TRIAL_DELTA).upper
+
+    def find_margin(number: int) -> float:
+        # Margins are largest where the interval from mean to upper bound is around 1/2.
+        widest = 0.5 - sqrt(-log(share) / (8 * number * ceil(examples / network.group_size)))
+        mean = min(max(widest, low), high)
+        return bound_empirical_risk(mean, examples, network.group_size, number, share).margin
+
     needed = draws
-    while needed < MOST_DRAWS and bound_monte_carlo(trial, needed * each, share).margin > precision:
+    while needed <= MOST_DRAWS and find_margin(needed) > precision:
         needed *= 2
+    if needed > MOST_DRAWS:
+        raise OptionError(
+            f"Expected a precision that at most {MOST_DRAWS:,} draws can reach, but got precision={precision:g}. Try "
+            f"precision={1.1 * find_margin(draws):.1e} for draws={draws}."
+        )
     if needed > draws:
-        reach = bound_monte_carlo(trial, draws * each, share).margin
         raise OptionError(
             f"Expected enough draws for precision={precision:g}, but got draws={draws}, with which the Monte Carlo "
-            f"margin is about {reach:.1g}. Try draws={needed}, or leaving precision out."
+            f"margin can be {find_margin(draws):.1e}. Try draws={needed}, or leaving precision out."
         )
 
 
@@ -294,14 +312,11 @@ def _compute_distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> f
 
 
 def _list_assumptions(
-    found: _Certificate, split: Split, marks: Counter[bytes], gauge: Gauge, network: RandomNetwork, frozen: int
+    found: _Certificate, split: Split, marks: Counter[bytes], gauge: Gauge, network: RandomNetwork
 ) -> tuple[Assumption, ...]:
     repeated = sum(count - 1 for count in marks.values())
     same = f"{repeated} inputs occur more than once." if repeated else "No input occurs twice."
-    fixed = [f"{frozen} frozen parameters"] * (frozen > 0)
-    fixed += [f"the buffers {', '.join(gauge.buffers[:3])}{' and others' * (len(gauge.buffers) > 3)}"] * bool(
-        gauge.buffers
-    )
+    fixed = ", ".join(map(repr, gauge.fixed[:3])) + " and others" * (len(gauge.fixed) > 3)
     sharing = (
         "Every example has draws of its own."
         if network.group_size == 1
@@ -313,12 +328,14 @@ def _list_assumptions(
         Assumption(
             "The scales of the prior are from a grid that was fixed in advance.",
             True,
-            f"{len(found.posterior.scales)} scales, each one of {len(SCALES)}; the choice is a term.",
+            f"{len(found.posterior.scales)} tensors, {len(SCALES)} possible scales; the choice is one of the terms.",
         ),
         Assumption(
             "Everything else in the network is independent of these examples.",
             None if fixed else True,
-            f"Not drawn: {' and '.join(fixed)}." if fixed else "All parameters are drawn, and there are no buffers.",
+            f"Frozen or buffers, and not drawn: {fixed}."
+            if fixed
+            else "All parameters are drawn, and there are no buffers.",
         ),
         Assumption("The loss lies in [0, 1].", True, "It is bounded by its definition."),
         Assumption(
@@ -335,7 +352,7 @@ def _format_notes(
     what = "error" if of == "error" else "clipped cross-entropy"
     notes = [
         f"The bound is for random networks. The network itself has {what} {found.own:.4g} on these examples; no bound "
-        "for it alone follows. The error of a majority vote of random networks is at most twice the bound."
+        "for it alone follows." + " The error of a majority vote is at most twice the bound." * (of == "error")
     ]
     if found.risk.mean > max(2 * found.own, found.own + 0.05):
         notes.append(

@@ -71,7 +71,18 @@ class Posterior:
 
     def compute_selection_cost(self) -> float:
         """Return what the choice of the scales adds to the KL divergence: ln of the number of choices."""
-        return len(self.scales) * log(len(SCALES))
+        return compute_selection_cost(self.scales)
+
+
+def compute_selection_cost(scales: Mapping[str, float]) -> float:
+    """Return ln of the number of choices: one scale for all tensors, or one for each; and which of the two.
+
+    Example:
+        >>> round(compute_selection_cost({"a": 1.0, "b": 1.0}), 6) == round(log(2 * len(SCALES)), 6)
+        True
+    """
+    choices = 1 if len(set(scales.values())) == 1 else len(scales)
+    return log(2) + choices * log(len(SCALES))
 
 
 def solve_posterior(
@@ -79,7 +90,7 @@ def solve_posterior(
 ) -> Posterior:
     r"""Return the posterior that minimizes :math:`\lambda \sum_i H_{ii} \sigma_i^2 / 2 + \mathrm{KL}` at fixed means.
 
-    The scale of each tensor's prior is the best one of :data:`SCALES`.
+    The scales of the prior are the best ones of :data:`SCALES`: one for each tensor, or one for all of them.
 
     Args:
         mean: of the posterior, by parameter.
@@ -87,17 +98,26 @@ def solve_posterior(
         curvature: the diagonal H of the curvature of the mean loss.
         strength: :math:`\lambda`.
     """
-    scales, deviations = {}, {}
-    for name, value in mean.items():
-        scaled = strength * curvature[name].double().clamp_min(0.0)
-        distance = float((value.double() - center[name].double()).square().sum())
+    scaled = {name: strength * curvature[name].double().clamp_min(0.0) for name in mean}
+    costs = {name: _compute_costs(value, center[name], scaled[name]) for name, value in mean.items()}
+    shared = SCALES[int(torch.stack(list(costs.values())).sum(0).argmin())]
+    own = {name: SCALES[int(each.argmin())] for name, each in costs.items()}
 
-        def compute_cost(s: float, scaled: Tensor = scaled, distance: float = distance) -> float:
-            return 0.5 * (float(torch.log1p(scaled * s**2).sum()) + distance / s**2)
+    def compute_total(scales: Mapping[str, float]) -> float:
+        found = sum(float(costs[name][SCALES.index(scale)]) for name, scale in scales.items())
+        return found + compute_selection_cost(scales)
 
-        scales[name] = min(SCALES, key=compute_cost)
-        deviations[name] = (1 / scales[name] ** 2 + scaled).rsqrt().to(value)
+    scales = min(own, dict.fromkeys(mean, shared), key=compute_total)
+    deviations = {name: (1 / scales[name] ** 2 + scaled[name]).rsqrt().to(value) for name, value in mean.items()}
     return Posterior(Gaussian(dict(mean), deviations), {name: each.double() for name, each in center.items()}, scales)
+
+
+def _compute_costs(mean: Tensor, center: Tensor, scaled: Tensor) -> Tensor:
+    """Return curvature and KL divergence of a tensor with each of the scales, at the best variances."""
+    distance = float((mean.double() - center.double()).square().sum())
+    return torch.tensor(
+        [0.5 * (float(torch.log1p(scaled * s**2).sum()) + distance / s**2) for s in SCALES], dtype=torch.float64
+    )
 
 
 def choose_posterior(
@@ -108,15 +128,18 @@ def choose_posterior(
     examples: int,
     delta: float,
     seed: int,
-) -> tuple[Posterior, float]:
+    share: float = 1.0,
+) -> tuple[float, float, Posterior]:
     """Return the closed-form posterior with the smallest bound over :data:`STRENGTHS`, tried on a part of the data.
 
-    The search moves from one strength to the next as long as the bound falls.
+    The search moves from one strength to the next as long as the bound falls. The mean of the posterior is the share
+    of the way from the prior's center to the network.
 
     Returns:
-        The posterior, and its strength in multiples of the number of examples.
+        About what the bound would be, the strength in multiples of the number of examples, and the posterior.
     """
-    mean = dict(network.context.problem.network.measured)
+    measured = network.context.problem.network.measured
+    mean = {name: torch.lerp(center[name].to(value), value, share) for name, value in measured.items()}
     tried: dict[float, tuple[float, Posterior]] = {}
 
     def try_strength(relative: float) -> float:
@@ -133,7 +156,7 @@ def choose_posterior(
             if try_strength(two) > try_strength(one):
                 break
     best = min(tried, key=lambda relative: tried[relative][0])
-    return tried[best][1], best
+    return tried[best][0], best, tried[best][1]
 
 
 def estimate_bound(
@@ -163,7 +186,7 @@ def descend_bound(
 
     Each step lowers the cross-entropy of random networks plus the KL divergence, weighed against each other as the
     bound weighs error and KL divergence at the moment. The scales of the prior move along, and are rounded to
-    :data:`SCALES` in the end.
+    :data:`SCALES` in the end. The posterior to begin with is returned if it turns out better.
 
     Args:
         network: runs the model.
@@ -176,6 +199,8 @@ def descend_bound(
         move: whether to move the means as well.
         lr: Adam's learning rate of the means, cosine schedule; that of log deviations is ten times as large.
     """
+    if not epochs:
+        return start
     context = network.context
     loss, data = context.problem.loss, list(context.problem.read_batches())
     data = [join_batches(data)] if all(can_join(data[0], each) for each in data[1:]) else data
@@ -189,8 +214,10 @@ def descend_bound(
         name: torch.tensor(log(scale), dtype=torch.float64).to(means[name]).requires_grad_()
         for name, scale in start.scales.items()
     }
+    if len(set(start.scales.values())) == 1:  # one choice, which costs less than one for each
+        scales = dict.fromkeys(scales, next(iter(scales.values())))
     center = {name: start.center[name].to(each) for name, each in means.items()}
-    groups = [{"params": [*ratios.values(), *scales.values()], "lr": 10 * lr}]
+    groups = [{"params": [*ratios.values(), *dict.fromkeys(scales.values())], "lr": 10 * lr}]
     if move:
         groups.append({"params": list(means.values()), "lr": lr})
     optimizer = torch.optim.Adam(groups)
@@ -211,18 +238,14 @@ def descend_bound(
                 value = loss.total(outputs.double(), cast_targets(part.targets)).sum() / batch.examples
                 value.backward()  # type: ignore[no-untyped-call]
                 total += float(value.detach())
-            if not isfinite(total):
-                raise NonFiniteError(
-                    "Expected a finite loss of random networks, but got NaN or infinity during the descent on the "
-                    f"bound. Try a smaller learning rate than lr={lr:g}, or epochs=0."
-                )
             keep = min(0.98, step / (step + 10))
             risk = keep * risk + (1 - keep) * errors / batch.examples
             entropy = keep * entropy + (1 - keep) * total
             kl = torch.stack(
                 [_compute_kl(means[name], ratios[name], center[name], scales[name]) for name in means]
             ).sum()
-            bound = bound_maurer(risk, float(kl.detach()), examples, delta)
+            _check_converges(total + float(kl.detach()), lr)
+            bound = bound_maurer(risk, max(0.0, float(kl.detach())), examples, delta)
             # The slopes of the bound in the risk and in the KL divergence, from the derivatives of the binary kl.
             low = min(max(risk, 1 / examples), 0.999)
             high = min(max(bound, low * (1 + 1e-6)), 1 - 1e-9)
@@ -238,7 +261,17 @@ def descend_bound(
     nearest = {name: _find_nearest_scale(float(each.detach())) for name, each in scales.items()}
     deviations = {name: nearest[name] * each.detach().exp() for name, each in ratios.items()}
     means = {name: each.detach() for name, each in means.items()}
-    return replace(start, weights=Gaussian(means, deviations), scales=nearest)
+    found = replace(start, weights=Gaussian(means, deviations), scales=nearest)
+    # A descent from a good posterior can end at a worse one.
+    return min((found, start), key=lambda each: estimate_bound(network, each, kind, examples, delta, seed + 1))
+
+
+def _check_converges(value: float, lr: float) -> None:
+    if not isfinite(value):
+        raise NonFiniteError(
+            "Expected a finite loss and finite weights of random networks, but got NaN or infinity during the descent "
+            f"on the bound. Try a smaller learning rate than lr={lr:g}, or epochs=0."
+        )
 
 
 def _iterate_shuffled(data: list[Batch], generator: torch.Generator) -> list[Batch]:

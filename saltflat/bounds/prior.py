@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from saltflat.bounds.stochastic import BoundedLoss, compute_bounded_losses
 from saltflat.engine.context import Context
 from saltflat.engine.data import Data, compute_digests, prepare_data, read_batches
+from saltflat.engine.read_data import select_examples
+from saltflat.engine.session import check_module, check_tensors
 from saltflat.errors import DataError, ModelError, OptionError
 from saltflat.symmetry.batch_norm_uses import is_batch_norm
 from saltflat.symmetry.canonical import canonicalize
@@ -23,6 +25,7 @@ from saltflat.symmetry.fold import fold
 from saltflat.validation import parse_integer
 
 FRESH = 0.5  # a network from before training has at least this share of the error of guessing
+DIGESTED = 1024  # examples that are compared at once
 SAME = {torch.float32: 1e-3, torch.float64: 1e-9}  # relative difference of outputs that counts as rounding
 # Where the prior is centered: at zero, at the weights of another model, or at weights by name.
 PriorLike: TypeAlias = "Literal['zero'] | nn.Module | Mapping[str, Tensor]"
@@ -49,14 +52,17 @@ class Split:
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
-def split_data(data: Data, prior: PriorLike, prior_data: PriorData) -> Split:
+def split_data(data: Data, prior: PriorLike, prior_data: PriorData, limit: int | None = None) -> Split:
     """Return the examples of the bound after checking that the prior has not seen them.
 
     Args:
         data: the examples, those of the prior included if ``prior_data`` names their positions.
         prior: as given to :func:`saltflat.certify_error`.
         prior_data: likewise.
+        limit: use at most this many examples, the first ones; all if None.
     """
+    positions = None if prior_data is None or isinstance(prior_data, str) else _parse_positions(prior_data)
+    whole, data = data, select_examples(data, limit=limit)
     if isinstance(prior, str):
         if prior != "zero":
             raise OptionError(
@@ -82,35 +88,38 @@ def split_data(data: Data, prior: PriorLike, prior_data: PriorData) -> Split:
         if prior_data != "none":
             raise OptionError(f"Expected 'none', examples or positions, but got prior_data={prior_data!r}. Try 'none'.")
         return Split(data, 0, None, "Its weights are said to be from before training.")
-    positions = _parse_positions(prior_data)
     if positions is not None:
-        return _leave_out(data, positions)
+        return _leave_out(whole, positions, limit)
     return _compare_examples(data, prior_data)
 
 
 def _parse_positions(given: Any) -> list[int] | None:
     """Return positions in the data, or None for anything else."""
-    if isinstance(given, Tensor):
-        if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
-            raise OptionError(
-                f"Expected positions of examples as whole numbers, but got a tensor of {given.dtype} and shape "
-                f"{tuple(given.shape)} as prior_data. Try mask.nonzero()[:, 0] for a mask."
-            )
-        return [int(each) for each in given.tolist()]
-    if isinstance(given, range):
-        return list(given)
-    if isinstance(given, Sequence) and not isinstance(given, str) and given:
-        found = [parse_integer(each) for each in given]
-        if all(each is not None for each in found):
-            return [each for each in found if each is not None]
-    if hasattr(given, "dtype") and hasattr(given, "tolist"):  # an array
-        return _parse_positions(torch.as_tensor(given))
-    return None
+    if hasattr(given, "dtype") and hasattr(given, "tolist"):  # a tensor or an array
+        shape, kind = tuple(given.shape), str(given.dtype)
+        if len(shape) == 1 and "int" in kind:
+            return [int(each) for each in given.tolist()]
+        raise OptionError(
+            f"Expected positions of examples as whole numbers, but got {kind} of shape {shape} as prior_data. Try "
+            "mask.nonzero()[:, 0] for a mask, or (inputs, targets) for examples."
+        )
+    if not isinstance(given, Sequence | Set) or any(
+        getattr(each, "shape", ()) or not isinstance(each, SupportsIndex | float) for each in given
+    ):
+        return None
+    found = [parse_integer(each) for each in given]
+    if None in found or not found:
+        raise OptionError(
+            f"Expected positions of examples as whole numbers, but got {str(given)[:40]} as prior_data. Try "
+            "range(30000) for the first examples, or prior_data='none' for weights that have seen nothing."
+        )
+    return [each for each in found if each is not None]
 
 
-def _leave_out(data: Data, positions: list[int]) -> Split:
+def _leave_out(data: Data, positions: list[int], limit: int | None) -> Split:
     """Return the examples at all other positions."""
-    pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+    prepare_data(data)  # checks that there are as many inputs as targets
+    pair = isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
     if not pair and not (
         isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__")
     ):
@@ -121,11 +130,11 @@ def _leave_out(data: Data, positions: list[int]) -> Split:
         )
     count = len(data[0]) if pair else len(data)  # type: ignore[index, arg-type]
     taken = set(positions)
-    if len(taken) < len(positions) or min(taken, default=0) < 0 or max(taken, default=0) >= count:
+    if len(taken) < len(positions) or min(taken) < 0 or max(taken) >= count:
         raise OptionError(
             f"Expected different positions from 0 to {count - 1}, but got {len(positions)} positions from "
-            f"{min(taken)} to {max(taken)} as prior_data, {len(positions) - len(taken)} of them repeated. Check the "
-            "positions."
+            f"{min(taken)} to {max(taken)} as prior_data, {len(positions) - len(taken)} of them repeated. Try "
+            "the positions of the examples in data."
         )
     rest = [n for n in range(count) if n not in taken]
     if not rest:
@@ -137,10 +146,10 @@ def _leave_out(data: Data, positions: list[int]) -> Split:
     chosen = torch.tensor(rest)
     left: Data = tuple(part[chosen.to(part.device)] for part in data) if pair else Subset(data, rest)  # type: ignore
     return Split(
-        left,
+        select_examples(left, limit=limit),
         len(taken),
         True,
-        f"It has seen {len(taken)} of {count} examples, by their positions; the bound uses the other {len(rest)}.",
+        f"It has seen {len(taken)} of {count} examples, by their positions; the bound uses none of these.",
         {"prior_positions": mark, "prior_examples": len(taken)},
     )
 
@@ -166,12 +175,26 @@ def _compare_examples(data: Data, prior_data: Data) -> Split:
 
 
 def fingerprint_inputs(data: Data) -> Counter[bytes]:
-    """Return how often each input occurs in the data, by a digest of it in float32."""
+    """Return how often each input occurs in the data, by a digest of it that does not depend on its type.
+
+    Real numbers are compared in float32, the precision of most data.
+    """
     found: Counter[bytes] = Counter()
-    for batch in read_batches(prepare_data(data)):
-        alike = batch.to(torch.float32)
-        found.update(compute_digests(replace(alike, targets=torch.zeros(alike.examples, dtype=torch.int64))))
+    for whole in read_batches(prepare_data(data)):
+        for start in range(0, whole.examples, DIGESTED):
+            batch = whole.cut(start, start + DIGESTED)
+            args, kwargs = batch.map_tensors(_normalize_numbers)
+            alike = replace(batch, args=args, kwargs=kwargs, targets=torch.zeros(batch.examples))
+            found.update(compute_digests(alike))
     return found
+
+
+def _normalize_numbers(values: Tensor) -> Tensor:
+    """Return equal numbers with equal bits, whatever their type is."""
+    if values.is_complex():
+        return values
+    values = values.float() if values.is_floating_point() else values
+    return values.double() + 0.0  # without negative zeros
 
 
 def combine_marks(marks: Counter[bytes]) -> str:
@@ -180,8 +203,11 @@ def combine_marks(marks: Counter[bytes]) -> str:
 
 
 def build_prior_model(model: nn.Module, prior: nn.Module | Mapping[str, Tensor]) -> nn.Module:
-    """Return a model of the prior's weights, after checking that it has the same parameters."""
+    """Return a copy of the model with the prior's weights, after checking that it has the same parameters."""
+    made = copy_model(model)
     if isinstance(prior, nn.Module):
+        check_module(prior)
+        check_tensors(prior)
         shapes = [{name: tuple(p.shape) for name, p in each.named_parameters()} for each in (model, prior)]
         if shapes[0] != shapes[1]:
             name, shape = sorted({*shapes[0].items()} ^ {*shapes[1].items()})[0]
@@ -189,8 +215,7 @@ def build_prior_model(model: nn.Module, prior: nn.Module | Mapping[str, Tensor])
                 f"Expected a prior of the model's architecture, but got parameters of which only one model has "
                 f"{name!r} with the shape {shape}. Try a copy of the model from before training."
             )
-        return copy_model(prior)
-    made = copy_model(model)
+        prior = prior.state_dict()
     try:
         made.load_state_dict(dict(prior))
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -210,14 +235,14 @@ class Gauge:
         prior: the prior's network in its own form; None for a prior at zero.
         name: ``"canonical"`` or ``"given"``.
         problem: why the canonical form is not used; empty if it is.
-        buffers: names of the real-valued buffers.
+        fixed: names of what is not drawn: frozen parameters and buffers.
     """
 
     model: nn.Module
     prior: nn.Module | None
     name: str
     problem: str
-    buffers: tuple[str, ...]
+    fixed: tuple[str, ...]
 
     def get_center(self, name: str, value: Tensor) -> Tensor:
         """Return the mean of the prior for a parameter."""
@@ -231,33 +256,13 @@ def choose_gauge(model: nn.Module, prior: PriorLike, example: Example, dtype: to
     copies = [copy_model(model)]
     if not isinstance(prior, str):
         copies.append(build_prior_model(model, prior))
-        for (name, one), (_, two) in zip(*(each.named_parameters() for each in copies), strict=True):
-            if not one.requires_grad and not torch.equal(one, two):
-                raise ModelError(
-                    f"Expected frozen parameters to be the same in model and prior, but got {name!r}, which differs. "
-                    "Try model.requires_grad_() for what was trained, or the same frozen weights in both."
-                )
-    if dtype is not None:
-        copies = [each.to(dtype) for each in copies]
-    for number, each in enumerate(copies):
-        if any(is_batch_norm(module) for module in each.modules()):
-            copies[number] = fold(each, example)
-    # A frozen parameter stays a constant of the problem.
-    for made in copies[1:]:
-        made.requires_grad_(True)
-    buffers = [{n: b for n, b in each.named_buffers() if b.is_floating_point()} for each in copies]
-    left = [name for name, module in copies[0].named_modules() if is_batch_norm(module)]
-    if left:
-        raise ModelError(
-            f"Expected BatchNorm that can be folded, but got {left[0]!r}, whose running statistics depend on the data. "
-            "Try a model without BatchNorm, or with nn.GroupNorm."
-        )
-    for name, value in buffers[0].items():
-        if len(buffers) > 1 and not torch.equal(value, buffers[1].get(name, value[:0])):
-            raise ModelError(
-                f"Expected buffers that do not depend on the data, but got {name!r}, which differs between model and "
-                "prior. Try computing it from neither, or making it a parameter."
-            )
+        _check_same_fixed({name: p for name, p in each.named_parameters() if not p.requires_grad} for each in copies)
+    copies = [_fold_batch_norm(each if dtype is None else each.to(dtype), example) for each in copies]
+    drawn = {name for each in copies for name, value in each.named_parameters() if value.requires_grad}
+    for each in copies:
+        _fix_parameters(each, drawn)
+    fixed = [dict(each.named_buffers()) for each in copies]
+    _check_same_fixed(fixed)
     name, problem = "canonical", ""
     try:
         forms = [canonicalize(each, example) for each in copies]
@@ -265,10 +270,55 @@ def choose_gauge(model: nn.Module, prior: PriorLike, example: Example, dtype: to
         off = max(compare_outputs(a, b, inputs) for a, b in zip(copies, forms, strict=True))
         kinds = [p.dtype for p in copies[0].parameters()]
         if not off <= max(SAME.get(kind, SAME[torch.float32]) for kind in kinds):
-            raise ModelError(f"the canonical form changes the outputs by {off:.1e}")
+            raise ModelError(f"The canonical form changes the outputs by {off:.1e}.")
+        changed = [key for key, value in forms[0].named_buffers() if not torch.equal(value, fixed[0][key])]
+        if changed:
+            raise ModelError(f"The canonical form changes {changed[0]!r}, which is not drawn.")
     except ModelError as error:
         forms, name, problem = copies, "given", str(error)
-    return Gauge(forms[0], forms[1] if len(forms) > 1 else None, name, problem, tuple(buffers[0]))
+    return Gauge(forms[0], forms[1] if len(forms) > 1 else None, name, problem, tuple(fixed[0]))
+
+
+def _fold_batch_norm(model: nn.Module, example: Example) -> nn.Module:
+    """Return the model without BatchNorm. Whatever depends on what a BatchNorm has seen is a parameter to draw."""
+    if not any(is_batch_norm(module) for module in model.modules()):
+        return model
+    before, folded = dict(model.named_parameters()), fold(model, example)
+    left = [name for name, module in folded.named_modules() if is_batch_norm(module)]
+    if left:
+        raise ModelError(
+            f"Expected BatchNorm that can be folded, but got {left[0]!r}, whose running statistics depend on the data. "
+            "Try a model without BatchNorm, or with nn.GroupNorm."
+        )
+    for name, value in folded.named_parameters():
+        if name not in before or not torch.equal(value, before[name]):
+            value.requires_grad_(True)
+    return folded
+
+
+def _fix_parameters(model: nn.Module, drawn: Container[str]) -> None:
+    """Turn all parameters that are not drawn into buffers, whose scale the canonical form does not change.
+
+    Otherwise it could move the scale of a trained layer into a frozen one, where the KL divergence does not see it.
+    """
+    fixed = {value: value.detach() for name, value in model.named_parameters() if name not in drawn}
+    for module in model.modules():
+        for key, value in list(module._parameters.items()):
+            if value is not None and value in fixed:
+                del module._parameters[key]
+                module.register_buffer(key, fixed[value])
+    model.requires_grad_(True)
+
+
+def _check_same_fixed(values: Iterable[Mapping[str, Tensor]]) -> None:
+    """Check that model and prior have the same tensors beside the weights that are drawn."""
+    first, *others = values
+    for name, value in first.items():
+        if not all(torch.equal(value, each[name]) for each in others) and not name.endswith("num_batches_tracked"):
+            raise ModelError(
+                f"Expected frozen parameters and buffers to be the same in model and prior, but got {name!r}, which "
+                "differs. Try model.requires_grad_() for what was trained, and buffers that do not depend on the data."
+            )
 
 
 @dataclass(frozen=True)
