@@ -92,18 +92,20 @@ def certify_error(
     are attached to its units, so that neither rescaling nor permuting units changes the bound.
 
     Args:
-        model: a trained classifier; it is not modified. BatchNorm is folded into the layers before it.
+        model: a trained classifier; it is not modified. BatchNorm is folded into the layers before it. Frozen
+            parameters are not drawn, and must not depend on the examples.
         data: the examples of the bound: those the model was trained on, or others.
         loss: ``"cross_entropy"`` or ``"bce_with_logits"``, the loss of the curvature.
-        prior: center of the prior: ``"zero"``, or the weights of another model of the same architecture: the model
-            before training, or one that was trained on other examples.
+        prior: center of the prior: ``"zero"``, or another model of the same architecture or its ``state_dict``: the
+            model before training, or one that was trained on other examples.
         prior_data: what the prior has seen: ``"none"``, the examples, or their positions in ``data``. The bound uses
-            only examples that the prior has not seen.
+            only examples that the prior has not seen. Examples are compared by their inputs, in float32.
         delta: the probability with which the bound may fail.
         of: the loss in [0, 1] that is bounded: ``"error"``, or ``"clipped_cross_entropy"``, divided by its largest
             value.
-        epochs: lower the bound further by gradient descent, for so many passes over the data.
-        move: let the descent move the center of Q away from the weights of ``model``, too.
+        epochs: lower the bound further by gradient descent, for so many passes over the data, which is held in memory.
+        move: let the descent move the center of Q away from the weights of ``model``, too. It may begin closer to a
+            prior that was trained.
         lr: learning rate of the descent.
         draws: number of networks drawn for each example.
         precision: the largest acceptable Monte Carlo margin; no limit if None.
@@ -114,7 +116,7 @@ def certify_error(
         progress: True for a progress bar (lines of text off a terminal), False for none, None for a bar on a terminal
             only, or a function of ``(step, done, total)``.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
-        limit: use at most this many examples, the first ones; all if None.
+        limit: use at most this many examples, the first ones that the prior has not seen; all if None.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -204,7 +206,11 @@ def certify_error(
                 **({} if before is None else {"prior_risk": before.risk}),
                 **({} if holdout is None else {"holdout": holdout.upper}),
             },
-            notes=(*_format_notes(found, of, moved, holdout, gauge, chance), *notes),
+            notes=(
+                *_format_notes(found, of, moved, holdout, gauge, chance),
+                *["The descent did not lower the bound. Try more epochs."] * (posterior is closed and epochs > 0),
+                *notes,
+            ),
             settings={
                 **describe_context(context),
                 "of": of,
@@ -286,21 +292,18 @@ class _Certificate:
         return bound_maurer(self.risk.upper, kl, self.examples, self.delta)
 
     def list_terms(self) -> dict[str, float]:
-        """Return all terms, in the order of the computation."""
+        """Return all terms, in the order of the computation: the risk, then nats, then what they add to it."""
+        selection = self.posterior.compute_selection_cost()
+        without_kl = bound_maurer(self.risk.upper, selection, self.examples, self.delta)
         return {
             "risk of the network itself": self.own,
             "risk of random networks": self.risk.mean,
             "Monte Carlo margin": self.risk.margin,
-            "KL divergence": self.posterior.compute_kl(),
-            "choice of the prior's scales": self.posterior.compute_selection_cost(),
-            "confidence": log(2 * sqrt(self.examples) / self.delta),
-            "all three per example": (
-                self.posterior.compute_kl()
-                + self.posterior.compute_selection_cost()
-                + log(2 * sqrt(self.examples) / self.delta)
-            )
-            / self.examples,
-            "bound without KL divergence": bound_maurer(self.risk.upper, 0.0, self.examples, self.delta),
+            "KL divergence (nats)": self.posterior.compute_kl(),
+            "choice of the prior's scales (nats)": selection,
+            "confidence (nats)": log(2 * sqrt(self.examples) / self.delta),
+            "added by confidence and choice": without_kl - self.risk.upper,
+            "added by the KL divergence": self.value - without_kl,
         }
 
 
@@ -380,10 +383,10 @@ def _format_notes(
 
 def _explain_vacuous(found: _Certificate) -> str:
     """Return a sentence that says which term hurts most."""
-    without_kl = found.list_terms()["bound without KL divergence"]
+    added = found.list_terms()["added by the KL divergence"]
     by_name = found.posterior.compute_kl_by_parameter()
     worst = max(by_name, key=lambda name: by_name[name])
-    if found.value - without_kl > without_kl - found.own:
+    if added > found.value - added - found.own:
         return (
             f"What hurts most is the KL divergence ({found.posterior.compute_kl():.3g} for {found.examples} examples), "
             f"of which {worst!r} has {by_name[worst]:.3g}."

@@ -149,7 +149,7 @@ def _leave_out(data: Data, positions: list[int], limit: int | None) -> Split:
         select_examples(left, limit=limit),
         len(taken),
         True,
-        f"It has seen {len(taken)} of {count} examples, by their positions; the bound uses none of these.",
+        f"According to prior_data, it has seen {len(taken)} of {count} examples; the bound uses none of these.",
         {"prior_positions": mark, "prior_examples": len(taken)},
     )
 
@@ -169,7 +169,7 @@ def _compare_examples(data: Data, prior_data: Data) -> Split:
         data,
         known,
         True,
-        f"It has seen {known} examples, and none of the bound's {total} has the same inputs as one of them.",
+        f"According to prior_data, it has seen {known} examples. None of the bound's {total} has the same inputs.",
         {"prior_inputs": combine_marks(seen), "prior_examples": known},
     )
 

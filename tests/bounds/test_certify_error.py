@@ -166,12 +166,12 @@ def test_every_term_is_its_definition(case: str, of: BoundedLoss) -> None:
         for name, scale in found.scales.items()
     }
     assert bound.details["kl"] == pytest.approx(kls, rel=1e-10)
-    assert terms["KL divergence"] == pytest.approx(sum(kls.values()), rel=1e-10)
+    assert terms["KL divergence (nats)"] == pytest.approx(sum(kls.values()), rel=1e-10)
     assert all(min(abs(scale / each - 1) for each in GRID) < 1e-12 for scale in found.scales.values())
     # One scale for all tensors, or one for each, and which of the two.
     choices = 1 if len(set(found.scales.values())) == 1 else len(found.scales)
     cost = log(2) + choices * log(len(GRID))
-    assert terms["choice of the prior's scales"] == pytest.approx(cost, rel=1e-12)
+    assert terms["choice of the prior's scales (nats)"] == pytest.approx(cost, rel=1e-12)
     assert terms["risk of the network itself"] == pytest.approx(compute_risk(canonical, used, of), rel=1e-10)
     risks = sample_risks(canonical, found.weights, used, of, 2000)
     # The difference of two means, each with a standard deviation of its own.
@@ -181,11 +181,12 @@ def test_every_term_is_its_definition(case: str, of: BoundedLoss) -> None:
     upper = solve_kl(mean, log(1 / (0.1 * DELTA)) / (m * draws))
     assert terms["Monte Carlo margin"] == pytest.approx(upper - mean, rel=1e-9)
     confidence = log(2 * sqrt(m) / (0.9 * DELTA))
-    assert terms["confidence"] == pytest.approx(confidence, rel=1e-12)
+    assert terms["confidence (nats)"] == pytest.approx(confidence, rel=1e-12)
     budget = (sum(kls.values()) + cost + confidence) / m
-    assert terms["all three per example"] == pytest.approx(budget, rel=1e-10)
     assert bound.value == pytest.approx(solve_kl(upper, budget), rel=1e-10)
-    assert terms["bound without KL divergence"] == pytest.approx(solve_kl(upper, confidence / m), rel=1e-10)
+    without_kl = solve_kl(upper, (cost + confidence) / m)
+    assert terms["added by confidence and choice"] == pytest.approx(without_kl - upper, rel=1e-8)
+    assert terms["added by the KL divergence"] == pytest.approx(bound.value - without_kl, rel=1e-8, abs=1e-12)
     assert bound.chance == pytest.approx(2 / 3 if of == "error" else log(3) / CAP, rel=1e-12)
     assert bound.examples == m
     if case == "trained":
@@ -329,6 +330,8 @@ def test_descent_lowers_the_bound_and_never_raises_it() -> None:
     assert any("moved the center" in note for note in moved.notes)
     ruinous = certify_error(model, data, epochs=2, move=True, lr=1.0, **options)
     assert ruinous.value == pytest.approx(closed.value, abs=1e-12)
+    assert any("did not lower the bound" in note for note in ruinous.notes)
+    assert not any("did not lower the bound" in note for note in moved.notes)
 
 
 # Validity
