@@ -1,8 +1,9 @@
 r"""Normal posteriors around a network's weights: in closed form from its curvature, or by descent on the bound.
 
-The prior is normal around :math:`\theta_0`, with one standard deviation :math:`s_l` for each parameter tensor, taken
-from a grid that is fixed in advance. To second order, a posterior with variances :math:`\sigma_i^2` raises the mean
-loss by :math:`\frac12 \sum_i H_{ii} \sigma_i^2`. Weighed against the KL divergence by :math:`\lambda`, the minimum is
+The prior is normal around :math:`\theta_0`, with one standard deviation :math:`s_l` for each parameter tensor, or one
+for all of them, taken from a grid that is fixed in advance. To second order, a posterior with variances
+:math:`\sigma_i^2` raises the mean loss by :math:`\frac12 \sum_i H_{ii} \sigma_i^2`. Weighed against the KL divergence
+by :math:`\lambda`, the minimum is
 
 .. math::
     \sigma_i^2 = \frac{1}{1 / s_l^2 + \lambda H_{ii}}

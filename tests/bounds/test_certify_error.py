@@ -815,6 +815,21 @@ def test_folded_batch_norm_is_drawn_even_if_its_layer_is_frozen() -> None:
         assert "All parameters are drawn" in found.assumptions[3].evidence
 
 
+def test_canonical_form_that_changes_statistics_is_not_used() -> None:
+    def build() -> nn.Module:
+        norm = nn.InstanceNorm2d(2, affine=True, track_running_stats=True)
+        assert norm.running_mean is not None
+        norm.running_mean += 0.3
+        pool = nn.AdaptiveAvgPool2d(1)
+        return nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.ReLU(), pool, nn.Flatten(), nn.Linear(2, 3))
+
+    bound = certify_error(seeded(build), make_images(), draws=1)
+    # Scaled with the weights, they would tell the prior about the data.
+    assert bound.settings["gauge"] == "given"
+    assert any("changes '1.running_mean', which is not drawn" in note for note in bound.notes)
+    assert "'1.running_mean'" in bound.assumptions[3].evidence
+
+
 def test_scale_of_a_trained_layer_does_not_hide_in_a_frozen_one() -> None:
     initial = seeded(make_mlp)
     initial[2].requires_grad_(False)
