@@ -184,7 +184,8 @@ def fingerprint_inputs(data: Data) -> Counter[bytes]:
         for start in range(0, whole.examples, DIGESTED):
             batch = whole.cut(start, start + DIGESTED)
             args, kwargs = batch.map_tensors(_normalize_numbers)
-            alike = replace(batch, args=args, kwargs=kwargs, targets=torch.zeros(batch.examples))
+            named = dict(sorted(kwargs.items()))
+            alike = replace(batch, args=args, kwargs=named, targets=torch.zeros(batch.examples))
             found.update(compute_digests(alike))
     return found
 

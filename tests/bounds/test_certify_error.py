@@ -28,6 +28,7 @@ from saltflat.bounds import posterior as posterior_module
 from saltflat.bounds.certify_error import certify_error
 from saltflat.bounds.distributions import Gaussian
 from saltflat.bounds.posterior import Posterior
+from saltflat.bounds.prior import fingerprint_inputs
 from saltflat.bounds.stochastic import BoundedLoss, RandomNetwork
 from saltflat.errors import (
     DataError,
@@ -945,6 +946,20 @@ def test_positions_and_examples_name_the_same_split() -> None:
     assert certify_error(model, (X, Y), prior=coarse, prior_data=range(40), draws=1).value == pytest.approx(
         expected.value, rel=1e-3
     )
+
+
+def test_fingerprints_of_inputs_do_not_depend_on_their_form() -> None:
+    numbers = torch.arange(6)
+    pairs: list[Any] = [
+        {"a": numbers.float(), "b": -numbers.double(), "labels": Y[:6]},
+        {"b": -numbers.float(), "a": numbers.int(), "labels": Y[6:12]},
+        [((numbers.long()[n : n + 4], -numbers[n : n + 4]), Y[:6][n : n + 4]) for n in (0, 4)],
+    ]
+    marks = [fingerprint_inputs([each] if isinstance(each, dict) else each) for each in pairs]
+    assert marks[0] == marks[1] == marks[2]
+    assert sum(marks[0].values()) == len(marks[0]) == 6
+    swapped = {"a": -numbers.float(), "b": numbers.float(), "labels": Y[:6]}
+    assert len(fingerprint_inputs([swapped]) & marks[0]) == 1  # zeros
 
 
 def test_columns_that_are_not_exact_give_another_valid_bound() -> None:
