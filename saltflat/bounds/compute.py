@@ -15,9 +15,9 @@ from torch import nn
 
 from saltflat.bounds.bound import Bound
 from saltflat.bounds.evidence import Evidence
+from saltflat.bounds.losses import BoundedLoss, check_bounded_loss
 from saltflat.bounds.pac_bayes import check_delta
 from saltflat.bounds.registry import BOUNDS, BoundOption, BoundResult, BoundRule, parse_bounds
-from saltflat.bounds.stochastic import BoundedLoss, check_bounded_loss
 from saltflat.engine.context import Context, describe_context
 from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike, parse_loss

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 
 from saltflat.bounds.bound import Assumption
 from saltflat.bounds.distributions import WeightDistribution
+from saltflat.bounds.losses import LEAST_PROBABILITY, BoundedLoss, check_bounded_loss, compute_bounded_losses
 from saltflat.bounds.pac_bayes import MonteCarlo
-from saltflat.bounds.stochastic import (
-    LEAST_PROBABILITY,
-    BoundedLoss,
-    RandomNetwork,
-    check_bounded_loss,
-    compute_bounded_losses,
-    estimate_risk,
-)
+from saltflat.bounds.stochastic import RandomNetwork, estimate_risk
 from saltflat.engine.context import Context
 from saltflat.engine.losses import CrossEntropy
 from saltflat.engine.problem import cast_targets

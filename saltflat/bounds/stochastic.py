@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil, log
+from math import ceil
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -22,19 +22,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from saltflat.bounds.distributions import BLOCK, ScaledGaussian, WeightDistribution
 from saltflat.bounds.distributions import Gaussian as Gaussian
 from saltflat.bounds.distributions import Noise as Noise
+from saltflat.bounds.losses import LEAST_PROBABILITY as LEAST_PROBABILITY
+from saltflat.bounds.losses import BoundedLoss as BoundedLoss
+from saltflat.bounds.losses import check_bounded_loss as check_bounded_loss
+from saltflat.bounds.losses import compute_bounded_losses as compute_bounded_losses
 from saltflat.bounds.pac_bayes import MonteCarlo, bound_monte_carlo
 from saltflat.engine.context import Context, can_join, join_batches
 from saltflat.engine.data import Batch
-from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, find_hits
-from saltflat.engine.problem import Problem, cast_targets
-from saltflat.errors import NotDefinedError, OptionError, make_unknown_name_error
+from saltflat.engine.problem import Problem
+from saltflat.errors import NotDefinedError, make_unknown_name_error
 
-# A loss in [0, 1] whose mean is the risk.
-BoundedLoss: TypeAlias = Literal["error", "clipped_cross_entropy"]
 # How weights are drawn: at the layers, by mapping the network over examples, or once for a group of examples.
 Sampling: TypeAlias = Literal["layers", "mapped", "groups"]
 
-LEAST_PROBABILITY = 1e-5  # cross-entropy is clipped at its negative logarithm
 GROUP = 64  # examples that share a draw, where every example cannot have its own
 FEW = 4  # examples that ways of drawing are tried on
 MOST_NUMBERS = 10**11  # random numbers that are drawn for one estimate, before examples share draws
@@ -315,37 +315,6 @@ def _convolve_each(module: nn.Conv2d, drawn: Mapping[str, Tensor], x: Tensor) ->
         for axis in range(2)
     ]
     return (found + bias).reshape(len(x), -1, *sizes)
-
-
-def check_bounded_loss(kind: str, loss: Loss) -> None:
-    """Check that this loss in [0, 1] is defined for a network that was trained with the other loss."""
-    if kind not in get_args(BoundedLoss):
-        known = " or ".join(map(repr, get_args(BoundedLoss)))
-        raise OptionError(
-            f"Expected a loss in [0, 1], {known}, but got {kind!r}, for which no bound holds. Try 'error'."
-        )
-    inner = getattr(loss, "inner", loss)
-    if not isinstance(inner, CrossEntropy | BinaryCrossEntropy) or getattr(inner, "weight", None) is not None:
-        raise OptionError(
-            "Expected a classifier with the loss 'cross_entropy' or 'bce_with_logits' without weights, but got "
-            f"{type(inner).__name__}. Try loss='cross_entropy'."
-        )
-
-
-def compute_bounded_losses(kind: BoundedLoss, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss in [0, 1] of each example, in float64."""
-    outputs, targets = outputs.double(), cast_targets(targets)
-    loss.check(outputs, targets)
-    met, kept = find_hits(loss, outputs, targets)
-    if met.numel() != len(outputs) or not bool(kept.all()):
-        raise OptionError(
-            f"Expected one label per example, but got targets of shape {tuple(targets.shape)}, or some that are "
-            "ignored: predictions for one example are not independent. Try data with one label per example."
-        )
-    if kind == "error":
-        return (~met).double().reshape(-1)
-    cap = log(1 / LEAST_PROBABILITY)
-    return loss.total(outputs, targets).reshape(-1).nan_to_num(cap, cap, cap).clamp(0.0, cap) / cap
 
 
 def estimate_risk(

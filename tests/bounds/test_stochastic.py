@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil, log
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -591,6 +593,16 @@ def test_losses_in_the_unit_interval() -> None:
     assert signs.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_outputs_that_overflowed_have_the_largest_error(bad: float) -> None:
+    outputs, targets = torch.tensor([[bad], [bad], [-2.0]]), torch.tensor([[0.0], [1.0], [0.0]])
+    binary = compute_bounded_losses("error", parse_loss("bce_with_logits"), outputs, targets)
+    assert binary.tolist() == [1.0, 1.0, 0.0]
+    rows = torch.tensor([[bad, 0.0], [0.0, bad], [3.0, -2.0]])
+    several = compute_bounded_losses("error", parse_loss("cross_entropy"), rows, torch.tensor([0, 1, 0]))
+    assert several.tolist() == [1.0, 1.0, 0.0]
+
+
 def test_losses_for_which_no_bound_holds_give_one_clear_error() -> None:
     entropy = parse_loss("cross_entropy")
     with pytest.raises(OptionError, match=r"^Expected a loss in \[0, 1\], 'error' or .* got 'mse'.* Try 'error'\.$"):
@@ -599,6 +611,11 @@ def test_losses_for_which_no_bound_holds_give_one_clear_error() -> None:
         check_bounded_loss("error", parse_loss("mse"))
     with pytest.raises(OptionError, match=r"without weights"):
         check_bounded_loss("error", parse_loss(nn.CrossEntropyLoss(weight=torch.ones(3))))
+    with pytest.raises(OptionError, match=r"without weights, but got BinaryCrossEntropy with weights"):
+        check_bounded_loss("error", parse_loss(nn.BCEWithLogitsLoss(pos_weight=torch.ones(1))))
+    for kind in (np.array(["error", "error"]), np.zeros(0), ["error"], {"error"}, None):
+        with pytest.raises(OptionError, match=r"^Expected a loss in \[0, 1\]"):
+            check_bounded_loss(kind, entropy)  # type: ignore[arg-type]
     check_bounded_loss("error", entropy)
     check_bounded_loss("clipped_cross_entropy", parse_loss("bce_with_logits"))
     with pytest.raises((OptionError, DataError), match=r"^Expected one label per example.*not independent"):
