@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from math import log
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -193,12 +194,27 @@ class Evidence:
             listed = ", ".join(norms[:4]) + " and others" * (len(norms) > 4)
             found = f"There are running statistics in {listed}. Try saltflat.fold, which turns them into weights."
             return (Assumption(text, False, found),)
+        held = {id(value) for value in [*model.parameters(), *model.buffers()]}
         others = [
             name
             for name, value in network.constants.items()
             if name not in network.measured and value.is_floating_point()
         ]
+        # Arrays that are neither parameters, nor buffers, nor computed from them.
+        others += [
+            f"{path}.{key}".removeprefix(".")
+            for path, module in model.named_modules()
+            for key, value in vars(module).items()
+            if _holds_numbers(value) and id(value) not in held
+        ]
         if others:
             listed = ", ".join(others[:4]) + " and others" * (len(others) > 4)
             return (Assumption(text, None, f"{listed} are not drawn; they must not come from these examples."),)
         return (Assumption(text, True, f"All {self.size:,} parameters are drawn, and there are no other numbers."),)
+
+
+def _holds_numbers(value: object) -> bool:
+    """Return whether this is an array of real numbers that was not computed from parameters."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and not value.requires_grad
+    return isinstance(value, numpy.ndarray) and value.dtype.kind == "f"

@@ -164,6 +164,17 @@ def test_frozen_weights_and_buffers_are_named_but_cannot_be_checked() -> None:
     assert found.is_valid
 
 
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_plain_attributes_with_numbers_are_named_but_cannot_be_checked(kind: str) -> None:
+    net, data = make_net(), make_data()
+    held = torch.ones(3, dtype=torch.float64)
+    vars(net[0])["center"] = held if kind == "tensor" else held.numpy()
+    net[2].own = net[2].weight.data  # another tensor than the parameter, although it has its numbers
+    doubt = get_assumption(compute_bounds(net, data, bounds=QUICK)["parameterwise"], "The network has no numbers")
+    assert doubt.met is None
+    assert doubt.evidence == "0.center, 2.own are not drawn; they must not come from these examples."
+
+
 def test_another_precision_and_fewer_examples_can_be_asked_for() -> None:
     net, data = make_net(), make_data(examples=30)
     single = deepcopy(net).float()
