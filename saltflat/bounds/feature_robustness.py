@@ -41,6 +41,7 @@ from saltflat.validation import check_count, check_flag, check_positive, check_s
 # From 1e-4 to 1, two in each decade.
 DELTAS = tuple(float(f"{10 ** (n / 2):.3g}") for n in range(-8, 1))
 MOST_DELTAS = 1000  # more is probably a typo
+LARGEST_DELTA = 1e100  # whose square is a finite number
 COPIES = 12  # of the weight, in float64, that a search keeps
 
 
@@ -175,10 +176,11 @@ def feature_robustness(
 
 
 def _parse_deltas(given: Sequence[float] | float) -> tuple[float, ...]:
-    listed = [given] if isinstance(given, int | float) else given
+    listed = [given] if isinstance(given, int | float | numpy.number) else given
     if (
         not isinstance(listed, Sequence | numpy.ndarray)
         or isinstance(listed, str)
+        or (isinstance(listed, numpy.ndarray) and listed.ndim != 1)
         or not 0 < len(listed) <= MOST_DELTAS
     ):
         raise OptionError(
@@ -188,6 +190,10 @@ def _parse_deltas(given: Sequence[float] | float) -> tuple[float, ...]:
     numbers = [each.item() if isinstance(each, numpy.generic) else each for each in listed]
     for each in numbers:
         check_positive(deltas=each)
+        if each > LARGEST_DELTA:
+            raise OptionError(
+                f"Expected a number of at most {LARGEST_DELTA:g}, but got deltas={each!r}. Try deltas of at most 1."
+            )
     return tuple(sorted({float(each) for each in numbers}))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -72,7 +73,8 @@ class RiseSearch:
             for delta, found in zip(deltas, rises, strict=True):
                 found.append((self.compute_rise(delta, B) + self.compute_rise(delta, -B)) / 2)
             self.context.tick("Random orthogonal matrices", draw + 1, draws)
-        return [compute_mean_and_error(each) if all(map(isfinite, each)) else (nan, nan) for each in rises]
+        with np.errstate(over="ignore"):  # rises whose squares overflow have an infinite error
+            return [compute_mean_and_error(each) if all(map(isfinite, each)) else (nan, nan) for each in rises]
 
     def find_largest(self, deltas: Sequence[float]) -> Iterator[Rise]:
         """Yield the largest rise that was found for each delta, in ascending order."""

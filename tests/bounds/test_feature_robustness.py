@@ -730,6 +730,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no deltas": ({"deltas": []}, OptionError, "deltas of type list"),
     "deltas that are text": ({"deltas": "0.1"}, OptionError, "deltas of type str"),
     "no deltas at all": ({"deltas": None}, OptionError, "NoneType"),
+    "a delta whose square overflows": ({"deltas": [0.1, 1e300]}, OptionError, "deltas=1e+300"),
+    "a number in an array": ({"deltas": np.array(0.1)}, OptionError, "deltas of type ndarray"),
+    "deltas in two axes": ({"deltas": np.ones((2, 2))}, OptionError, "deltas of type ndarray"),
+    "a matrix that is a little too large": ({"matrix": (1 + 1e-8) * torch.eye(9).double()}, OptionError, "1.00000001"),
     "a matrix of another shape": ({"matrix": torch.eye(7)}, OptionError, "(9, 9)"),
     "a matrix that is none": ({"matrix": [[1.0]]}, OptionError, "a list"),
     "a matrix that is too large": ({"matrix": 1.5 * torch.eye(9)}, OptionError, "norm 1.5"),
@@ -761,6 +765,35 @@ def test_a_matrix_of_frobenius_norm_above_one_is_refused_there() -> None:
     assert feature_robustness(mlp(), DATA["mlp"], "2", matrix=torch.eye(9), **options).points[0].given is not None
     with pytest.raises(OptionError, match="frobenius norm at most 1, but got one of norm 3"):
         feature_robustness(mlp(), DATA["mlp"], "2", matrix=torch.eye(9), norm="frobenius", **options)
+
+
+def test_an_orthogonal_matrix_may_have_the_rounding_of_its_type() -> None:
+    torch.manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(9, 9))[0] * (1 + 4e-7)
+    size = float(torch.linalg.matrix_norm(Q.double(), 2))
+    assert size > 1 + 1e-7
+    options: dict[str, Any] = {"deltas": [0.1, 1.0], "per_example": False, **QUICK}
+    found = feature_robustness(mlp(), DATA["mlp"], "2", matrix=Q, **options)
+    inside = feature_robustness(mlp(), DATA["mlp"], "2", matrix=Q.double() / size, **options)
+    assert [point.given for point in found.points] == [point.given for point in inside.points]
+    with pytest.raises(OptionError, match=r"norm 1\.000"):
+        feature_robustness(mlp(), DATA["mlp"], "2", matrix=Q.double(), **options)
+
+
+def test_deltas_can_be_numbers_of_numpy_in_any_order() -> None:
+    options: dict[str, Any] = {"per_example": False, **QUICK}
+    found = feature_robustness(mlp(), DATA["mlp"], "2", deltas=np.array([0.5, 0.25, 0.5]), **options)  # type: ignore[arg-type]
+    assert found.deltas.tolist() == [0.25, 0.5]
+    one = feature_robustness(mlp(), DATA["mlp"], "2", deltas=np.float32(0.5), **options)  # type: ignore[arg-type]
+    assert one.deltas.tolist() == [0.5]
+
+
+def test_rises_whose_squares_overflow_have_an_infinite_error() -> None:
+    model = nn.Linear(3, 1, bias=False).double()
+    data = reals(5, 3), reals(5, 1)
+    point = feature_robustness(model, data, "weight", "mse", deltas=1e90, per_example=False, **QUICK).points[0]
+    assert math.isfinite(point.orthogonal)
+    assert point.orthogonal_stderr == math.inf
 
 
 def test_models_without_second_derivatives_are_refused() -> None:
