@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FIRST = "first:"
+MOST_DIGITS = 8  # of a number of examples whose positions are listed
 
 
 @add_command(app)
@@ -97,8 +98,8 @@ def _parse_prior_data(given: str | None, source: NetworkOptions, loaded: LoadedN
         return given
     if given.startswith(FIRST):
         count = given.removeprefix(FIRST)
-        if not count.isdecimal() or int(count) < 1:
-            raise OptionError(f"Expected first:N with a number of examples, but got {given!r}. Try first:30000.")
+        if not count.isdecimal() or len(count) > MOST_DIGITS or int(count) < 1:
+            raise OptionError(f"Expected first:N with a number of examples, but got {given[:40]!r}. Try first:30000.")
         return range(int(count))
     from saltflat.datasets import read_data
 

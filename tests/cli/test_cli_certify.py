@@ -75,6 +75,8 @@ def test_the_prior_and_what_it_has_seen_are_passed_on(
     [
         (("--prior", "missing.pt"), "missing.pt"),
         (("--prior-data", "first:0"), "first:N"),
+        (("--prior-data", "first:" + "9" * 20), "first:N"),
+        (("--prior-data", "first:" + "9" * 5000), "first:N"),
         (("--prior-data", "first:some"), "first:N"),
         (("--of", "mse"), "a loss in [0, 1]"),
         (("--delta", 1), "between 0 and 1"),
