@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import ceil, log, sqrt
 from typing import Literal
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from saltflat.bounds.bound import Assumption, Bound
-from saltflat.bounds.pac_bayes import MonteCarlo, bound_maurer, bound_monte_carlo, check_delta
-from saltflat.bounds.posterior import SCALES, TRIAL, Posterior, choose_posterior, descend_bound
+from saltflat.bounds.distributions import Gaussian
+from saltflat.bounds.losses import LEAST_PROBABILITY, BoundedLoss, check_bounded_loss
+from saltflat.bounds.pac_bayes import MonteCarlo, bound_monte_carlo, check_delta
+from saltflat.bounds.posterior import (
+    SCALES,
+    TRIAL,
+    Certificate,
+    Posterior,
+    choose_posterior,
+    compute_distance,
+    descend_bound,
+)
 from saltflat.bounds.prior import (
     Gauge,
+    OwnRisk,
     PriorData,
     PriorLike,
     Split,
@@ -29,11 +38,8 @@ from saltflat.bounds.prior import (
     split_data,
 )
 from saltflat.bounds.stochastic import (
-    LEAST_PROBABILITY,
-    BoundedLoss,
     RandomNetwork,
     bound_empirical_risk,
-    check_bounded_loss,
     estimate_risk,
 )
 from saltflat.engine.context import Context, describe_context
@@ -52,8 +58,12 @@ from saltflat.validation import check_count, check_flag, check_positive, check_s
 
 MONTE_CARLO_SHARE = 0.1  # of delta
 MOST_DRAWS = 1 << 20
+MOST_REPEATED = 0.1  # share of the inputs that may repeat another without a note
 TRIAL_DELTA = 1e-6  # the probability with which a suggested number of draws may not suffice
-FORMULA = "kl^-1(kl^-1(error of draws, ln(1/d') / draws), (KL + ln(choices of scales) + ln(2 sqrt(m) / d)) / m)"
+FORMULA = (
+    "kl^-1(kl^-1(risk of samples, ln(1/d') / samples), (KL + ln(choices of scales) + ln(2 sqrt(m) / d)) / m), "
+    "d' = 0.1 delta, d = 0.9 delta"
+)
 
 
 @take_turns
@@ -149,13 +159,17 @@ def certify_error(
         marks = fingerprint_inputs(split.data)
         gauge = choose_gauge(model, prior, example, dtype)
     with show_steps(progress) as tick:
+
+        def measure_prior(examples: Data) -> OwnRisk:
+            assert gauge.prior is not None
+            with open_session(gauge.prior, mode, examples):
+                built = Problem.build(gauge.prior, examples, chosen, None, dtype, mode)
+                return measure_risk(Context(built, plan, seed, room, tick=tick), of, "Outputs of the prior")
+
         before = None
         if gauge.prior is not None:
-            with open_session(gauge.prior, mode, split.data):
-                built = Problem.build(gauge.prior, split.data, chosen, None, dtype, mode)
-                before = measure_risk(Context(built, plan, seed, room, tick=tick), of, "Outputs of the prior")
-            if not split.seen:
-                check_unseen(before)
+            before = measure_prior(split.data)
+            check_unseen(before, None if split.seen_data is None else measure_prior(split.seen_data))
         with open_session(gauge.model, mode, split.data):
             problem = Problem.build(gauge.model, split.data, chosen, None, dtype, mode)
             context = Context(problem, plan, seed, room, tick=tick)
@@ -178,15 +192,18 @@ def certify_error(
             risk = estimate_risk(
                 network, posterior.weights, of, draws=draws, seed=seed + 4, delta=MONTE_CARLO_SHARE * delta
             )
-        found = _Certificate(posterior, risk, own.risk, examples, (1 - MONTE_CARLO_SHARE) * delta)
-        moved = _compute_distance(posterior.weights.mean, problem.network.measured)
+            moved = compute_distance(posterior.weights.mean, problem.network.measured)
+            still = {name: torch.zeros_like(each) for name, each in posterior.weights.mean.items()}
+            middle = Gaussian(posterior.weights.mean, still)
+            at_center = estimate_risk(network, middle, of, draws=1, seed=seed, delta=delta).mean if moved else own.risk
+        found = Certificate(posterior, risk, own.risk, at_center, examples, (1 - MONTE_CARLO_SHARE) * delta)
         holdout = bound_monte_carlo(before.risk, examples, delta) if before is not None and split.seen else None
         guess = 1 - 1 / own.classes
         chance = guess if of == "error" else log(own.classes) / log(1 / LEAST_PROBABILITY)
         return Bound(
             name="certificate",
             value=found.value,
-            quantity="the random network, its weights drawn anew for every prediction,",
+            quantity="a network whose weights are drawn anew for every prediction",
             loss=of,
             delta=delta,
             terms=found.list_terms(),
@@ -207,8 +224,9 @@ def certify_error(
                 **({} if holdout is None else {"holdout": holdout.upper}),
             },
             notes=(
-                *_format_notes(found, of, moved, holdout, gauge, chance),
-                *["The descent did not lower the bound. Try more epochs."] * (posterior is closed and epochs > 0),
+                *_format_notes(found, of, holdout, gauge, marks),
+                *_format_descent_notes(found, posterior is closed, moved, epochs, lr),
+                *[f"delta={delta:g} is the probability that the bound fails. Try delta=0.05."] * (delta > 0.5),
                 *notes,
             ),
             settings={
@@ -267,55 +285,8 @@ def _check_precision(
         )
 
 
-@dataclass(frozen=True)
-class _Certificate:
-    """The numbers of a certificate.
-
-    Attributes:
-        posterior: around the network.
-        risk: of random networks on the examples.
-        own: risk of the network itself.
-        examples: their number.
-        delta: the probability with which the inequality itself may fail.
-    """
-
-    posterior: Posterior
-    risk: MonteCarlo
-    own: float
-    examples: int
-    delta: float
-
-    @property
-    def value(self) -> float:
-        """The bound."""
-        kl = self.posterior.compute_kl() + self.posterior.compute_selection_cost()
-        return bound_maurer(self.risk.upper, kl, self.examples, self.delta)
-
-    def list_terms(self) -> dict[str, float]:
-        """Return all terms, in the order of the computation: the risk, then nats, then what they add to it."""
-        selection = self.posterior.compute_selection_cost()
-        without_kl = bound_maurer(self.risk.upper, selection, self.examples, self.delta)
-        return {
-            "risk of the network itself": self.own,
-            "risk of random networks": self.risk.mean,
-            "Monte Carlo margin": self.risk.margin,
-            "KL divergence (nats)": self.posterior.compute_kl(),
-            "choice of the prior's scales (nats)": selection,
-            "confidence (nats)": log(2 * sqrt(self.examples) / self.delta),
-            "added by confidence and choice": without_kl - self.risk.upper,
-            "added by the KL divergence": self.value - without_kl,
-        }
-
-
-def _compute_distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
-    """Return how far the center moved, relative to its norm."""
-    apart = sum(float((one[name] - two[name]).double().square().sum()) for name in two)
-    size = sum(float(each.double().square().sum()) for each in two.values())
-    return sqrt(apart / size) if size else 0.0
-
-
 def _list_assumptions(
-    found: _Certificate, split: Split, marks: Counter[bytes], gauge: Gauge, network: RandomNetwork
+    found: Certificate, split: Split, marks: Counter[bytes], gauge: Gauge, network: RandomNetwork
 ) -> tuple[Assumption, ...]:
     repeated = sum(count - 1 for count in marks.values())
     same = f"{repeated} inputs occur more than once." if repeated else "No input occurs twice."
@@ -344,53 +315,69 @@ def _list_assumptions(
         Assumption(
             "The draws are independent.",
             True,
-            f"{sharing} {found.risk.samples:,} samples, and a share of {found.risk.delta:g} of delta.",
+            f"{sharing} {found.risk.samples:,} samples; {found.risk.delta:g} of delta is spent on them.",
         ),
     )
 
 
 def _format_notes(
-    found: _Certificate, of: BoundedLoss, moved: float, holdout: MonteCarlo | None, gauge: Gauge, chance: float
+    found: Certificate, of: BoundedLoss, holdout: MonteCarlo | None, gauge: Gauge, marks: Counter[bytes]
 ) -> list[str]:
     what = "error" if of == "error" else "clipped cross-entropy"
     notes = [
         f"The bound is for random networks. The network itself has {what} {found.own:.4g} on these examples; no bound "
         "for it alone follows." + " The error of a majority vote is at most twice the bound." * (of == "error")
     ]
-    if found.risk.mean > max(2 * found.own, found.own + 0.05):
-        notes.append(
-            f"Random networks do much worse than the network itself ({found.risk.mean:.3g} against {found.own:.3g}): "
-            "the KL divergence forces wide variances. Try epochs=20, move=True, or a prior closer to the network."
-        )
-    if moved:
-        notes.append(
-            f"The descent moved the center of the posterior by {moved:.1%} of its norm from the weights given."
-        )
     if holdout is not None:
+        smaller = ", which is smaller" if holdout.upper < found.value else ""
         notes.append(
-            f"For comparison: these examples are new to the prior's network, so a plain test of it certifies "
-            f"{holdout.upper:.4g} with the same probability, for that one network."
+            f"For comparison: a plain test of the prior's network on the same examples bounds the {what} of that one "
+            f"network by {holdout.upper:.4g}{smaller}."
+        )
+    repeated = sum(count - 1 for count in marks.values())
+    if repeated > MOST_REPEATED * sum(marks.values()):
+        notes.append(
+            f"{repeated} of {sum(marks.values())} inputs repeat another. If they are copies, the examples are not "
+            "independent, and the bound does not hold. Try removing the copies."
         )
     if gauge.problem:
         notes.append(
             "The canonical form could not be used, so that the bound depends on the scale of the weights: "
             f"{gauge.problem}"
         )
-    if not found.value < chance:
-        notes.append(_explain_vacuous(found))
     return notes
 
 
-def _explain_vacuous(found: _Certificate) -> str:
-    """Return a sentence that says which term hurts most."""
-    added = found.list_terms()["added by the KL divergence"]
-    by_name = found.posterior.compute_kl_by_parameter()
-    worst = max(by_name, key=lambda name: by_name[name])
-    if added > found.value - added - found.own:
-        return (
-            f"What hurts most is the KL divergence ({found.posterior.compute_kl():.3g} for {found.examples} examples), "
-            f"of which {worst!r} has {by_name[worst]:.3g}."
+def _format_descent_notes(found: Certificate, is_closed: bool, moved: float, epochs: int, lr: float) -> list[str]:
+    """Return notes on where the center is, and on what makes the bound large."""
+    notes = []
+    kl = found.posterior.compute_kl_by_parameter()
+    worst = max(kl, key=lambda name: kl[name])
+    at_prior = compute_distance(found.posterior.weights.mean, found.posterior.center) == 0
+    if moved:
+        notes.append(
+            "The smallest bound was found at the prior's own weights: it is for networks around these, not around the "
+            "weights given, whose KL divergence is too large."
+            if at_prior
+            else f"The center of the posterior is {moved:.1%} of its norm away from the weights given."
         )
-    return (
-        f"What hurts most is the risk of random networks ({found.risk.mean:.3g}, the network itself {found.own:.3g})."
-    )
+    if epochs and is_closed:
+        notes.append("The descent did not lower the bound. Try more epochs, or another learning rate.")
+    terms = found.list_terms()
+    if terms["added by the KL divergence"] > found.value / 4:
+        notes.append(
+            f"What hurts most is the KL divergence, {sum(kl.values()) / found.examples:.2g} per example, of which "
+            f"{worst!r} has {kl[worst] / max(sum(kl.values()), 1e-300):.0%}. Try "
+            + (
+                f"more epochs than {epochs}, or a larger learning rate than {lr:g}"
+                if epochs
+                else "epochs=100, move=True"
+            )
+            + ", or a prior closer to the network."
+        )
+    elif found.risk.mean > found.center + max(found.center, 0.05):
+        notes.append(
+            f"What hurts most is the risk of random networks, {found.risk.mean:.3g} around a network with "
+            f"{found.center:.3g}: smaller variances would cost too much KL divergence."
+        )
+    return notes

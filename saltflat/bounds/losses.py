@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, find_hits
 from saltflat.engine.problem import cast_targets
-from saltflat.errors import OptionError
+from saltflat.errors import LabelError, OptionError
 from saltflat.validation import is_choice
 
 # A loss in [0, 1] whose mean is the risk.
@@ -42,6 +42,7 @@ def compute_bounded_losses(kind: BoundedLoss, loss: Loss, outputs: Tensor, targe
     """Return the loss in [0, 1] of each example, in float64. Outputs that overflowed count as the largest loss."""
     outputs, targets = outputs.double(), cast_targets(targets)
     loss.check(outputs, targets)
+    _check_classes(loss, outputs, targets)
     met, kept = find_hits(loss, outputs, targets)
     if met.numel() != len(outputs) or not bool(kept.all()):
         raise OptionError(
@@ -54,3 +55,19 @@ def compute_bounded_losses(kind: BoundedLoss, loss: Loss, outputs: Tensor, targe
         return (~(met.reshape(-1) & defined)).double()
     cap = log(1 / LEAST_PROBABILITY)
     return loss.total(outputs, targets).reshape(-1).nan_to_num(cap, cap, cap).clamp(0.0, cap) / cap
+
+
+def _check_classes(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
+    """Check that targets of real numbers are probabilities of several classes, and not the values of a regression."""
+    if not isinstance(getattr(loss, "inner", loss), CrossEntropy) or outputs.dim() < 2:
+        return
+    if outputs.shape[1] < 2:
+        raise LabelError(
+            f"Expected at least 2 classes, but got outputs of shape {tuple(outputs.shape)} with cross_entropy. Try "
+            "loss='bce_with_logits' for two classes and one output; a regression has no error to bound."
+        )
+    if targets.is_floating_point() and bool(((targets.sum(1) - 1).abs() > 1e-3).any()):
+        raise LabelError(
+            "Expected class numbers, or probabilities that sum to 1 for each example, but got real targets that do "
+            "not. Try targets.long() for class numbers."
+        )

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf, isfinite, log
+from math import inf, isfinite, log, sqrt
 
 import torch
 from torch import Tensor
 
 from saltflat.bounds.distributions import Gaussian, Noise
-from saltflat.bounds.pac_bayes import bound_maurer, compute_gaussian_kl, make_grid
+from saltflat.bounds.pac_bayes import MonteCarlo, bound_maurer, compute_gaussian_kl, make_grid
 from saltflat.bounds.stochastic import (
     BoundedLoss,
     RandomNetwork,
@@ -75,15 +75,68 @@ class Posterior:
         return compute_selection_cost(self.scales)
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """The numbers of a certificate.
+
+    Attributes:
+        posterior: around the network.
+        risk: of random networks on the examples.
+        own: risk of the network itself.
+        center: risk of the network at the center of the posterior, which a descent may have moved.
+        examples: their number.
+        delta: the probability with which the inequality itself may fail.
+    """
+
+    posterior: Posterior
+    risk: MonteCarlo
+    own: float
+    center: float
+    examples: int
+    delta: float
+
+    @property
+    def value(self) -> float:
+        """The bound."""
+        kl = self.posterior.compute_kl() + self.posterior.compute_selection_cost()
+        return bound_maurer(self.risk.upper, kl, self.examples, self.delta)
+
+    def list_terms(self) -> dict[str, float]:
+        """Return all terms, in the order of the computation: the risk, then nats, then what they add to it."""
+        selection = self.posterior.compute_selection_cost()
+        without_kl = bound_maurer(self.risk.upper, selection, self.examples, self.delta)
+        return {
+            "risk of the network itself": self.own,
+            "risk at the center": self.center,
+            "risk of random networks": self.risk.mean,
+            "Monte Carlo margin": self.risk.margin,
+            "KL divergence (nats)": self.posterior.compute_kl(),
+            "choice of the prior's scales (nats)": selection,
+            "confidence (nats)": log(2 * sqrt(self.examples) / self.delta),
+            "added by confidence and choice": without_kl - self.risk.upper,
+            "added by the KL divergence": self.value - without_kl,
+        }
+
+
+def compute_distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+    """Return the distance of two sets of weights, relative to the norm of the second."""
+    apart = sum(float((one[name] - two[name]).double().square().sum()) for name in two)
+    size = sum(float(each.double().square().sum()) for each in two.values())
+    return sqrt(apart / size) if size else 0.0
+
+
 def compute_selection_cost(scales: Mapping[str, float]) -> float:
-    """Return ln of the number of choices: one scale for all tensors, or one for each; and which of the two.
+    """Return ln of the number of priors to choose from.
+
+    There is one scale for all tensors, or one for each; and the prior is normal in the canonical form, or in the form
+    given where the network has no canonical one.
 
     Example:
-        >>> round(compute_selection_cost({"a": 1.0, "b": 1.0}), 6) == round(log(2 * len(SCALES)), 6)
+        >>> round(compute_selection_cost({"a": 1.0, "b": 1.0}), 6) == round(log(4 * len(SCALES)), 6)
         True
     """
     choices = 1 if len(set(scales.values())) == 1 else len(scales)
-    return log(2) + choices * log(len(SCALES))
+    return log(4) + choices * log(len(SCALES))
 
 
 def solve_posterior(

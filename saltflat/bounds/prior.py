@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from math import sqrt
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from saltflat.symmetry.equality import Example, compare_outputs, copy_model, par
 from saltflat.symmetry.fold import fold
 from saltflat.validation import parse_integer
 
+SUSPICIOUS = 5.0  # standard errors by which a prior may do better on what it has not seen
 FRESH = 0.5  # a network from before training has at least this share of the error of guessing
 DIGESTED = 1024  # examples that are compared at once
 SAME = {torch.float32: 1e-3, torch.float64: 1e-9}  # relative difference of outputs that counts as rounding
@@ -40,9 +42,10 @@ class Split:
     Attributes:
         data: the bound's examples.
         seen: number of examples that the prior has seen.
-        met: whether that was checked; None if it is the caller's word.
+        met: True for a prior at zero; None if it rests on the caller's word.
         evidence: what was checked.
         record: fingerprints and counts, to repeat the check.
+        seen_data: what the prior has seen, if anything.
     """
 
     data: Data
@@ -50,6 +53,7 @@ class Split:
     met: bool | None
     evidence: str
     record: Mapping[str, Any] = field(default_factory=dict)
+    seen_data: Data | None = None
 
 
 def split_data(data: Data, prior: PriorLike, prior_data: PriorData, limit: int | None = None) -> Split:
@@ -143,14 +147,22 @@ def _leave_out(data: Data, positions: list[int], limit: int | None) -> Split:
             "that was trained on a part of the data."
         )
     mark = sha256(",".join(map(str, sorted(taken))).encode()).hexdigest()[:16]
-    chosen = torch.tensor(rest)
-    left: Data = tuple(part[chosen.to(part.device)] for part in data) if pair else Subset(data, rest)  # type: ignore
+
+    def select(chosen: list[int]) -> Data:
+        which = torch.tensor(chosen)
+        return tuple(part[which.to(part.device)] for part in data) if pair else Subset(data, chosen)  # type: ignore
+
+    left, seen = select_examples(select(rest), limit=limit), select(sorted(taken))
+    known, own = fingerprint_inputs(seen), fingerprint_inputs(left)
+    copies = sum(number for each, number in own.items() if each in known)
+    equal = f" {copies} of the bound's inputs equal one of them." if copies else ""
     return Split(
-        select_examples(left, limit=limit),
+        left,
         len(taken),
-        True,
-        f"According to prior_data, it has seen {len(taken)} of {count} examples; the bound uses none of these.",
+        None,
+        f"According to prior_data, it has seen {len(taken)} of {count} examples; the bound uses none of these.{equal}",
         {"prior_positions": mark, "prior_examples": len(taken)},
+        seen,
     )
 
 
@@ -168,9 +180,10 @@ def _compare_examples(data: Data, prior_data: Data) -> Split:
     return Split(
         data,
         known,
-        True,
+        None,
         f"According to prior_data, it has seen {known} examples. None of the bound's {total} has the same inputs.",
         {"prior_inputs": combine_marks(seen), "prior_examples": known},
+        prior_data,
     )
 
 
@@ -330,11 +343,13 @@ class OwnRisk:
         risk: its mean loss in [0, 1].
         error: its error.
         classes: the number of classes.
+        examples: the number of examples.
     """
 
     risk: float
     error: float
     classes: int
+    examples: int
 
 
 def measure_risk(context: Context, of: BoundedLoss, what: str) -> OwnRisk:
@@ -354,15 +369,29 @@ def measure_risk(context: Context, of: BoundedLoss, what: str) -> OwnRisk:
             classes = max(2, outputs[0].numel())
             seen += batch.examples
             context.tick(what, seen, problem.num_examples)
-    return OwnRisk(totals[of] / seen, totals["error"] / seen, classes)
+    return OwnRisk(totals[of] / seen, totals["error"] / seen, classes, seen)
 
 
-def check_unseen(prior: OwnRisk) -> None:
-    """Check that weights that are said to be from before training do not know the examples."""
-    guess = 1 - 1 / prior.classes
-    if prior.error < FRESH * guess:
+def check_unseen(rest: OwnRisk, seen: OwnRisk | None) -> None:
+    """Check that a prior does not know the examples of the bound.
+
+    Args:
+        rest: how it does on these.
+        seen: how it does on those that it is said to have seen; None if there are none.
+    """
+    guess = 1 - 1 / rest.classes
+    if seen is None:
+        if rest.error < FRESH * guess:
+            raise DataError(
+                f"Expected weights from before training with prior_data='none', but got a prior that errs on only "
+                f"{rest.error:.1%} of these examples, where guessing errs on {guess:.0%}. Try passing what it was "
+                "trained on as prior_data."
+            )
+        return
+    both = (rest.error * rest.examples + seen.error * seen.examples) / (rest.examples + seen.examples)
+    spread = sqrt(both * (1 - both) * (1 / rest.examples + 1 / seen.examples))
+    if seen.error - rest.error > SUSPICIOUS * spread:
         raise DataError(
-            f"Expected weights from before training with prior_data='none', but got a prior that errs on only "
-            f"{prior.error:.1%} of these examples, where guessing errs on {guess:.0%}. Try passing what it was trained "
-            "on as prior_data."
+            f"Expected a prior that has not seen the bound's examples, but got one that errs on {rest.error:.1%} of "
+            f"them and on {seen.error:.1%} of those in prior_data. Try swapping the two parts."
         )
