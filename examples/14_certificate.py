@@ -51,7 +51,7 @@ def main() -> None:
     }
     print("\nThe same digits with other priors:")
     for name, bound in others.items():
-        kl = bound.terms["KL divergence"] / bound.examples
+        kl = bound.terms["KL divergence (nats)"] / bound.examples
         said = "says nothing" if bound.is_vacuous else "says something"
         print(f"  {name}: at most {bound.value:.1%}, {kl:.2g} nats per example, {said}")
     try:

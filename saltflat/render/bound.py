@@ -34,7 +34,7 @@ STATES = {True: "met", False: "not met", None: "cannot be checked"}
 HEADER = ("term", "value")
 # By loss: what a network does on new data, and what guessing does.
 PHRASES = {
-    "error": ("errs on new data at most {}", "guessing errs {}"),
+    "error": ("errs on at most {} of new examples", "guessing errs on {}"),
     "cross_entropy": ("has a cross-entropy on new data of at most {}", "guessing has {}"),
     "clipped_cross_entropy": ("has a clipped cross-entropy on new data of at most {}", "guessing has {}"),
 }
@@ -81,7 +81,11 @@ def format_bound_answer(bound: Bound) -> list[str]:
     if math.isnan(bound.value):
         said = [f"The bound for {bound.quantity} is undefined."]
     else:
-        said = [f"{_format_claim(bound)} {bound.quantity} {does.format(_format_risk(bound.value, bound.loss))}."]
+        # Above 1, a bound is no percentage.
+        above = bound.loss == "error" and bound.value > 1
+        risk = _format_risk(1.0 if above else bound.value, bound.loss)
+        more = f"; the bound is {_format_risk(bound.value, bound.loss)}" if above else ""
+        said = [f"{_format_claim(bound)} {bound.quantity} {does.format(risk)}{more}."]
     if bound.is_vacuous:
         said.append(f"This says nothing: {guesses.format(_format_risk(bound.chance, bound.loss))}.")
     return [make_printable(each) for each in said]

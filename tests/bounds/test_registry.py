@@ -61,7 +61,8 @@ def test_a_bound_costs_one_function(added: None) -> None:
         compute_bounds(net, data, bounds={"union": {"bits": 1e12}})
 
 
-def test_all_bounds_print_as_one_table_and_are_saved_one_by_one(tmp_path: Any) -> None:
+def test_all_bounds_print_as_one_table_and_are_saved_one_by_one(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")  # where no name is folded
     found = compute_bounds(make_net(), make_data())
     assert isinstance(found, Bounds)
     assert sorted(found) == sorted(ALL)

@@ -271,7 +271,7 @@ def a_network_is_certified(printed: str, out: Path) -> None:
     bound = Bound.load(out / "certificate.json")
     assert bound.examples == 400, "the examples that the prior has not seen"
     assert bound.is_valid
-    assert f"errs on new data at most {100 * bound.value:.0f}"[:28] in " ".join(printed.split())
+    assert f"errs on at most {100 * bound.value:.1f}"[:18] in " ".join(printed.split())
     others = [float(each) for each in re.findall(r"at most ([\d.]+)%, ", printed)]
     assert len(others) == 3
     assert bound.value < min(others[1:]) / 100, "a trained prior is better than one that has seen nothing"
