@@ -2,6 +2,7 @@
 
     python papers/petzka2019reparameterization/run.py                  train, measure, rescale, measure again, draw
     python papers/petzka2019reparameterization/run.py --scale smoke    half a minute on a CPU, to see that it runs
+    python papers/petzka2019reparameterization/run.py robustness       feature robustness, Appendices C.1 and D
     python papers/petzka2019reparameterization/run.py table            what was found, beside the paper
     python papers/petzka2019reparameterization/run.py figures          draw again from the rows
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import robustness
 import torch
 from matplotlib.figure import Figure
 from scipy.stats import pearsonr
@@ -244,7 +246,7 @@ def draw(found: Found, folder: Path) -> None:
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "table", "figures"), default="all")
+    parser.add_argument("what", nargs="?", choices=("all", "robustness", "table", "figures"), default="all")
     parser.add_argument("--scale", choices=("full", "smoke"), default="full")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
@@ -254,10 +256,18 @@ def main(words: list[str] | None = None) -> None:
     if given.what == "all":
         results = study(given.scale).run(out, device=given.device, data_folder=given.data)
         measure_rescaled(results, out / "rescaled.json", given.device, given.data)
-    found = Found(out)
-    if given.what != "table" and len(found.kept) >= 4:
-        draw(found, out)
-    print("\n".join(table(found)))
+    if given.what == "robustness":
+        robustness.measure_all(out, given.data, given.scale)
+    if given.what in ("robustness", "figures") and robustness.load_all(out):
+        robustness.draw_figure(out)
+    if given.what != "robustness":
+        found = Found(out)
+        if given.what != "table" and len(found.kept) >= 4:
+            draw(found, out)
+        print("\n".join(table(found)))
+    if robustness.load_all(out):
+        print("\n## Feature robustness\n")
+        print("\n".join(robustness.write_table(out)))
 
 
 if __name__ == "__main__":
