@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import fsum, inf, isclose, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -137,6 +138,17 @@ class Bound(Displayable, JsonFile):
             check_structure(each.met, (bool, None), "whether an assumption is met")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta is {self.delta}")
+        if not 0 <= self.examples < 2**63 or not 0 <= self.seconds < inf:
+            raise ValueError(f"there are {self.examples} examples and {self.seconds} seconds")
+        if not 0 < self.chance < inf:
+            raise ValueError(f"the risk of guessing is {self.chance}")
+        if not self.assumptions:
+            raise ValueError("there are no assumptions")
+        parts = self.details.get("parts")
+        if isinstance(parts, list) and isfinite(self.value):
+            total = fsum(self.terms[name] for name in parts)
+            if not isclose(total, self.value, rel_tol=1e-6):
+                raise ValueError(f"the value is {self.value}, but its terms sum to {total}")
         if self.kind not in get_args(BoundKind):
             raise make_unknown_name_error("kind of bound", self.kind, get_args(BoundKind))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from math import ceil, log, sqrt
 from typing import Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from saltflat.bounds.bound import Assumption, Bound
+from saltflat.bounds.constants import list_hidden_constants
 from saltflat.bounds.distributions import Gaussian
 from saltflat.bounds.losses import LEAST_PROBABILITY, BoundedLoss, check_bounded_loss
 from saltflat.bounds.pac_bayes import MonteCarlo, bound_monte_carlo, check_delta
@@ -33,7 +35,6 @@ from saltflat.bounds.prior import (
     check_unseen,
     choose_gauge,
     combine_marks,
-    fingerprint_inputs,
     measure_risk,
     split_data,
 )
@@ -53,12 +54,20 @@ from saltflat.engine.statistic import find_statistics
 from saltflat.engine.sweep import Sweep
 from saltflat.errors import OptionError
 from saltflat.results.report import describe_run
-from saltflat.symmetry.equality import EXAMPLE_SIZE
+from saltflat.symmetry.equality import EXAMPLE_SIZE, parse_example
 from saltflat.validation import check_count, check_flag, check_positive, check_seed, parse_bytes, take_turns
 
 MONTE_CARLO_SHARE = 0.1  # of delta
+# Terms that add up to the bound.
+PARTS = (
+    "risk of random networks",
+    "Monte Carlo margin",
+    "added by confidence and choice",
+    "added by the KL divergence",
+)
 MOST_DRAWS = 1 << 20
-MOST_REPEATED = 0.1  # share of the inputs that may repeat another without a note
+MOST_REPEATED = 0.1  # share of the inputs that may repeat another before copies are suspected
+LARGEST_RATE = 1e6  # of the descent
 TRIAL_DELTA = 1e-6  # the probability with which a suggested number of draws may not suffice
 FORMULA = (
     "kl^-1(kl^-1(risk of samples, ln(1/d') / samples), (KL + ln(choices of scales) + ln(2 sqrt(m) / d)) / m), "
@@ -99,7 +108,8 @@ def certify_error(
         \mathrm{kl}^{-1}\left(\hat L(Q), \frac{\mathrm{KL}(Q \| P) + \ln(2 \sqrt m / \delta)}{m}\right)
 
     Q and P live on the canonical form of the network (:func:`saltflat.symmetry.canonicalize`), and the random numbers
-    are attached to its units, so that neither rescaling nor permuting units changes the bound.
+    are attached to its units, so that neither rescaling units changes the bound, nor permuting them, in model and prior
+    alike.
 
     Args:
         model: a trained classifier; it is not modified. BatchNorm is folded into the layers before it. Frozen
@@ -147,6 +157,8 @@ def certify_error(
     check_count(0, epochs=epochs)
     check_flag(move=move)
     check_positive(lr=lr)
+    if lr > LARGEST_RATE:
+        raise OptionError(f"Expected a learning rate of at most {LARGEST_RATE:g}, but got lr={lr:g}. Try lr=1e-3.")
     if precision is not None:
         check_positive(precision=precision)
     if move and not epochs:
@@ -156,7 +168,7 @@ def certify_error(
         # Errors are about the user's own model and data.
         first = next(Problem.build(model, split.data, chosen, None, dtype, mode).read_batches()).cut(0, EXAMPLE_SIZE)
         example = first.kwargs or first.args
-        marks = fingerprint_inputs(split.data)
+        marks = split.count_inputs()
         gauge = choose_gauge(model, prior, example, dtype)
     with show_steps(progress) as tick:
 
@@ -174,6 +186,7 @@ def certify_error(
             problem = Problem.build(gauge.model, split.data, chosen, None, dtype, mode)
             context = Context(problem, plan, seed, room, tick=tick)
             own = measure_risk(context, of, "Outputs of the network")
+            hidden = list_hidden_constants(gauge.model, *parse_example(example))
             network = RandomNetwork(context)
             center = {name: gauge.get_center(name, value) for name, value in problem.network.measured.items()}
             sweep = Sweep(context, find_statistics("curvature_diagonal"))
@@ -203,17 +216,18 @@ def certify_error(
         return Bound(
             name="certificate",
             value=found.value,
-            quantity="a network whose weights are drawn anew for every prediction",
+            quantity=_describe_network(posterior, moved),
             loss=of,
             delta=delta,
             terms=found.list_terms(),
-            assumptions=_list_assumptions(found, split, marks, gauge, network),
+            assumptions=_list_assumptions(found, split, marks, [*gauge.fixed, *hidden], network),
             chance=chance,
             reference="maurer2004note",
             formula=FORMULA,
             kind="valid",
             examples=examples,
             details={
+                "parts": list(PARTS),
                 "kl": posterior.compute_kl_by_parameter(),
                 "prior_scales": dict(posterior.scales),
                 "strength": strength,
@@ -242,6 +256,17 @@ def certify_error(
             },
             **describe_run(model, started, torch, numpy),
         )
+
+
+def _describe_network(posterior: Posterior, moved: float) -> str:
+    """Return whose error is bounded: a descent may have left the weights that were given."""
+    if not moved:
+        center = ""
+    elif compute_distance(posterior.weights.mean, posterior.center) == 0:
+        center = ", around the prior's own weights and not those given,"
+    else:
+        center = f", around weights {moved:.1%} away from those given,"
+    return f"a network whose weights are drawn anew for every prediction{center}"
 
 
 def _check_precision(
@@ -286,18 +311,22 @@ def _check_precision(
 
 
 def _list_assumptions(
-    found: Certificate, split: Split, marks: Counter[bytes], gauge: Gauge, network: RandomNetwork
+    found: Certificate, split: Split, marks: Counter[bytes], constants: Sequence[str], network: RandomNetwork
 ) -> tuple[Assumption, ...]:
     repeated = sum(count - 1 for count in marks.values())
-    same = f"{repeated} inputs occur more than once." if repeated else "No input occurs twice."
-    fixed = ", ".join(map(repr, gauge.fixed[:3])) + " and others" * (len(gauge.fixed) > 3)
+    same = f"{repeated} of {marks.total()} inputs repeat another." if repeated else "No input occurs twice."
+    fixed = ", ".join(constants[:3]) + " and others" * (len(constants) > 3)
     sharing = (
         "Every example has draws of its own."
         if network.group_size == 1
         else f"{network.group_size} examples share a draw, and count as one sample."
     )
     return (
-        Assumption("The examples and new data are independent draws from one distribution.", None, same),
+        Assumption(
+            "The examples and new data are independent draws from one distribution.",
+            False if repeated > MOST_REPEATED * marks.total() else None,
+            same,
+        ),
         Assumption("The prior does not depend on these examples.", split.met, split.evidence),
         Assumption(
             "The scales of the prior are from a grid that was fixed in advance.",
@@ -307,9 +336,7 @@ def _list_assumptions(
         Assumption(
             "Everything else in the network is independent of these examples.",
             None if fixed else True,
-            f"Frozen or buffers, and not drawn: {fixed}."
-            if fixed
-            else "All parameters are drawn, and there are no buffers.",
+            f"Not drawn: {fixed}." if fixed else "All parameters are drawn, and no other tensors are used.",
         ),
         Assumption("The loss lies in [0, 1].", True, "It is bounded by its definition."),
         Assumption(
@@ -337,8 +364,9 @@ def _format_notes(
     repeated = sum(count - 1 for count in marks.values())
     if repeated > MOST_REPEATED * sum(marks.values()):
         notes.append(
-            f"{repeated} of {sum(marks.values())} inputs repeat another. If they are copies, the examples are not "
-            "independent, and the bound does not hold. Try removing the copies."
+            f"{repeated} of {marks.total()} inputs repeat another. If they are copies, the examples are not "
+            "independent, and the bound does not hold. Try removing the copies. If different examples happen to have "
+            "equal inputs, the bound holds as it is."
         )
     if gauge.problem:
         notes.append(
@@ -362,7 +390,8 @@ def _format_descent_notes(found: Certificate, is_closed: bool, moved: float, epo
             else f"The center of the posterior is {moved:.1%} of its norm away from the weights given."
         )
     if epochs and is_closed:
-        notes.append("The descent did not lower the bound. Try more epochs, or another learning rate.")
+        start = "From there, the" if moved else "The"
+        notes.append(f"{start} descent did not lower the bound. Try more epochs, or another learning rate.")
     terms = found.list_terms()
     if terms["added by the KL divergence"] > found.value / 4:
         notes.append(
@@ -371,7 +400,7 @@ def _format_descent_notes(found: Certificate, is_closed: bool, moved: float, epo
             + (
                 f"more epochs than {epochs}, or a larger learning rate than {lr:g}"
                 if epochs
-                else "epochs=100, move=True"
+                else "epochs=100, move=True, which certifies networks around other weights"
             )
             + ", or a prior closer to the network."
         )

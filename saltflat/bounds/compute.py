@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import scipy
@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
+from saltflat._late import load_later
 from saltflat.bounds.bound import Bound
 from saltflat.bounds.evidence import Evidence
 from saltflat.bounds.losses import BoundedLoss, check_bounded_loss
@@ -29,9 +30,12 @@ from saltflat.engine.session import open_session
 from saltflat.errors import ModelError, NotDefinedError
 from saltflat.results.display import Displayable
 from saltflat.results.report import describe_run
-from saltflat.results.text import add_number_column, build_ruled_table, format_number, make_printable
+from saltflat.results.text import add_number_column, build_ruled_table, make_printable
 from saltflat.symmetry.equality import copy_model
 from saltflat.validation import check_count, check_seed, parse_bytes, take_turns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Bounds(Displayable, Mapping[str, Bound]):
@@ -59,6 +63,11 @@ class Bounds(Displayable, Mapping[str, Bound]):
     def __repr__(self) -> str:
         return f"<Bounds: {', '.join(self)}; print() shows them>"
 
+    def plot(self) -> Figure:
+        """Return a ``matplotlib`` Figure of all bounds against the risk of guessing."""
+        figure: Figure = load_later("render.bound").plot_bounds(list(self.values()))
+        return figure
+
     def to_dict(self) -> dict[str, Any]:
         """Return all bounds as strict JSON, by name."""
         return {name: each.to_dict() for name, each in self.items()}
@@ -67,19 +76,27 @@ class Bounds(Displayable, Mapping[str, Bound]):
         table = build_ruled_table("bound")
         for header in ("value", "guessing"):
             add_number_column(table, header)
-        for header in ("holds", "says", "largest term"):
+        for header in ("risk", "status", "largest term"):
             table.add_column(header, overflow="fold")
+        round_up = load_later("render.bound").round_up
         for name, each in self.items():
+            status = "valid" if each.is_valid else "heuristic" if each.kind == "heuristic" else "assumption violated"
             table.add_row(
                 name,
-                format_number(each.value),
-                format_number(each.chance),
-                "valid" if each.is_valid else "heuristic" if each.kind == "heuristic" else "assumption violated",
-                "nothing" if each.is_vacuous else "something",
-                make_printable(str(each.details.get("largest_term", ""))),
+                round_up(each.value),
+                round_up(each.chance),
+                make_printable(each.loss.replace("_", " ")),
+                f"{status}, vacuous" if each.is_vacuous else status,
+                make_printable(_format_largest(each)),
             )
         lines = [Text(make_printable(f"{name}: left out, {reason}")) for name, reason in self.left_out.items()]
         return Group(table, *lines)
+
+
+def _format_largest(bound: Bound) -> str:
+    """Format the largest term; that of lambda itself is as large as what lambda has to pay for."""
+    largest, driver = (str(bound.details.get(name, "")) for name in ("largest_term", "driven_by"))
+    return f"{largest}, driven by {driver}" if driver else largest
 
 
 @take_turns

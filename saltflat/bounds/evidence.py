@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import cached_property
 from math import log
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from saltflat.bounds.bound import Assumption
+from saltflat.bounds.constants import list_hidden_constants
 from saltflat.bounds.distributions import WeightDistribution
 from saltflat.bounds.losses import LEAST_PROBABILITY, BoundedLoss, check_bounded_loss, compute_bounded_losses
 from saltflat.bounds.pac_bayes import MonteCarlo
@@ -25,6 +25,7 @@ from saltflat.layers import Geometry
 from saltflat.measures.collect import StatisticCollector
 from saltflat.measures.registry import parse_measures
 from saltflat.results.report import Reading
+from saltflat.symmetry.equality import EXAMPLE_SIZE
 from saltflat.symmetry.group import Symmetries
 
 MONTE_CARLO_SHARE = 0.1  # of delta, for the risk of random networks; the inequality has the rest
@@ -194,27 +195,14 @@ class Evidence:
             listed = ", ".join(norms[:4]) + " and others" * (len(norms) > 4)
             found = f"There are running statistics in {listed}. Try saltflat.fold, which turns them into weights."
             return (Assumption(text, False, found),)
-        held = {id(value) for value in [*model.parameters(), *model.buffers()]}
         others = [
             name
             for name, value in network.constants.items()
             if name not in network.measured and value.is_floating_point()
         ]
-        # Arrays that are neither parameters, nor buffers, nor computed from them.
-        others += [
-            f"{path}.{key}".removeprefix(".")
-            for path, module in model.named_modules()
-            for key, value in vars(module).items()
-            if _holds_numbers(value) and id(value) not in held
-        ]
+        first = next(self.context.problem.read_batches()).cut(0, EXAMPLE_SIZE)
+        others += list_hidden_constants(model, first.args, first.kwargs)
         if others:
             listed = ", ".join(others[:4]) + " and others" * (len(others) > 4)
             return (Assumption(text, None, f"{listed} are not drawn; they must not come from these examples."),)
-        return (Assumption(text, True, f"All {self.size:,} parameters are drawn, and there are no other numbers."),)
-
-
-def _holds_numbers(value: object) -> bool:
-    """Return whether this is an array of real numbers that was not computed from parameters."""
-    if isinstance(value, Tensor):
-        return value.is_floating_point() and not value.requires_grad
-    return isinstance(value, numpy.ndarray) and value.dtype.kind == "f"
+        return (Assumption(text, True, f"All {self.size:,} parameters are drawn, and no other tensors are used."),)

@@ -109,10 +109,12 @@ def make_expansion_result(
     if value >= evidence.chance:
         alone = "by itself" if shares[largest] >= evidence.chance else "together with the others"
         said += f"; {alone} it makes the bound vacuous"
+    driver = {}
     if largest == "strength":
         # Lambda is as large as what it divides makes it.
         costs = {name: shares[name] * strength for name in ("weights", "scales", "confidence")}
         dearest = max(costs, key=costs.__getitem__)
+        driver = {"driven_by": dearest}
         said += f". Of what lambda divides, {dearest} is the largest part: {costs[dearest]:.4g}"
     surrogate = (
         "The 0-1 error has no curvature, so that of the loss stands in; the remainder makes up for the difference."
@@ -133,6 +135,8 @@ def make_expansion_result(
         {
             **details,
             "largest_term": largest,
+            **driver,
+            "parts": list(shares),
             "kl": choice.kl,
             "scale_cost": choice.scales,
             "monte_carlo_mean": found.mean,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import expm1, inf, isfinite, log, log1p, sqrt
+from math import expm1, inf, log, log1p, sqrt
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor
 from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.validation import check_non_negative, check_positive, parse_integer
 
+NEAR = 1e-2  # relative rise of a probability up to which logarithms are expanded
+MOST_STRENGTHS = 100_000  # of a grid
+MOST_EXAMPLES = 2**63
 MonteCarloMethod: TypeAlias = Literal["kl", "hoeffding"]
 
 
@@ -32,13 +35,22 @@ def compute_binary_kl(q: float, p: float) -> float:
         0.143841
     """
     _check_share(q=q, p=p)
+    rise = p - q
+    if 0 < q < 1 and abs(rise) < NEAR * min(q, 1 - q):
+        # The terms linear in the rise cancel.
+        return -q * _compute_log_rest(rise / q) - (1 - q) * _compute_log_rest(-rise / (1 - q))
     return max(0.0, _compute_term(q, p) + _compute_term(1 - q, 1 - p))
 
 
 def _compute_term(q: float, p: float) -> float:
     if q == 0:
         return 0.0
-    return inf if p == 0 else q * log(q / p)
+    return inf if p == 0 else q * (log(q) - log(p))
+
+
+def _compute_log_rest(x: float) -> float:
+    """Return ln(1 + x) - x for a small x."""
+    return -sum((-x) ** power / power for power in range(2, 12))
 
 
 def invert_binary_kl(q: float, budget: float) -> float:
@@ -51,7 +63,7 @@ def invert_binary_kl(q: float, budget: float) -> float:
         0.75
     """
     _check_share(q=q)
-    if not budget >= 0:
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise OptionError(f"Expected a budget of at least 0, but got budget={budget!r}. Check the KL divergence.")
     if budget == 0 or q == 1:
         return float(q)
@@ -100,10 +112,11 @@ def compute_gaussian_kl(
         >>> compute_gaussian_kl(one, one, {"w": torch.zeros(2)}, one)  # 2 entries of (1 - 0)^2 / 2
         1.0
     """
+    given = {"mean": mean, "variance": variance, "prior_mean": prior_mean, "prior_variance": prior_variance}
+    _check_same_tensors(given)
     total = 0.0
     for name, mu in mean.items():
-        parts = [each[name].detach().double() for each in (variance, prior_mean, prior_variance)]
-        own, center, wide = parts
+        own, center, wide = (each[name].detach().double() for each in (variance, prior_mean, prior_variance))
         for label, each in (("posterior", own), ("prior", wide)):
             if not bool((each > 0).all()) or not bool(each.isfinite().all()):
                 raise OptionError(
@@ -115,6 +128,22 @@ def compute_gaussian_kl(
         spread = (ratio - 1) - torch.where(ratio > 0.5, torch.log1p(ratio - 1), own.log() - wide.log())
         total += 0.5 * float((spread + (mu.detach().double() - center).square() / wide).sum())
     return max(total, 0.0)
+
+
+def _check_same_tensors(given: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Check that all mappings have the same names, and real, finite tensors of the same shapes."""
+    shapes = {label: {name: tuple(each.shape) for name, each in found.items()} for label, found in given.items()}
+    for label, found in shapes.items():
+        if found != shapes["mean"]:
+            name, shape = sorted({*found.items()} ^ {*shapes["mean"].items()}, key=str)[0]
+            raise OptionError(
+                f"Expected the same names and shapes in all arguments, but got {name!r} of shape {shape} in only one "
+                f"of mean and {label}. Try the parameters of one model."
+            )
+        for name, value in given[label].items():
+            if value.is_complex() or (label.endswith("mean") and not bool(value.isfinite().all())):
+                kind = "complex numbers" if value.is_complex() else "NaN or infinity"
+                raise OptionError(f"Expected real, finite numbers, but got {kind} in {label}[{name!r}]. Check them.")
 
 
 @dataclass(frozen=True)
@@ -219,6 +248,8 @@ def bound_catoni(risk: float, kl: float, examples: int, delta: float = 0.05, *, 
     _check_terms(risk, kl, examples, delta)
     check_positive(strength=strength)
     beta = strength / examples
+    if beta == 0:  # too small for a float
+        return inf
     return expm1(-beta * risk - (kl - log(delta)) / examples) / expm1(-beta)
 
 
@@ -293,6 +324,7 @@ def choose_strength(
         >>> strength, round(value, 4)  # .1 + 100 / 2000 + (9 + ln(60)) / 100
         (100.0, 0.2809)
     """
+    strengths = [float(each) for each in strengths]
     if not strengths:
         raise OptionError("Expected at least one strength, but got an empty grid. Try saltflat.bounds.make_grid().")
     check_delta(delta)
@@ -308,13 +340,18 @@ def make_grid(low: float, high: float, ratio: float) -> tuple[float, ...]:
         (1.0, 2.0, 4.0, 8.0)
     """
     check_positive(low=low, high=high)
-    if not isfinite(ratio) or ratio <= 1 or high < low:
+    if not isinstance(ratio, int | float) or not 1 < ratio < inf or high < low:
         raise OptionError(
             f"Expected low <= high and a ratio above 1, but got low={low!r}, high={high!r}, ratio={ratio!r}. Try "
             "make_grid(1, 1e6, 2)."
         )
     first = _round_up(log(low) / log(ratio))
     last = -_round_up(-log(high) / log(ratio))
+    if not first <= last < first + MOST_STRENGTHS:
+        raise OptionError(
+            f"Expected a grid of 1 to {MOST_STRENGTHS:,} numbers, but got {max(0, last - first + 1):,} powers of "
+            f"{ratio!r} from {low!r} to {high!r}. Try make_grid(1, 1e6, 2)."
+        )
     return tuple(ratio**n for n in range(first, last + 1))
 
 
@@ -324,7 +361,7 @@ def _round_up(value: float) -> int:
 
 
 def _compute_budget(kl: float, examples: int, delta: float) -> float:
-    return (kl + log(2 * sqrt(examples) / delta)) / examples
+    return (kl + log(2) + log(examples) / 2 - log(delta)) / examples
 
 
 def _check_terms(risk: float, kl: float, examples: int, delta: float) -> None:
@@ -361,5 +398,6 @@ def check_delta(delta: float) -> None:
 def _check_number(**given: int) -> None:
     """Check that a number of examples or samples is at least 1; there may be billions of samples."""
     for name, value in given.items():
-        if (parse_integer(value) or 0) < 1:
-            raise OptionError(f"Expected a whole number of at least 1, but got {name}={value!r}. Check the data.")
+        if not 1 <= (parse_integer(value) or 0) <= MOST_EXAMPLES:
+            shown = repr(value) if not isinstance(value, int) or abs(value) <= MOST_EXAMPLES else "more than 2^63"
+            raise OptionError(f"Expected a whole number from 1 to 2^63, but got {name}={shown}. Check the data.")

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite, log, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -271,7 +272,7 @@ def descend_bound(
     if len(set(start.scales.values())) == 1:  # one choice, which costs less than one for each
         scales = dict.fromkeys(scales, next(iter(scales.values())))
     center = {name: start.center[name].to(each) for name, each in means.items()}
-    groups = [{"params": [*ratios.values(), *dict.fromkeys(scales.values())], "lr": 10 * lr}]
+    groups: list[dict[str, Any]] = [{"params": [*ratios.values(), *dict.fromkeys(scales.values())], "lr": 10 * lr}]
     if move:
         groups.append({"params": list(means.values()), "lr": lr})
     optimizer = torch.optim.Adam(groups)
@@ -290,7 +291,7 @@ def descend_bound(
                 outputs = network.run(part, weights, Noise(seed, step))
                 errors += float(compute_bounded_losses(kind, loss, outputs.detach(), part.targets).sum())
                 value = loss.total(outputs.double(), cast_targets(part.targets)).sum() / batch.examples
-                value.backward()  # type: ignore[no-untyped-call]
+                value.backward()
                 total += float(value.detach())
             keep = min(0.98, step / (step + 10))
             risk = keep * risk + (1 - keep) * errors / batch.examples
@@ -307,7 +308,7 @@ def descend_bound(
             for each in free:
                 if each.grad is not None:
                     each.grad *= max(low, 1e-4) / max(entropy, 1e-12)
-            (kl / (examples * trade)).backward()  # type: ignore[no-untyped-call]
+            (kl / (examples * trade)).backward()
             optimizer.step()
             schedule.step()
             step += 1

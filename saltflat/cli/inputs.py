@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from saltflat.audit.result import Audit
+    from saltflat.bounds.bound import Bound
     from saltflat.engine.data import Data
     from saltflat.landscape.result import Landscape
     from saltflat.results.report import Report
     from saltflat.spectrum.result import Spectrum
 
-Result = TypeVar("Result", "Report", "Audit", "Landscape", "Spectrum")
+Result = TypeVar("Result", "Report", "Audit", "Landscape", "Spectrum", "Bound")
 
 Columns: TypeAlias = Annotated[str, typer.Option(help="exact, top (top:5) or sampled (sampled:16).")]
 Layers: TypeAlias = Annotated[list[str] | None, typer.Option(help="Names of modules or parameters. Default: all.")]
@@ -279,7 +280,7 @@ class OutputOptions:
         """Check before the work starts that its results can be written."""
         check_outputs(self.out, self.plot, self.quiet)
 
-    def write(self, result: Report | Audit | Landscape | Spectrum) -> None:
+    def write(self, result: Report | Audit | Landscape | Spectrum | Bound) -> None:
         """Print, write and draw the result."""
         if not self.quiet:
             print_result(result)
@@ -296,7 +297,7 @@ class PageOptions(OutputOptions):
         """Check before the work starts that its results can be written."""
         check_outputs(self.out, self.plot, self.quiet, self.html)
 
-    def write(self, result: Report | Audit) -> None:  # type: ignore[override]
+    def write(self, result: Report | Audit | Bound) -> None:  # type: ignore[override]
         """Print, write and draw the result, and write its page."""
         super().write(result)
         write_result_page(result, self.html, self.quiet)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from itertools import combinations
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -122,6 +121,15 @@ def _format_risk(value: float, loss: str) -> str:
     return f"{_format_plain(shown)} %" if percent else format_number(float(shown))
 
 
+def round_up(value: float) -> str:
+    """Format a number with four digits, rounded up, since a bound that is rounded down is none.
+
+    >>> round_up(0.12341), round_up(12.0)
+    ('0.1235', '12')
+    """
+    return _format_risk(value, "")
+
+
 def _format_plain(value: Decimal) -> str:
     text = f"{value:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -164,19 +172,13 @@ def format_bound_facts(bound: Bound) -> list[str]:
     return [make_printable(each) for each in said if each]
 
 
-MOST_TERMS = 12  # of which every selection is tried
-
-
 def find_additive_terms(bound: Bound) -> dict[str, float]:
-    """Return the fewest positive terms that add up to the bound, since terms may have parts; empty if none do."""
-    terms = [(name, value) for name, value in bound.terms.items() if 0 < value <= bound.value]
-    if not math.isfinite(bound.value) or len(terms) > MOST_TERMS:
+    """Return the positive terms that ``details["parts"]`` names, if they add up to the bound; empty otherwise."""
+    named = bound.details.get("parts")
+    terms = {name: bound.terms[name] for name in named if name in bound.terms} if isinstance(named, list) else {}
+    if not math.isclose(math.fsum(terms.values()), bound.value, rel_tol=1e-9) or min(terms.values(), default=-1) < 0:
         return {}
-    for count in range(2, len(terms) + 1):
-        for some in combinations(terms, count):
-            if math.isclose(math.fsum(value for _, value in some), bound.value, rel_tol=1e-9):
-                return dict(some)
-    return {}
+    return {name: value for name, value in terms.items() if value > 0}
 
 
 DECADES = 2.0  # span of the values above which the axis is logarithmic
@@ -212,7 +214,7 @@ def _draw_panel(axis: Axes, bounds: Sequence[Bound]) -> None:
         axis.set_xscale("log")
         axis.set_xlim(min(seen) / 3, right * 30)
     else:
-        axis.set_xlim(min([0.0, *known]), right * 1.35)
+        axis.set_xlim(min([0.0, *known]), right * 1.3)
     for place, bound in enumerate(bounds):
         _draw_bound(axis, place, bound, log)
     _draw_chance(axis, bounds)

@@ -242,12 +242,13 @@ def test_terms_that_add_up_to_the_bound_are_found() -> None:
         "weights": 0.06,
         "strength": 0.04,
     }
-    bound = make_bound(terms=terms, value=0.35)
-    # Not the parts that the risk of random networks is made of.
+    bound = make_bound(terms=terms, value=0.35, details={"parts": ["random", "zero", "weights", "strength"]})
     assert find_additive_terms(bound) == {"random": 0.25, "weights": 0.06, "strength": 0.04}
+    assert find_additive_terms(replace(bound, details={})) == {}
     assert find_additive_terms(replace(bound, value=0.36)) == {}
     assert find_additive_terms(replace(bound, value=math.inf)) == {}
-    assert find_additive_terms(make_bound(terms={"only": 0.02304})) == {}
+    with pytest.raises(ReportError, match="its terms sum to"):
+        Bound.from_dict({**bound.to_dict(), "value": 0.3})
 
 
 def bar_widths(axis: Axes) -> list[float]:
@@ -255,7 +256,8 @@ def bar_widths(axis: Axes) -> list[float]:
 
 
 def test_parts_of_a_bar_are_drawn_where_their_lengths_add_up() -> None:
-    parts = make_bound(terms={"risk": 0.25, "complexity": 0.1}, value=0.35)
+    named = {"parts": ["risk", "complexity"]}
+    parts = make_bound(terms={"risk": 0.25, "complexity": 0.1}, value=0.35, details=named)
     assert bar_widths(plot_bounds([parts]).axes[0]) == pytest.approx([0.25, 0.1])
     assert bar_widths(plot_bounds([replace(parts, value=0.4)]).axes[0]) == [0.4]
     figure = parts.plot([replace(parts, name="huge", terms={"risk": 0.25, "complexity": 1e4}, value=10000.25)])

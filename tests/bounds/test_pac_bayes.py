@@ -303,7 +303,10 @@ def test_a_choice_among_strengths_costs_the_logarithm_of_their_number() -> None:
 def test_a_grid_holds_the_powers_between_its_ends() -> None:
     assert make_grid(0.5, 4.0, 2.0) == (0.5, 1.0, 2.0, 4.0)
     assert make_grid(3.0, 5.0, 2.0) == (4.0,)
-    assert make_grid(3.0, 3.5, 2.0) == ()
+    with pytest.raises(OptionError, match=r"but got 0 powers of 2\.0 from 3\.0 to 3\.5"):
+        make_grid(3.0, 3.5, 2.0)
+    with pytest.raises(OptionError, match="100,000 numbers"):
+        make_grid(1.0, 1e6, 1 + 1e-12)
     fine = make_grid(1e-3, 1e3, 1.01)
     assert all(isclose(b / a, 1.01) for a, b in pairwise(fine))
     assert fine[0] >= 1e-3 > fine[0] / 1.01
@@ -362,3 +365,32 @@ def test_an_unknown_method_gives_the_nearest_name() -> None:
 
 def test_the_doctest_numbers_of_maurer_follow_from_its_budget() -> None:
     assert bound_maurer(0.0, 3.0, 100, delta=20 / e**5) == pytest.approx(1 - exp(-8 / 100), rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prior_mean": {}}, "only one of mean and prior_mean"),
+        ({"mean": {}}, "only one of mean and variance"),
+        ({"variance": {"w": torch.ones(3)}}, "only one of mean and variance"),
+        ({"mean": {"w": torch.tensor([1.0, nan])}}, "NaN or infinity in mean"),
+        ({"prior_mean": {"w": torch.ones(2, dtype=torch.complex64)}}, "complex numbers in prior_mean"),
+    ],
+)
+def test_distributions_that_do_not_fit_are_refused(change: dict[str, Any], says: str) -> None:
+    given = {name: {"w": torch.ones(2)} for name in ("mean", "variance", "prior_mean", "prior_variance")}
+    assert compute_gaussian_kl(**given) == 0
+    with pytest.raises(OptionError, match=says):
+        compute_gaussian_kl(**(given | change))
+
+
+def test_extreme_numbers_are_not_rounded_away() -> None:
+    for q, p in ((0.5, 0.5 + 1e-10), (0.3, 0.3 * (1 + 1e-4)), (0.9, 0.9 - 1e-6), (1.0, 1e-320), (1e-5, 5e-324)):
+        assert compute_binary_kl(q, p) == pytest.approx(float(precise_kl(q, mpmath.mpf(p))), rel=1e-6)
+    assert bound_maurer(0.0, 0.0, 10**9, 1e-320) == pytest.approx(float(-mpmath.expm1(-budget())))
+    assert bound_catoni(0.1, 1.0, 10, strength=5e-324) == inf
+
+
+def budget() -> float:
+    """ln(2 sqrt(m) / delta) / m for m = 10^9 and delta = 10^-320."""
+    return float((mpmath.log(2 * mpmath.sqrt(10**9)) - mpmath.log(mpmath.mpf(1e-320))) / 10**9)

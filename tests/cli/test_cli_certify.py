@@ -73,11 +73,14 @@ def test_the_prior_and_what_it_has_seen_are_passed_on(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--prior", "missing.pt"), "missing.pt"),
+        (("--prior", "missing.pt", "--prior-data", "none"), "missing.pt"),
         (("--prior-data", "first:0"), "first:N"),
         (("--prior-data", "first:" + "9" * 20), "first:N"),
         (("--prior-data", "first:" + "9" * 5000), "first:N"),
         (("--prior-data", "first:some"), "first:N"),
+        (("--prior-data", "last:3"), "Try first:3"),
+        (("--prior-data", "first:2"), "Expected no --prior-data for a prior at zero"),
+        (("--prior", "somewhere"), "Expected --prior-data to say what the prior has seen"),
         (("--of", "mse"), "a loss in [0, 1]"),
         (("--delta", 1), "between 0 and 1"),
         (("--move",), "epochs"),

@@ -110,6 +110,35 @@ def test_the_smallest_scale_of_tsuzuku_et_al_goes_on_where_it_was(tmp_path: Path
     assert json.loads(again.read_text())[lost] == pytest.approx(folded[lost]), "but by the pass that it lacked"
 
 
+@pytest.mark.skipif(not (DATA / "MNIST").exists(), reason="needs MNIST in SALTFLAT_DATA")
+def test_the_smallest_scale_of_the_certificates_goes_on_where_it_was(tmp_path: Path) -> None:
+    paper = ROOT / "papers" / "bounds"
+    words = ("--scale", "smoke", "--out", str(tmp_path / "results"), "--kept", str(tmp_path / "weights"))
+    assert "at most" in run(paper, "certify", *words)
+    rows = sorted((tmp_path / "results").glob("*.json"))
+    assert len(rows) == 11, "five certificates and six bounds of the papers"
+    values = {path.stem: json.loads(path.read_text())["value"] for path in rows}
+    assert len(set(values.values())) >= 10, "the descent from a trained prior may have found nothing better"
+    lost = rows[-1]
+    lost.unlink()
+    assert len(run(paper, "certify", *words).splitlines()) == 1, "only the bound that was lost is computed again"
+    assert json.loads(lost.read_text())["value"] == pytest.approx(values[lost.stem], rel=1e-4)
+    assert f"{values['mlp-trained']:.2%}" in run(paper, "table", *words)
+    assert "drew bounds.png" in run(paper, "figures", *words)
+
+
+@pytest.mark.skipif(not (DATA / "MNIST").exists(), reason="needs MNIST in SALTFLAT_DATA")
+def test_feature_robustness_is_measured_in_both_states_of_both_networks(tmp_path: Path) -> None:
+    paper = ROOT / "papers" / "petzka2019reparameterization"
+    words = ("robustness", "--scale", "smoke", "--out", str(tmp_path))
+    assert "the bound held at" in run(paper, *words)
+    rows = sorted((tmp_path / "robustness").glob("*.json"))
+    assert len(rows) == 4
+    assert (tmp_path / "robustness.png").exists()
+    rows[0].unlink()
+    assert run(paper, *words).count(", layer ") == 1, "only what was lost is measured again"
+
+
 @pytest.fixture
 def analysis(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(ROOT / "papers" / "tsuzuku2020normalized")
