@@ -20,7 +20,7 @@ ITERATIONS = 2000  # of L-BFGS, at most
 STEPS = 60  # of Adam, from which the other state of each network comes
 DELTAS = tuple(10 ** (power / 2) for power in range(-8, 1))
 SMALL = 0.1  # the largest delta of the fitted power
-LAYERS = {"mlp": ("1", "3", "5"), "lenet": ("3", "7", "11")}
+LAYERS = {"mlp": ("1", "3", "5"), "lenet": ("3", "7", "13")}
 TITLES = {"mlp": "MLP 784-50-30-10", "lenet": "LeNet-5"}
 STATES = {"minimum": "at a minimum", "early": "after 60 steps"}
 
@@ -171,5 +171,5 @@ def draw_figure(out: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         axes[0].set_ylabel("rise of the loss")
     figure.supxlabel("delta, the relative change of the features", fontsize=9)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8)
     figure.savefig(out / "robustness.png", dpi=150)

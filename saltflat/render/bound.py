@@ -86,7 +86,7 @@ def format_bound_answer(bound: Bound) -> list[str]:
         more = f"; the bound is {_format_risk(bound.value, bound.loss)}" if above else ""
         said = [f"{_format_claim(bound)} {bound.quantity} {does.format(risk)}{more}."]
     if bound.is_vacuous:
-        said.append(f"This says nothing: {guesses.format(_format_risk(bound.chance, bound.loss))}.")
+        said.append(f"This is vacuous: {guesses.format(_format_risk(bound.chance, bound.loss))}.")
     return [make_printable(each) for each in said]
 
 

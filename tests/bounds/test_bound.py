@@ -56,7 +56,7 @@ def first_line(bound: Bound) -> str:
 
 
 VACUOUS = (
-    "With probability at least 95 %, {} at most 100 % of new examples; the bound is V. This says nothing: "
+    "With probability at least 95 %, {} at most 100 % of new examples; the bound is V. This is vacuous: "
     "guessing errs on 90 %."
 )
 
@@ -80,14 +80,14 @@ VACUOUS = (
         ),
         (
             {"value": 0.95},
-            "With probability at least 95 %, {} at most 95 % of new examples. This says nothing: "
+            "With probability at least 95 %, {} at most 95 % of new examples. This is vacuous: "
             "guessing errs on 90 %.",
         ),
         ({"value": 12.3}, VACUOUS.replace("V", "12.3")),
         ({"value": math.inf}, VACUOUS.replace("V", "inf")),
         (
             {"value": math.nan},
-            "The bound for a network drawn from the posterior is undefined. This says nothing: guessing errs on 90 %.",
+            "The bound for a network drawn from the posterior is undefined. This is vacuous: guessing errs on 90 %.",
         ),
         (
             {"loss": "clipped_cross_entropy", "value": 0.0312345, "chance": 0.2},

@@ -272,7 +272,7 @@ def a_network_is_certified(printed: str, out: Path) -> None:
     assert bound.examples == 400, "the examples that the prior has not seen"
     assert bound.is_valid
     assert f"errs on at most {100 * bound.value:.1f}"[:18] in " ".join(printed.split())
-    others = [float(each) for each in re.findall(r"at most ([\d.]+)%, ", printed)]
+    others = [float(each) for each in re.findall(r"at most ([\d.]+) %, ", printed)]
     assert len(others) == 3
     assert bound.value < min(others[1:]) / 100, "a trained prior is better than one that has seen nothing"
     assert "is refused: Expected weights from before training" in printed
