@@ -1,9 +1,9 @@
 """Certify the error of a network: "with probability 95 %, it errs on new data at most ...".
 
-A network is trained on two thirds of the handwritten digits and certified on the rest, which it has not seen. It is
-its own prior, so a plain test on the rest says more about it. A network that has learned from all digits cannot be
-tested on them, but certified, with three kinds of prior. A prior that has seen the examples is refused. The same on the command line, for a
-network in a file:
+A network is trained on two thirds of the handwritten digits and certified on the rest, which it has not seen. It is its
+own prior, so a plain test on the rest says more about it. A network that has learned from all digits cannot be tested
+on them, but certified, with three kinds of prior. A prior that has seen the examples is refused. The same on the
+command line, for a network in a file:
 
     saltflat certify --model my_model:build --weights trained.safetensors --data mnist \\
         --prior prior.safetensors --prior-data first:40000
