@@ -1,9 +1,11 @@
-"""Ibayashi et al.'s random-label experiment, Figures 2 and 4: does minimum sharpness correlate with the gap?
+"""Ibayashi et al.'s experiments: does minimum sharpness correlate with the gap, and what does its exact trace save?
 
     python papers/ibayashi2021minimum/run.py                  train and measure both networks, draw
     python papers/ibayashi2021minimum/run.py --scale smoke    half a minute on a CPU, to see that it runs
+    python papers/ibayashi2021minimum/run.py estimators       Figures 1 and 3: time and errors, an hour on one CPU core
     python papers/ibayashi2021minimum/run.py table            what was found, beside the paper's archived values
     python papers/ibayashi2021minimum/run.py figures          draw again from the rows
+    python papers/ibayashi2021minimum/run.py page             put the tables into README.md
 
 MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. If interrupted, a run
 resumes where it stopped.
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import estimators
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -26,6 +29,8 @@ import saltflat
 from saltflat.results.files import write_json
 from saltflat.studies import Results, Study
 from saltflat.studies.rebuild import load_trained_network
+from saltflat.studies.scores.correlation import resample_pearson
+from saltflat.studies.scores.layout import compute_interval, draw_resamples
 
 HERE = Path(__file__).parent
 CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]
@@ -33,6 +38,8 @@ CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["clai
 MEASURES = ("minimum_sharpness", "normalized_sharpness", "normalized_sharpness_arxiv", "hessian_trace", "squared_norm")
 COLLAPSED = 0.2  # training accuracy below this: the network gives (nearly) the same answer to everything
 FITTED = 0.01  # training error up to which the labels count as fitted
+CLOSE = 0.25  # relative difference from an archived mean that counts as reproduced
+RESAMPLES = 2000
 LR = {"ibayashi_mlp": 0.1, "ibayashi_lenet": 0.03}
 EPOCHS = {"ibayashi_mlp": 800, "ibayashi_lenet": 160}
 # Sharpness is taken on all 60,000 training images. In float64 that takes 9 s of an H200 for one LeNet, in float32 2.
@@ -187,6 +194,87 @@ def verdict(
     return "reproduced" if abs(pearson - claim[f"{short}_pearson"]) <= 0.1 else same_sign
 
 
+def compute_lead(found: Found, chosen: np.ndarray[Any, Any]) -> tuple[float, float, float]:
+    """Return by how much normalized sharpness correlates better than minimum sharpness, with a 95 % interval."""
+    values = [found.values(name)[chosen] for name in ("normalized_sharpness_arxiv", "minimum_sharpness")]
+    times = draw_resamples(np.arange(chosen.sum()), RESAMPLES, seed=0)
+    normalized, minimum = resample_pearson(np.stack(values), found.gap[chosen], times)
+    lead = normalized - minimum
+    return float(lead[0]), *compute_interval(lead[1:])
+
+
+def verdicts(networks: dict[str, Found], out: Path) -> Iterator[str]:
+    """Yield a row for every claim."""
+    yield "## Verdicts"
+    yield ""
+    yield "| claim | archived | here | verdict |"
+    yield "| --- | --- | --- | --- |"
+    for claim in CLAIMS:
+        found = networks.get(claim["network"])
+        if found is None or found.fitted.sum() < 4:
+            continue
+        sharpness, shown, judged = found.values("minimum_sharpness"), [], []
+        for title, chosen in {"fitted": found.fitted, "all": np.ones(len(found.gap), dtype=bool)}.items():
+            one = pearsonr(sharpness[chosen], found.gap[chosen])
+            which = f"all {chosen.sum()}" if title == "all" else f"{chosen.sum()} that fitted their labels"
+            shown.append(f"{one.statistic:.2f} ({which})")
+            verdict_of = verdict(float(one.statistic), float(one.pvalue), chosen, found, claim, "ms").partition(";")[0]
+            judged.append(f"{verdict_of} over {'those that fitted their labels' if title == 'fitted' else 'all'}")
+        if found.fitted.all():
+            shown, judged = shown[1:], [judged[1].partition(" over")[0]]
+        yield (
+            f"| {claim['where']}: minimum sharpness correlates with the gap | {claim['ms_pearson']:.2f} | "
+            f"{', '.join(shown)} | **{', '.join(judged)}** |"
+        )
+        lead, low, high = compute_lead(found, found.fitted)
+        better = "normalized" if lead > 0 else "minimum"
+        same = "reproduced" if low <= 0 <= high else f"not reproduced: {better} sharpness correlates better"
+        archived = f"{claim['ns_pearson']:.2f} (not converged) against {claim['ms_pearson']:.2f}"
+        yield (
+            f"| {claim['where']}: at the same level as normalized sharpness | {archived} | "
+            f"converged, ahead by {lead:.2f} [{low:.2f}, {high:.2f}] | **{same}** |"
+        )
+        ratios = {
+            ratio: found.mean(sharpness, ratio) / claim["ms"][claim["ratios"].index(ratio)]
+            for ratio in sorted(set(found.ratio))
+        }
+        off = [ratio for ratio, value in ratios.items() if abs(value - 1) > CLOSE]
+        judged_values = "reproduced" if not off else f"not reproduced at {len(off)} of {len(ratios)} shares"
+        yield (
+            f"| {claim['where']}: the means of minimum sharpness | | {min(ratios.values()):.2f} to "
+            f"{max(ratios.values()):.2f} times the archived ones | **{judged_values}** |"
+        )
+    if estimators.load_all(out):
+        yield from estimators.write_verdicts(out)
+    yield ""
+
+
+def draw_shares(networks: dict[str, Found], path: Path) -> None:
+    """Draw gap and sharpness against the share of random labels, on linear axes: a row for each network."""
+    claims = [claim for claim in CLAIMS if claim["network"] in networks]
+    figure = Figure(figsize=(11, 3.3 * len(claims)), layout="constrained")
+    for axes, claim in zip(figure.subplots(len(claims), 3, squeeze=False), claims, strict=True):
+        found = networks[claim["network"]]
+        panels = {
+            "gap, test error - training error": (found.gap, "gap"),
+            "minimum sharpness": (found.values("minimum_sharpness"), "ms"),
+            "normalized sharpness (arXiv form)": (found.values("normalized_sharpness_arxiv"), "ns"),
+        }
+        for axis, (title, (values, key)) in zip(axes, panels.items(), strict=True):
+            good = found.fitted
+            axis.plot(found.ratio[good], values[good], "o", ms=3, color="#0072b2", label="here")
+            if not good.all():
+                axis.plot(found.ratio[~good], values[~good], "x", color="#d55e00", label="here, labels not fitted")
+            label = "archived means" + (", not converged" if key == "ns" else "")
+            axis.plot(claim["ratios"], claim[key], "k-", lw=1, label=label)
+            axis.set_title(f"{claim['where']}: {title}", fontsize=9)
+            axis.set_ylim(0, 1.15 * max(*values[good], *claim[key]))  # one that did not fit can be far above
+            axis.legend(fontsize=7, frameon=False)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("share of random labels", fontsize=9)
+    figure.savefig(path, dpi=90)
+
+
 def draw(claim: dict[str, Any], found: Found, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     shown = {"minimum_sharpness": "ms", "normalized_sharpness_arxiv": "ns"}
@@ -211,9 +299,48 @@ def draw(claim: dict[str, Any], found: Found, path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
+def load(out: Path) -> dict[str, Found]:
+    """Return the networks of both figures, where there are rows."""
+    folders = {claim["network"]: out / claim["network"] for claim in CLAIMS}
+    return {network: Found(folder) for network, folder in folders.items() if folder.exists()}
+
+
+def write_tables(out: Path) -> Iterator[str]:
+    """Yield the page's tables."""
+    networks = load(out)
+    if networks:
+        yield from verdicts(networks, out)
+        yield "## The tables"
+        yield ""
+    for claim in CLAIMS:
+        if claim["network"] in networks:
+            yield from table(claim, networks[claim["network"]], out / f"{claim['network']}_rounding.json")
+    if estimators.load_all(out):
+        yield from estimators.write_table(out)
+
+
+def draw_all(out: Path) -> None:
+    """Draw all figures."""
+    networks = load(out)
+    for claim in CLAIMS:
+        if claim["network"] in networks:
+            draw(claim, networks[claim["network"]], out / f"{claim['network']}.png")
+    if networks:
+        draw_shares(networks, out / "shares.png")
+    if estimators.load_all(out):
+        estimators.draw_figure(out)
+
+
+def write_page(table: str) -> None:
+    """Replace what stands between the two marks of the page by the table."""
+    path, begin, end = HERE / "README.md", "<!-- table -->\n", "<!-- end of table -->\n"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    path.write_text(f"{before}{begin}\n{table.strip()}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "table", "figures"), default="all")
+    parser.add_argument("what", nargs="?", choices=("all", "estimators", "table", "figures", "page"), default="all")
     parser.add_argument("--networks", nargs="+", choices=tuple(LR), default=list(LR))
     parser.add_argument("--scale", choices=("full", "smoke"), default="full")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -221,19 +348,20 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
     given = parser.parse_args(words)
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
-    for claim in CLAIMS:
-        folder, rounding = out / claim["network"], out / f"{claim['network']}_rounding.json"
-        if given.what == "all" and claim["network"] in given.networks:
-            asked = study(claim["network"], given.scale)
-            asked.run(folder, device=given.device, data_folder=given.data)
-            if asked.measure_options["dtype"] == "float32" and not rounding.exists():
-                write_json(precision(folder, given.data, given.device), rounding)
-        if not folder.exists():
-            continue
-        found = Found(folder)
-        if given.what != "table":
-            draw(claim, found, out / f"{claim['network']}.png")
-        print("\n".join(table(claim, found, rounding)))
+    for network in given.networks if given.what == "all" else ():
+        folder, rounding = out / network, out / f"{network}_rounding.json"
+        asked = study(network, given.scale)
+        asked.run(folder, device=given.device, data_folder=given.data)
+        if asked.measure_options["dtype"] == "float32" and not rounding.exists():
+            write_json(precision(folder, given.data, given.device), rounding)
+    if given.what == "estimators":
+        estimators.measure_all(out, given.data, given.scale)
+    if given.what in ("all", "estimators", "figures"):
+        draw_all(out)
+    if given.what == "page":
+        write_page("\n".join(write_tables(out)))
+    else:
+        print("\n".join(write_tables(out)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ What it can do (`python papers/jia2020information/run.py WHAT --help` lists the 
     train                   train and measure every method and seed that has no row yet; resume interrupted runs
     tune                    the same on 45,000 images, judged on the other 5,000, as the paper chose
     table                   what was found, beside the paper
+    figures                 draw the curves of all runs
+    page                    put the tables into README.md
     train --scale smoke     a minute on a CPU, to see that it runs
 
 CIFAR-10 has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. Every finished run is
@@ -23,6 +25,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from scipy.stats import ttest_ind
 from torch import Tensor, nn
@@ -37,6 +40,8 @@ MEASURES = ("fisher_logdet", "fisher_trace", "normalized_sharpness", "minimum_sh
 # Rows of old do not say which precision the gradients of fisher_logdet had: it was float32, where most eigenvalues may
 # be rounding. Their values stay in the rows, and are withdrawn.
 LOGDET, WITHDRAWN = "fisher_logdet", "withdrawn"
+GAP = "gap"  # test error minus training error
+CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]
 METHODS = ("sgd", "fisher", "sam")
 
 
@@ -220,6 +225,9 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
     """Yield the README's tables."""
     by_method = {m: [row for row in found if row["run"]["method"] == m] for m in METHODS}
     by_method = {m: each for m, each in by_method.items() if each}
+    yield from verdicts(by_method)
+    yield "## The CNN on CIFAR-10"
+    yield ""
     yield "| method | seeds | epochs | test error % | training error % | seconds | " + " | ".join(MEASURES) + " |"
     yield "| --- " * (6 + len(MEASURES)) + "|"
     for each in by_method.values():
@@ -230,13 +238,9 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
         ]
         yield "| " + " | ".join(cells) + " |"
     yield ""
-    claim = tomllib.loads((HERE / "claims.toml").read_text())["claim"][0]
-    without, within = (f"{claim[key]} ± {claim[key + '_deviation']}" for key in ("base", "penalised"))
-    yield f"{claim['where']}: test error {without} without and {within} with the penalty, {claim['epochs']} epochs."
-    yield ""
     base = by_method.get("sgd", [])
     for method in ("fisher", "sam"):
-        for key in ("test_error", *MEASURES):
+        for key in ("test_error", "train_error", GAP, *MEASURES):
             other = by_method.get(method, [])
             if not base or not other:
                 continue
@@ -251,6 +255,76 @@ def summary(found: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> Iterato
             yield f"| {label_of(row['run'])} | {row['epochs_done']} | {row['test_error']:.2f} |"
 
 
+def verdicts(by_method: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yield a row for every claim."""
+    yield "## Verdicts"
+    yield ""
+    yield "| claim | paper | here | verdict |"
+    yield "| --- | --- | --- | --- |"
+    for claim in CLAIMS:
+        printed, here, judged = "yes", "", claim.get("reason", "")
+        if "base" in claim:
+            printed, here = (
+                f"{one} to {other}, {epochs} epochs"
+                for one, other, epochs in (
+                    (claim["base"], claim["penalised"], claim["epochs"]),
+                    (
+                        *(
+                            f"{mean(values(by_method[m], 'test_error')):.2f}" if m in by_method else "-"
+                            for m in METHODS[:2]
+                        ),
+                        " or ".join(sorted({str(row["epochs_done"]) for each in by_method.values() for row in each})),
+                    ),
+                )
+            )
+            judged = judge_test_error(by_method)
+        yield f"| {claim['where']}: {claim['name']} | {printed} | {here} | **{judged}** |"
+    yield ""
+
+
+def judge_test_error(by_method: dict[str, list[dict[str, Any]]]) -> str:
+    """Return whether the penalty lowers the test error: Welch's test, at 5 %."""
+    base, other = (values(by_method.get(method, []), "test_error") for method in METHODS[:2])
+    if min(len(base), len(other)) < 2:
+        return "not tested"
+    chance = float(ttest_ind(base, other, equal_var=False).pvalue)
+    reproduced = mean(other) < mean(base) and chance < 0.05
+    epochs = " or ".join(sorted({str(row["epochs_done"]) for method in METHODS[:2] for row in by_method[method]}))
+    return f"{'reproduced' if reproduced else 'not reproduced'} after {epochs} epochs (p = {chance:.2g})"
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Draw the curves of all runs, and the errors at their ends."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for place, method in enumerate(METHODS):
+        rows_of = [row for row in found if row["run"]["method"] == method]
+        for number, row in enumerate(rows_of):
+            label = label_of(row["run"]) if number == 0 else None
+            for axis, column in ((left, 0), (middle, 1)):
+                axis.plot([each[column] for each in row["curve"]], color=f"C{place}", lw=0.9, label=label)
+        if rows_of:
+            for offset, key in enumerate(("train_error", "test_error", GAP)):
+                shown = values(rows_of, key)
+                right.scatter([offset + 0.2 * (place - 1)] * len(shown), shown, s=14, color=f"C{place}")
+    left.set_yscale("log")
+    left.set_title("training loss, augmented", fontsize=9)
+    middle.set_title("test error, %", fontsize=9)
+    for axis in (left, middle):
+        axis.set_xlabel("epoch", fontsize=9)
+    right.set_xticks(range(3), ["training error, %", "test error, %", "gap, points"], fontsize=9)
+    right.set_title("at the end", fontsize=9)
+    left.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=90)
+
+
+def write_page(table: str) -> None:
+    """Replace what stands between the two marks of the page by the table."""
+    path, begin, end = HERE / "README.md", "<!-- table -->\n", "<!-- end of table -->\n"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    path.write_text(f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def is_valid(found: list[dict[str, Any]], key: str) -> bool:
     """Return whether a quantity was measured in a way that holds: fisher_logdet with gradients in float64."""
     return key != LOGDET or all(row.get("fisher_logdet_eps") == torch.finfo(torch.float64).eps for row in found)
@@ -263,6 +337,8 @@ def label_of(run: dict[str, Any]) -> str:
 
 
 def values(found: list[dict[str, Any]], key: str) -> list[float]:
+    if key == GAP:
+        return [row["test_error"] - row["train_error"] for row in found]
     return [row[key] if key in row else row["measures"][key] for row in found]
 
 
@@ -278,7 +354,7 @@ def verdict(base: list[float], other: list[float]) -> str:
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "tune", "table"))
+    parser.add_argument("what", choices=("train", "tune", "table", "figures", "page"))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=Run.epochs)
@@ -294,9 +370,13 @@ def main(words: list[str] | None = None) -> None:
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
     folder = out / "tuning" if given.what == "tune" else out
     folder.mkdir(parents=True, exist_ok=True)
-    if given.what == "table":
-        for line in summary(rows(out), rows(out / "tuning")):
-            print(line)
+    if given.what == "figures":
+        draw(rows(out), out / "curves.png")
+        print("drew curves.png")
+        return
+    if given.what in ("table", "page"):
+        table = "\n".join(summary(rows(out), rows(out / "tuning")))
+        write_page(table) if given.what == "page" else print(table)
         return
     plain = Run("sgd", 0, given.epochs, clip=given.clip, held_out=5000 if given.what == "tune" else 0)
     if given.scale == "smoke":

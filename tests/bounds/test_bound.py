@@ -80,8 +80,7 @@ VACUOUS = (
         ),
         (
             {"value": 0.95},
-            "With probability at least 95 %, {} at most 95 % of new examples. This is vacuous: "
-            "guessing errs on 90 %.",
+            "With probability at least 95 %, {} at most 95 % of new examples. This is vacuous: guessing errs on 90 %.",
         ),
         ({"value": 12.3}, VACUOUS.replace("V", "12.3")),
         ({"value": math.inf}, VACUOUS.replace("V", "inf")),

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,43 @@ def test_a_page_shows_the_table_of_its_rows(paper: Path) -> None:
     table = run(paper, "table").strip()
     assert table
     assert table in (paper / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_numbers_in_the_prose_of_a_page_are_those_of_its_tables_or_settings(paper: Path) -> None:
+    page = (paper / "README.md").read_text(encoding="utf-8").partition("## How it was run")[0]
+    tables = run(paper, "table")
+    prose = set(page.splitlines()) - set(tables.splitlines())
+    settings = "".join(path.read_text(encoding="utf-8") for path in [*paper.glob("*.py"), *paper.glob("*.toml")])
+    numbers = {number for line in prose for number in re.findall(r"(?<![\w.])\d+\.\d+(?!\.?\d)", line)}
+    # Shares may be written in percent.
+    known = {each for each in numbers if each in tables or each in settings or f"{float(each) / 100:g}" in settings}
+    assert numbers == known
+
+
+def test_the_list_of_all_claims_is_that_of_the_pages() -> None:
+    index = ROOT / "papers" / "index.py"
+    listed = subprocess.run([sys.executable, index], capture_output=True, text=True, check=True).stdout.strip()
+    assert listed.count("\n| ") >= 30, "every claim of every paper has a row"
+    assert listed in (ROOT / "papers" / "README.md").read_text(encoding="utf-8")
+    for paper in PAPERS:
+        assert f"({paper.name}/README.md)" in (ROOT / "papers" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not (DATA / "MNIST").exists(), reason="needs MNIST in SALTFLAT_DATA")
+def test_the_smallest_scale_of_the_estimators_goes_on_where_it_was(tmp_path: Path) -> None:
+    paper = ROOT / "papers" / "ibayashi2021minimum"
+    words = ("estimators", "--scale", "smoke", "--out", str(tmp_path))
+    assert "### Figure 3: errors of estimated diagonals" in run(paper, *words)
+    rows = sorted((tmp_path / "estimators").glob("*.json"))
+    assert len(rows) == 2
+    assert (tmp_path / "figure3.png").exists()
+    for row in (json.loads(path.read_text()) for path in rows):
+        assert row["loop_differs_by"] < 1e-4, "the loop agrees with the exact trace"
+        errors = {name: curve["error"][-1] for name, curve in row["curves"].items()}
+        assert errors.pop("exact, float32") < 1e-5 < min(errors.values())
+    rows[0].unlink()
+    assert run(paper, *words).count("seed 0: trace") == 1, "only what was lost is measured again"
 
 
 @pytest.mark.skipif(not (DATA / "cifar-10-batches-py").exists(), reason="needs CIFAR-10 in SALTFLAT_DATA")
