@@ -289,7 +289,8 @@ def format_certificate_row(task: Task, way: str, bound: Bound) -> str:
     terms = bound.terms
     risks = [terms["risk of the network itself"], terms["risk of random networks"], terms["Monte Carlo margin"]]
     cells = [task.title, WAYS[way], f"{bound.examples:,}", *(f"{each:.2%}" for each in risks)]
-    cells += [f"{terms['KL divergence (nats)'] / bound.examples:.2g}", f"**{bound.value:.2%}**"]
+    kl = terms["KL divergence (nats)"] / bound.examples
+    cells += [f"{kl:.2g}" if kl > 1e-12 else "0", f"**{bound.value:.2%}**"]
     holdout = bound.details.get("holdout")
     cells += [f"{bound.details['test_error']:.2%}", "" if holdout is None else f"{holdout:.2%}"]
     return f"| {' | '.join(cells)} |"
@@ -301,6 +302,9 @@ def format_paper_row(task: Task, kind: str, bound: Bound) -> str:
     says = f"{bound.value:.3g}" + (" (vacuous)" if bound.is_vacuous else "")
     largest = str(bound.details.get("largest_term", ""))
     size = f": {bound.terms[largest]:.3g}" if largest in bound.terms else ""
+    if largest == "strength":  # as large as what lambda pays for
+        costs = {name: bound.terms[name] for name in ("weights", "scales", "confidence")}
+        size += f", driven by {max(costs, key=costs.__getitem__)}"
     return f"| {task.title} | {PAPERS[kind]} | {says} | {bound.chance:.3g} | {holds} | {largest}{size} |"
 
 

@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 
 from saltflat.bounds.bound import Assumption, Bound
 from saltflat.bounds.compute import Bounds, compute_bounds
+from saltflat.bounds.distributions import compute_gaussian_kl
 from saltflat.bounds.jia import bound_information, compute_information_term, compute_soft_fisher
 from saltflat.bounds.pac_bayes import (
     MonteCarlo,
@@ -23,7 +24,6 @@ from saltflat.bounds.pac_bayes import (
     bound_monte_carlo,
     choose_strength,
     compute_binary_kl,
-    compute_gaussian_kl,
     invert_binary_kl,
     make_grid,
 )

@@ -18,6 +18,7 @@ from saltflat.bounds.distributions import Gaussian
 from saltflat.bounds.losses import LEAST_PROBABILITY, BoundedLoss, check_bounded_loss
 from saltflat.bounds.pac_bayes import MonteCarlo, bound_monte_carlo, check_delta
 from saltflat.bounds.posterior import (
+    PARTS,
     SCALES,
     TRIAL,
     Certificate,
@@ -29,20 +30,12 @@ from saltflat.bounds.posterior import (
 from saltflat.bounds.prior import (
     Gauge,
     OwnRisk,
-    PriorData,
-    PriorLike,
-    Split,
     check_unseen,
     choose_gauge,
-    combine_marks,
     measure_risk,
-    split_data,
 )
-from saltflat.bounds.stochastic import (
-    RandomNetwork,
-    bound_empirical_risk,
-    estimate_risk,
-)
+from saltflat.bounds.seen import PriorData, PriorLike, Split, combine_marks, split_data
+from saltflat.bounds.stochastic import RandomNetwork, bound_empirical_risk, estimate_risk
 from saltflat.engine.context import Context, describe_context
 from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike, parse_loss
@@ -58,13 +51,6 @@ from saltflat.symmetry.equality import EXAMPLE_SIZE, parse_example
 from saltflat.validation import check_count, check_flag, check_positive, check_seed, parse_bytes, take_turns
 
 MONTE_CARLO_SHARE = 0.1  # of delta
-# Terms that add up to the bound.
-PARTS = (
-    "risk of random networks",
-    "Monte Carlo margin",
-    "added by confidence and choice",
-    "added by the KL divergence",
-)
 MOST_DRAWS = 1 << 20
 MOST_REPEATED = 0.1  # share of the inputs that may repeat another before copies are suspected
 LARGEST_RATE = 1e6  # of the descent

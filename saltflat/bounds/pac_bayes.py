@@ -7,13 +7,10 @@ these holds for all posteriors at once. They bound the risk of networks drawn fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import expm1, inf, log, log1p, sqrt
 from typing import Literal, TypeAlias, get_args
-
-import torch
-from torch import Tensor
 
 from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.validation import check_non_negative, check_positive, parse_integer
@@ -87,63 +84,6 @@ def _compute_rise(q: float, rise: float) -> float:
 def _round_share_up(p: float) -> float:
     """Return a slightly larger probability, so that rounding does not make a bound smaller."""
     return min(1.0, p * (1 + 4e-15))
-
-
-def compute_gaussian_kl(
-    mean: Mapping[str, Tensor],
-    variance: Mapping[str, Tensor],
-    prior_mean: Mapping[str, Tensor],
-    prior_variance: Mapping[str, Tensor],
-) -> float:
-    r"""Return the KL divergence between two normal distributions with independent entries, in float64.
-
-    .. math::
-        \mathrm{KL} = \frac12 \sum_i \left(\frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
-        - \ln\frac{\sigma_i^2}{s_i^2}\right)
-
-    Args:
-        mean: :math:`\mu` of the posterior, by parameter.
-        variance: :math:`\sigma^2` of the posterior.
-        prior_mean: :math:`m`.
-        prior_variance: :math:`s^2`.
-
-    Example:
-        >>> one = {"w": torch.ones(2)}
-        >>> compute_gaussian_kl(one, one, {"w": torch.zeros(2)}, one)  # 2 entries of (1 - 0)^2 / 2
-        1.0
-    """
-    given = {"mean": mean, "variance": variance, "prior_mean": prior_mean, "prior_variance": prior_variance}
-    _check_same_tensors(given)
-    total = 0.0
-    for name, mu in mean.items():
-        own, center, wide = (each[name].detach().double() for each in (variance, prior_mean, prior_variance))
-        for label, each in (("posterior", own), ("prior", wide)):
-            if not bool((each > 0).all()) or not bool(each.isfinite().all()):
-                raise OptionError(
-                    f"Expected positive, finite variances, but got a {label} with variance {float(each.min()):g} in "
-                    f"{name!r}: its KL divergence is infinite. Try a larger variance there."
-                )
-        ratio = own / wide
-        # r - 1 - ln r, without cancellation near r = 1, nor the loss of a small r.
-        spread = (ratio - 1) - torch.where(ratio > 0.5, torch.log1p(ratio - 1), own.log() - wide.log())
-        total += 0.5 * float((spread + (mu.detach().double() - center).square() / wide).sum())
-    return max(total, 0.0)
-
-
-def _check_same_tensors(given: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Check that all mappings have the same names, and real, finite tensors of the same shapes."""
-    shapes = {label: {name: tuple(each.shape) for name, each in found.items()} for label, found in given.items()}
-    for label, found in shapes.items():
-        if found != shapes["mean"]:
-            name, shape = sorted({*found.items()} ^ {*shapes["mean"].items()}, key=str)[0]
-            raise OptionError(
-                f"Expected the same names and shapes in all arguments, but got {name!r} of shape {shape} in only one "
-                f"of mean and {label}. Try the parameters of one model."
-            )
-        for name, value in given[label].items():
-            if value.is_complex() or (label.endswith("mean") and not bool(value.isfinite().all())):
-                kind = "complex numbers" if value.is_complex() else "NaN or infinity"
-                raise OptionError(f"Expected real, finite numbers, but got {kind} in {label}[{name!r}]. Check them.")
 
 
 @dataclass(frozen=True)

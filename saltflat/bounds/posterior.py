@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.bounds.distributions import Gaussian, Noise
-from saltflat.bounds.pac_bayes import MonteCarlo, bound_maurer, compute_gaussian_kl, make_grid
+from saltflat.bounds.distributions import Gaussian, Noise, compute_gaussian_kl
+from saltflat.bounds.pac_bayes import MonteCarlo, bound_maurer, make_grid
 from saltflat.bounds.stochastic import (
     BoundedLoss,
     RandomNetwork,
@@ -74,6 +74,15 @@ class Posterior:
     def compute_selection_cost(self) -> float:
         """Return what the choice of the scales adds to the KL divergence: ln of the number of choices."""
         return compute_selection_cost(self.scales)
+
+
+# Terms of a certificate that add up to it.
+PARTS = (
+    "risk of random networks",
+    "Monte Carlo margin",
+    "added by confidence and choice",
+    "added by the KL divergence",
+)
 
 
 @dataclass(frozen=True)

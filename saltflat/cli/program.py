@@ -1,4 +1,4 @@
-"""The program: its commands, its terminal, its errors, and the files that it writes."""
+"""The program: commands, terminal, errors and files. Functions import the library: help is printed without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ import saltflat
 from saltflat._startup import raise_on_interrupt
 from saltflat.errors import OptionError, SaltflatError
 
-# The library itself is imported inside of the functions that need it, so that help is printed without torch.
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

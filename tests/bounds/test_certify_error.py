@@ -28,7 +28,7 @@ from saltflat.bounds import posterior as posterior_module
 from saltflat.bounds.certify_error import certify_error
 from saltflat.bounds.distributions import Gaussian
 from saltflat.bounds.posterior import Posterior
-from saltflat.bounds.prior import Fingerprints
+from saltflat.bounds.seen import Fingerprints
 from saltflat.bounds.stochastic import BoundedLoss, RandomNetwork
 from saltflat.errors import (
     DataError,
