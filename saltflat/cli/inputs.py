@@ -208,7 +208,9 @@ class LossOptions:
 
     heading: ClassVar[str] = "Computation"
 
-    loss: Annotated[str, typer.Option(help="cross_entropy, mse or bce_with_logits.")] = "cross_entropy"
+    loss: Annotated[str, typer.Option(help="cross_entropy, mse, bce_with_logits, or model for the model's own.")] = (
+        "cross_entropy"
+    )
     memory: Annotated[str, typer.Option(help="Working memory beyond the model and the results.")] = "1GiB"
 
     def make_arguments(self) -> dict[str, Any]:

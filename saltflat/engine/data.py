@@ -21,6 +21,7 @@ Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
 Leaf: TypeAlias = Tensor | Mapping[str, Any] | bool | int | float | str | bytes | None
 T = TypeVar("T")
 
+SPANS = ("start_positions", "end_positions")  # labels of models that answer questions
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPARED_PLACES = 4096  # entries per example and tensor, about
 COMPARED_AT_ONCE = 1 << 18  # entries, in whole numbers of eight bytes
@@ -106,6 +107,10 @@ def unpack_batch(item: Batch | Inputs, number: int = 0) -> tuple[tuple[Any, ...]
     if isinstance(item, Mapping):
         inputs = dict(item)
         targets = inputs.pop("labels", None)
+        spans = [inputs.get(name) for name in SPANS]
+        if targets is None and all(isinstance(each, Tensor) for each in spans):
+            # The two labels of a model that answers questions.
+            targets = torch.stack([inputs.pop(name) for name in SPANS], 1)
         if not isinstance(targets, Tensor):
             raise DataError(
                 "Expected a tensor under 'labels' beside the inputs, but got a dict with the keys "

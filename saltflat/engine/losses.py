@@ -309,8 +309,12 @@ def parse_loss(given: LossLike) -> Loss:
     if isinstance(given, Loss):
         return given
     if isinstance(given, str):
+        if given == "model":
+            from saltflat.engine.model_targets import ModelLoss  # which builds on this module
+
+            return ModelLoss()
         if given not in LOSSES:
-            raise make_unknown_name_error("loss", given, LOSSES)
+            raise make_unknown_name_error("loss", given, [*LOSSES, "model"])
         return LOSSES[given]()
     if isinstance(given, list | tuple):
         raise OptionError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -9,16 +10,83 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from saltflat.engine.custom_losses import CustomLoss
-from saltflat.engine.data import Batch
+from saltflat.engine.data import SPANS, Batch
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, format_shape
+from saltflat.engine.model_targets import ModelLoss, TargetRule, find_decoder_rule, shift_labels
 from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
-from saltflat.errors import ModelError
+from saltflat.errors import LabelError, ModelError
 
 TOLERANCE = 1e-5  # relative; the model computes its own loss in float32
+
+
+def fit_targets(problem: Problem) -> Problem:
+    """Return the problem with the model's own loss, and its labels as the model itself uses them.
+
+    The loss is the one that equals the model's for the first examples whose labels are not all ignored. With
+    cross-entropy, the default, nothing changes but the positions of labels, and only if the model's loss is
+    cross-entropy with the labels of the next position.
+    """
+    wanted = isinstance(problem.loss, ModelLoss)
+    problem = replace(problem, rule=find_decoder_rule(problem))
+    for batch in problem.iterate_pairs():
+        if not can_accept_labels(problem.model, batch):
+            if wanted:
+                raise _refuse_model(problem, "whose forward does not accept labels by name")
+            return problem
+        with torch.no_grad(), problem.network.use_parameters(problem.network.constants):
+            own = compute_model_loss(problem.model, batch.args, batch.kwargs, batch.targets)
+        if own is None:
+            if wanted:
+                raise _refuse_model(problem, "which returns no loss for the labels of the data")
+            return problem
+        if isfinite(own):
+            return _choose_loss(problem, batch, own)
+    return problem if not wanted else replace(problem, loss=CrossEntropy())
+
+
+def _choose_loss(problem: Problem, batch: Batch, own: float) -> Problem:
+    """Return the problem with the loss and the rule by which a batch has the model's own loss."""
+    wanted = isinstance(problem.loss, ModelLoss)
+    with torch.no_grad():
+        outputs = problem.network(batch).double()
+    shape = tuple(outputs.shape[1:])
+    rules: list[tuple[Loss, TargetRule]] = [
+        (CrossEntropy(), problem.rule),
+        (CrossEntropy(), replace(problem.rule, is_shifted=True)),
+        (SquaredError(), replace(problem.rule, shape=shape)),
+        (BinaryCrossEntropy(), replace(problem.rule, shape=shape)),
+    ]
+    for loss, rule in rules if wanted else rules[:2]:
+        if rule.is_shifted and (_shift_labels(batch, loss) is None or _is_shifted(batch, CrossEntropy())):
+            continue
+        targets = cast_targets(rule.apply(batch).targets)
+        try:
+            loss.check(outputs, targets)
+        except LabelError:
+            continue
+        if _is_close(own, _compute_mean_loss(loss, outputs, targets)):
+            return replace(problem, loss=loss, rule=rule)
+    if wanted and (shifted := _shift_labels(batch, CrossEntropy())) is not None and _is_shifted(batch, CrossEntropy()):
+        raise _refuse_model(
+            problem,
+            "whose labels are shifted already, so that it shifts them twice"
+            if _is_close(own, _compute_mean_loss(CrossEntropy(), outputs, shifted))
+            else f"whose loss of {own:.6g} is none of those known",
+        )
+    if wanted:
+        raise _refuse_model(problem, f"whose loss of {own:.6g} is none of those known")
+    return problem
+
+
+def _refuse_model(problem: Problem, why: str) -> ModelError:
+    return ModelError(
+        f"Expected a model that computes cross-entropy, squared error or binary cross-entropy from labels, but got "
+        f"{type(problem.model).__name__} with loss='model', {why}. Try passing a loss, or a function "
+        "loss(outputs, targets)."
+    )
 
 
 def check_model_loss(problem: Problem, batches: Sequence[Batch]) -> None:
@@ -56,7 +124,7 @@ def _check_same_loss(problem: Problem, batch: Batch, own: float) -> None:
             return
         else:
             advice = (
-                "Try shifting the labels, since this model compares each output with the next label: "
+                "Try loss='model', or shifting the labels, since this model compares each output with the next label: "
                 "labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)."
             )
     raise ModelError(
@@ -74,8 +142,12 @@ def compute_model_loss(
     kept = getattr(config, "problem_type", None)  # transformers sets it in the first pass with labels
     # Copies, because a model may write to its inputs.
     args, kwargs, labels = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, dict(kwargs), labels))
+    named = {"labels": labels}
+    parameters = inspect.signature(model.forward).parameters
+    if "labels" not in parameters and all(name in parameters for name in SPANS):
+        named = dict(zip(SPANS, labels.unbind(1), strict=False))
     try:
-        outputs = model(*args, **{**kwargs, "labels": labels})
+        outputs = model(*args, **{**kwargs, **named})
     except Exception:  # labels it does not accept
         return None
     finally:
@@ -98,7 +170,7 @@ def _is_close(one: float, other: float) -> bool:
 def _shift_labels(batch: Batch, loss: Loss) -> Tensor | None:
     if not isinstance(loss, CrossEntropy) or batch.targets.dim() != 2 or batch.targets.is_floating_point():
         return None
-    return F.pad(batch.targets[:, 1:], (0, 1), value=loss.ignore_index)
+    return shift_labels(batch.targets)
 
 
 def _is_shifted(batch: Batch, loss: CrossEntropy) -> bool:

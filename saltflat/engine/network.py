@@ -340,6 +340,9 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
 def extract_logits(outputs: ModelOutput) -> Tensor:
     """Return the tensor the loss is computed from, also if the outputs hold it as ``logits``."""
     logits: Any = outputs
+    start, end = (getattr(outputs, name, None) for name in ("start_logits", "end_logits"))
+    if isinstance(start, Tensor) and isinstance(end, Tensor):
+        logits = torch.stack([start, end], 1)  # of a model that answers questions
     if isinstance(logits, Mapping):
         logits = logits.get("logits", logits)
     logits = getattr(logits, "logits", logits)

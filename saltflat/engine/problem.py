@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import log
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch, Data, prepare_data, read_batches
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, LossLike, NegativeLogLikelihood, parse_loss
+from saltflat.engine.model_targets import ModelLoss, TargetRule, takes_labels
 from saltflat.engine.network import Network, check_precision
 from saltflat.engine.progress import count_examples
 from saltflat.errors import DeviceError, EmptyDataError, ModelError, NonFiniteError, PrecisionError
@@ -32,6 +33,7 @@ class Problem:
         network: runs the model.
         mode: ``"eval"`` or ``"keep"``.
         dtype: precision to work in; the model's own if None.
+        rule: what the model does with labels before it compares its outputs with them.
     """
 
     model: nn.Module
@@ -40,6 +42,7 @@ class Problem:
     network: Network
     mode: str
     dtype: torch.dtype | None
+    rule: TargetRule = field(default_factory=TargetRule)
 
     @classmethod
     def build(
@@ -57,8 +60,8 @@ class Problem:
             model: any module; it is not changed.
             data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or any collection of batches
                 that can be read again.
-            loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of :mod:`saltflat.engine.losses`, the
-                matching module of torch, or a function ``loss(outputs, targets)``.
+            loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, ``"model"`` for the model's own, one of
+                :mod:`saltflat.engine.losses`, the matching module of torch, or a function ``loss(outputs, targets)``.
             layers: names of modules or parameters to measure; all that require a gradient if None.
             dtype: precision to work in; the model's own if None.
             mode: ``"eval"``, or ``"keep"`` to leave the modules in their current modes.
@@ -69,6 +72,12 @@ class Problem:
         problem = cls(model, prepare_data(data), chosen, network, mode, dtype)
         problem._check_weights()
         problem._check_modes()
+        inner = getattr(chosen, "inner", chosen)  # with normalized logits
+        if isinstance(inner, ModelLoss) or (takes_labels(model) and inner == CrossEntropy()):
+            from saltflat.engine.model_loss import fit_targets  # which builds on this module
+
+            fitted = fit_targets(replace(problem, loss=inner))
+            problem = fitted if inner is chosen else replace(problem, rule=fitted.rule)
         return problem
 
     def to_float64(self) -> Problem:
@@ -84,11 +93,16 @@ class Problem:
             self._check_batch(batch, number)
             found += 1
             for part in self._split_batch(batch):
-                yield part.to(self.dtype)
+                yield self.rule.apply(part.to(self.dtype))
         if not found:
             raise EmptyDataError(
                 "Expected at least one example, but got empty data. Check the path, the split and drop_last."
             )
+
+    def iterate_pairs(self) -> Iterator[Batch]:
+        """Read the data two examples at a time."""
+        for batch in self.read_batches():
+            yield from (batch.cut(start, start + 2) for start in range(0, batch.examples, 2))
 
     def _split_batch(self, batch: Batch) -> Iterator[Batch]:
         """Return the batch, in parts if its copy in another precision would be large."""
@@ -230,6 +244,7 @@ def find_input_notes(problem: Problem, batch: Batch, mean_loss: float) -> list[s
     ]
     if problem.network.has_other_slope:
         found.append(OTHER_SLOPE)
+    found.append(problem.rule.describe(problem.model))
     return list(dict.fromkeys(note for note in found if note))
 
 
@@ -314,10 +329,7 @@ def _differentiate(value: Tensor, by: Tensor) -> Tensor | None:
 
 
 def can_accept_labels(model: nn.Module, batch: Batch) -> bool:
-    """Return whether forward accepts ``labels``. One with ``**kwargs`` may, if the inputs are passed by name."""
-    try:
-        parameters = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):  # some callables have none
+    """Return whether forward accepts labels. One with ``**kwargs`` may, if the inputs are passed by name."""
+    if not takes_labels(model) or "labels" in batch.kwargs:
         return False
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    return "labels" not in batch.kwargs and ("labels" in parameters or (anything and bool(batch.kwargs)))
+    return bool(batch.kwargs) or "labels" in inspect.signature(model.forward).parameters

@@ -98,11 +98,10 @@ class FlatTraining:
     * ``fisher={"beta": 10.0, "parts": 8}``: the options of :class:`~saltflat.training.FisherPenalty`. ``start_step``
       and ``start_epoch`` count the Trainer's steps and epochs. The Trainer clips, to ``max_grad_norm``, 1.0 by default.
     * ``penalties={"fisher_trace": 0.01}``: measures to add to the training loss, with their strengths; a dict instead
-      of the strength also passes options to :func:`saltflat.training.penalty`, as in
-      ``{"hessian_trace": {"strength": 0.01, "columns": "sampled:2"}}``. The logged loss includes them. If
-      the model's own loss differs from that of the penalty, the first batch raises an error; this includes causal
-      language models, which compare outputs with the next label. (Smoothed labels and ``compute_loss_func`` belong to
-      the Trainer: a penalty uses the loss it names.)
+      of the strength also passes options to :func:`saltflat.training.penalty`, as in ``{"hessian_trace": {"strength":
+      0.01, "columns": "sampled:2"}}``. The logged loss includes them. If the model's own loss differs from that of
+      the penalty, the first batch raises an error. (Smoothed labels and ``compute_loss_func`` belong to the Trainer:
+      a penalty uses the loss it names.)
     * ``flatness={"probe": batch, "every": "1 epoch"}``: the options of :class:`FlatnessCallback`, or an instance; the
       values are also sent to the Trainer's reporters.
 
@@ -221,8 +220,8 @@ class FlatTraining:
             if found is not None and not found.is_close:
                 raise TrainingError(
                     f"Expected the penalty {penalty.name} to use the model's own loss, but got {found.ours:.6g} for "
-                    f"the first batch, and {found.own:.6g} by the model itself. Try giving the penalty the model's own "
-                    "'loss'; models that shift labels internally cannot have a penalty."
+                    f"the first batch, and {found.own:.6g} by the model itself. Try giving the penalty the option "
+                    "'loss': 'model'."
                 )
 
     def _run_plain_step(self, model: nn.Module, inputs: dict[str, Any], items: ItemCount) -> Tensor:

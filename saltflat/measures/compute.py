@@ -64,9 +64,9 @@ def measure(
     Args:
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
-        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of
-            :mod:`saltflat.engine.losses`, the matching loss
-            module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, ``"model"`` for the one the model itself computes
+            from labels, one of :mod:`saltflat.engine.losses`, the matching loss module of torch, or a function
+            ``loss(outputs, targets)``, which is called on one example at a time.
         measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; ``"quick"`` (as None),
             all that one sweep over the data gives; ``"invariant"``, all that rescaling layers leaves unchanged;
             ``"all"``; or some of these, such as ``["quick", "kappa"]``. What only a preset asks for and this model does

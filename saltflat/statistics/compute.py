@@ -79,9 +79,9 @@ def compute_statistics(
     Args:
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
-        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, one of
-            :mod:`saltflat.engine.losses`, the matching loss
-            module of torch, or a function ``loss(outputs, targets)``, which is called on one example at a time.
+        loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, ``"model"`` for the one the model itself computes
+            from labels, one of :mod:`saltflat.engine.losses`, the matching loss module of torch, or a function
+            ``loss(outputs, targets)``, which is called on one example at a time.
         names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``unit_forms``, ``unit_trace``,
             ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
         columns: ``"exact"``, ``"top"`` (or ``"top:5"``) or ``"sampled"`` (or ``"sampled:16"``); see

@@ -21,6 +21,7 @@ from saltflat.engine.losses import (
     SquaredError,
     parse_loss,
 )
+from saltflat.engine.model_targets import ModelLoss
 from saltflat.engine.network import extract_logits
 from saltflat.errors import OptionError
 from saltflat.training.parts import TrainingBatch
@@ -79,6 +80,11 @@ def compute_mean_loss(objective: Objective, model: nn.Module, batch: TrainingBat
 
 
 def _make_loss_function(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    if isinstance(loss, ModelLoss):
+        raise OptionError(
+            "Expected a loss of outputs and targets, but got loss='model'. Try objective=lambda model, batch: "
+            "model(**batch).loss."
+        )
     if isinstance(loss, CrossEntropy):
         return lambda outputs, targets: _compute_cross_entropy(loss, outputs, targets)
     if isinstance(loss, CustomLoss):

@@ -11,17 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BatchEncoding,
     BertConfig,
     BertForMaskedLM,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import saltflat
-from saltflat.errors import ModelError
+import saltflat.training
+from saltflat.errors import ModelError, OptionError
 
 COUNT, LENGTH, WORDS = 6, 5, 11
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation config")
@@ -72,15 +78,32 @@ def refusal(model: nn.Module, given: Any, loss: Any = "cross_entropy", **options
     return message
 
 
-def test_a_causal_language_model_is_refused_until_its_labels_are_shifted() -> None:
+PLAIN = nn.CrossEntropyLoss()  # without a shift
+
+
+def test_a_causal_language_model_is_measured_with_its_own_loss() -> None:
+    model, ids = gpt(), tokens()
+    given = batch(ids)
+    for data in (given, [given], (ids, ids)):
+        report = saltflat.measure(model, data, measures="hessian_trace")
+        assert report.loss == pytest.approx(own_loss(model, given), rel=1e-6)
+        assert any("compared with the label of the next position, as GPT2LMHeadModel" in note for note in report.notes)
+    shifted = saltflat.measure(model, batch(next_tokens(ids)), measures="hessian_trace")
+    assert not any("next position" in note for note in shifted.notes)
+    assert report["hessian_trace"].value == pytest.approx(shifted["hessian_trace"].value, rel=1e-5)
+    assert measured(model, given, "model") == pytest.approx(own_loss(model, given), rel=1e-6)
+
+
+def test_a_causal_language_model_with_a_loss_that_is_not_shifted_is_refused() -> None:
     model, ids = gpt(), tokens()
     given = batch(ids)
     some = {name: value[:2] for name, value in given.items()}
-    assert f"{own_loss(model, some):.6g}" in (message := refusal(model, given))
+    assert f"{own_loss(model, some):.6g}" in (message := refusal(model, given, PLAIN))
     assert "pad(labels[:, 1:], (0, 1), value=-100)" in message
-    assert refusal(model, [given])
-    assert refusal(model, (ids, ids))
-    assert refusal(model, given, logits="none", dtype=torch.float64)
+    assert "loss='model'" in message
+    assert refusal(model, [given], PLAIN)
+    assert refusal(model, (ids, ids), PLAIN)
+    assert refusal(model, given, PLAIN, logits="none", dtype=torch.float64)
     # As advised: the loss is the model's own.
     assert measured(model, batch(next_tokens(ids))) == pytest.approx(own_loss(model, given), rel=1e-5)
     # The next tokens without the last place, as other training loops have it.
@@ -93,7 +116,11 @@ def test_labels_that_end_in_ignored_ones_are_not_taken_for_shifted_ones() -> Non
     padded = ids.clone()
     padded[:, -2:] = -100
     padded[:2] = -100  # the first examples have no labels at all
-    assert "Try shifting the labels" in refusal(model, batch(padded))
+    assert "shifting the labels" in refusal(model, batch(padded), PLAIN)
+    assert measured(model, batch(padded)) == pytest.approx(own_loss(model, batch(padded)), rel=1e-6)
+    # Nor does the first batch.
+    data = [{name: value[:2] for name, value in batch(padded).items()}, batch(padded)]
+    assert measured(model, data) == pytest.approx(own_loss(model, batch(padded)), rel=1e-6)
 
 
 def test_a_function_is_the_users_word() -> None:
@@ -102,7 +129,6 @@ def test_a_function_is_the_users_word() -> None:
 
     model, given = gpt(), batch(tokens())
     assert measured(model, given, shifted) == pytest.approx(own_loss(model, given), rel=1e-5)
-    assert "Try shifting the labels" in refusal(model, given)
 
 
 def masked() -> Tensor:
@@ -167,7 +193,8 @@ def test_models_with_the_same_loss_are_measured_and_others_told_which_it_is(
     if labels.dim() == 2 and not labels.is_floating_point():
         # The same labels one place further are not the model's.
         model.forward = shifting(model)
-        assert "Try shifting the labels" in refusal(model, given)
+        assert "shifting the labels" in refusal(model, given, PLAIN)
+        assert measured(model, given) == pytest.approx(own_loss(model, given), rel=1e-5)
 
 
 def adding(model: Any) -> Callable[..., Any]:
@@ -215,7 +242,8 @@ class Extra(nn.Module):
 
 
 def test_wrappers_are_looked_through_and_other_losses_named() -> None:
-    assert "Try shifting the labels" in refusal(Wrapped(gpt()), batch(tokens()))
+    assert "shifting the labels" in refusal(Wrapped(gpt()), batch(tokens()), PLAIN)
+    assert measured(Wrapped(gpt()), batch(tokens())) == pytest.approx(own_loss(gpt(), batch(tokens())), rel=1e-6)
     data = {"x": torch.randn(COUNT, 4), "labels": torch.arange(COUNT) % 3}
     assert "as a function" in refusal(Extra(), data)
     # Smoothing and class weights are the user's choice.
@@ -223,4 +251,67 @@ def test_wrappers_are_looked_through_and_other_losses_named() -> None:
     chosen = nn.CrossEntropyLoss(weight, label_smoothing=0.1)
     model = bert(BertForSequenceClassification, num_labels=3)
     assert measured(model, batch(tokens()[:, 0] % 3), chosen) > 0
-    assert "Try shifting the labels" in refusal(gpt(), batch(tokens()), nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert "shifting the labels" in refusal(gpt(), batch(tokens()), nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+def spans() -> BatchEncoding:
+    start = torch.arange(COUNT) % LENGTH
+    given = batch(tokens())
+    del given["labels"]
+    return BatchEncoding({**given, "start_positions": start, "end_positions": (start + 1) % LENGTH})
+
+
+def make_t5() -> Any:
+    torch.manual_seed(0)
+    size = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, decoder_start_token_id=0, **size))
+
+
+def make_bart() -> Any:
+    torch.manual_seed(0)
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sides |= {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "max_position_embeddings": 16, "d_model": 8}
+    return BartForConditionalGeneration(BartConfig(vocab_size=WORDS, **sides))
+
+
+numbers = torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "loss"),
+    [
+        (gpt, batch(masked()), "cross_entropy"),
+        (lambda: bert(BertForMaskedLM), batch(masked()), "cross_entropy"),
+        (lambda: bert(BertForTokenClassification, num_labels=3), batch(tokens() % 3), "cross_entropy"),
+        (lambda: bert(BertForSequenceClassification, num_labels=3), batch(tokens()[:, 0] % 3), "cross_entropy"),
+        (lambda: bert(BertForSequenceClassification, num_labels=3), batch(several()), "bce_with_logits"),
+        (lambda: bert(BertForSequenceClassification, num_labels=1), batch(numbers), "mse"),
+        (lambda: bert(BertForQuestionAnswering), spans(), "cross_entropy"),
+        (make_t5, batch(tokens()), "cross_entropy"),
+        (make_bart, batch(tokens()[:, :3].contiguous(), tokens()), "cross_entropy"),
+    ],
+    ids=["causal", "masked", "tokens", "sequence", "several", "regression", "spans", "t5", "bart"],
+)
+def test_the_models_own_loss_is_measured(make: Callable[[], Any], given: BatchEncoding, loss: str) -> None:
+    model = make().double()
+    own = own_loss(model, given)
+    report = saltflat.measure(model, given, "model", "hessian_trace")
+    assert report.loss == pytest.approx(own, rel=1e-6)  # transformers computes it in float32
+    assert report.settings["loss"] == loss
+    name, weight = next((n, p) for n, p in reversed(list(model.named_parameters())) if p.numel() > 1)
+    found = saltflat.compute_statistics(model, given, names="mean_gradient", loss="model")["mean_gradient"][name]
+    model.zero_grad()
+    model(**given).loss.backward()
+    assert torch.allclose(found.to(weight), weight.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_models_own_loss_is_refused_where_it_is_none_of_those_known() -> None:
+    data = {"x": torch.randn(COUNT, 4), "labels": torch.arange(COUNT) % 3}
+    assert "none of those known" in refusal(Extra(), data, "model")
+    assert "does not accept labels" in refusal(nn.Linear(4, 3), (data["x"], data["labels"]), "model")
+    silent = bert(BertForSequenceClassification, num_labels=3)
+    silent.forward = adding(silent)
+    assert "none of those known" in refusal(silent, batch(tokens()[:, 0] % 3), "model")
+    assert "shifts them twice" in refusal(gpt(), batch(next_tokens(tokens())), "model")
+    with pytest.raises(OptionError, match="loss='model'"):
+        saltflat.training.FisherPenalty(gpt(), loss="model")
