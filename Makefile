@@ -15,13 +15,17 @@ SMOKE := saltflat tests/results/test_report.py tests/gradients tests/layers test
 	tests/datasets/test_datasets.py tests/studies/test_study_grid.py tests/studies/test_networks.py \
 	tests/render/test_symmetry_view.py tests/project/test_docs.py
 
-.PHONY: demo check test test-floors bench bench-measures lint style types smoke format
+.PHONY: demo docs check test test-floors bench bench-measures lint style types smoke format
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/01_digits.py $(ARGS)
 	$(BIN)/python examples/11_study.py
 	$(BIN)/python examples/14_certificate.py $(ARGS)
+
+# The documentation site, in docs/_build/html. Warnings are errors.
+docs: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/site/build.py $(ARGS)
 
 # Before a commit: mypy on one core, quick tests on the other.
 check: style
@@ -61,7 +65,7 @@ format: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,docs]"
 	touch $@
 
 $(FLOORS)/.installed: pyproject.toml constraints.txt tests/floors.py

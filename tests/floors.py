@@ -17,7 +17,10 @@ def floors() -> list[str]:
     """Return each dependency and each host of an extra, pinned to its oldest version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    allowed = {*project["dependencies"], *(each for name in extras if name != "dev" for each in extras[name])}
+    allowed = {
+        *project["dependencies"],
+        *(each for name in extras if name not in ("dev", "docs") for each in extras[name]),
+    }
     return sorted(each.replace(">=", "==") for each in allowed)
 
 

@@ -154,12 +154,12 @@ class FeatureRobustness(Displayable, JsonFile):
 
     @property
     def kappa(self) -> float:
-        """|w|^2 times the largest eigenvalue, or 0 if that is negative."""
+        """:math:`|w|^2` times the largest eigenvalue, or 0 if that is negative."""
         return self.squared_norm * max(self.top_eigenvalue, 0.0)
 
     @property
     def kappa_trace(self) -> float:
-        """|w|^2 times the trace."""
+        """:math:`|w|^2` times the trace."""
         return self.squared_norm * self.hessian_trace
 
     @property

@@ -37,7 +37,7 @@ class Eigenvalue:
 
     Attributes:
         value: the eigenvalue.
-        residual: |A v - value v| for the computed unit eigenvector v: an eigenvalue lies within this distance.
+        residual: the norm of A v - value v for the computed unit eigenvector v: an eigenvalue lies within it.
         bound: the largest possible error of ``value``: the residual, or its square over the distance to the nearest
             other eigenvalue found, whichever is smaller.
         converged: whether the bound is within the tolerance.

@@ -306,6 +306,8 @@ class Penalty:
 def penalty(measure: str, loss: LossLike = "cross_entropy", **options: Any) -> Penalty:
     r"""Return a term for the training loss: the value of a measure on the batch, differentiable.
 
+    In a training loop::
+
         flat = penalty("relative_flatness", layers="fc", columns="sampled:2")
         for x, y in loader:
             loss = criterion(model(x), y) + 0.1 * flat(model, (x, y))

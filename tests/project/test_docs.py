@@ -148,6 +148,18 @@ def test_the_code_about_comparing_runs() -> None:
     assert known["plain"]["rho"].value != known["sam"]["rho"].value
 
 
+def test_the_code_for_those_who_come_from_other_libraries_runs() -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    known: dict[str, Any] = {}
+    for block in BLOCK.findall(page):
+        exec(block, known)
+    report, spectrum = known["report"], known["spectrum"]
+    assert report["hessian_top_eigenvalue"].value == pytest.approx(spectrum.largest[0].value, rel=1e-4)
+    assert known["optimizer"].perturbed_steps == 2
+    for block in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        ast.parse(block)  # their calls
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
 def test_every_measure_is_named(name: str) -> None:
     told = set(CODE.findall((ROOT / name).read_text(encoding="utf-8")))
