@@ -279,6 +279,17 @@ def a_network_is_certified(printed: str, out: Path) -> None:
     assert "What it is computed from" in (out / "certificate.html").read_text(encoding="utf-8")
 
 
+def a_language_model_is_fine_tuned(printed: str, out: Path) -> None:
+    rows = re.findall(r"^(\w[\w ]*?)(, after)? +([\d,]+) +(\S+) +(\S+) +(\S+) +\S+ +\S+$", printed, re.MULTILINE)
+    assert {name for name, *_ in rows} >= {"all parameters", "last block"}
+    for name, _, count, own, ours, _ in rows:
+        assert own == ours, "the measured loss is the model's own"
+        assert (int(count.replace(",", "")) > 20_000) == (name == "all parameters")
+    losses = {(name, bool(after)): float(own) for name, after, _, own, *_ in rows}
+    assert all(losses[name, True] < losses[name, False] for name, _ in losses), "fine-tuning lowers it"
+    assert {"all.json", "last.json"} <= {path.name for path in out.iterdir()}
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "01_digits.py": the_digits_are_compared,
     "02_mnist_lenet.py": the_lenet_is_saved_and_measured,
@@ -294,6 +305,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "12_spectrum.py": the_spectrum_is_found_before_and_after_training,
     "13_flatter.py": settings_are_compared,
     "14_certificate.py": a_network_is_certified,
+    "15_language_model.py": a_language_model_is_fine_tuned,
 }
 
 
