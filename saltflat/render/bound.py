@@ -268,6 +268,7 @@ def _draw_bound(axis: Axes, place: int, bound: Bound, log: bool) -> None:
         va="center",
         fontsize=8,
         parse_math=False,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # above the line of guessing
     )
 
 
