@@ -78,10 +78,17 @@ def read_pages() -> Iterator[tuple[Path, str]]:
                 path.read_text(encoding="utf-8") + (LIST_OF_PAPERS if place == Path("papers/README.md") else ""),
             )
     for path in sorted(HERE.glob("*.md")):
-        yield Path(path.name), path.read_text(encoding="utf-8")
+        yield Path(path.name), list_new_guides(path.read_text(encoding="utf-8"))
     yield Path("docs/measures.md"), make_measures_page()
     yield from make_api_pages()
     yield from make_example_pages()
+
+
+def list_new_guides(text: str) -> str:
+    """Return the home page with the guides that it does not list yet at the end of its list of guides."""
+    new = [f"docs/{path.stem}\n" for path in sorted(ROOT.glob("docs/*.md")) if f"\ndocs/{path.stem}\n" not in text]
+    last = "docs/command-line\n"
+    return text.replace(last, last + "".join(new))
 
 
 def make_example_pages() -> Iterator[tuple[Path, str]]:

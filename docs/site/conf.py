@@ -37,7 +37,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence"]
 suppress_warnings = ["myst.header"]  # some pages go from the title to the third level
 
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
+autodoc_typehints_description_target = "all"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
@@ -92,6 +92,7 @@ def add_types(app: Sphinx, what: str, name: str, obj: object, options: dict[str,
     """Write the types of a dataclass's fields into the list of its attributes, as napoleon reads them."""
     if what != "class" or not is_dataclass(obj) or "Attributes:" not in lines:
         return
+    app.env.current_document.autodoc_annotations.pop(name, None)  # or the fields are listed again as parameters
     types = {each.name: each.type for each in fields(obj)}
     for number in range(lines.index("Attributes:") + 1, len(lines)):
         entry = re.match(r"    (\w+):(.*)", lines[number])
@@ -99,6 +100,13 @@ def add_types(app: Sphinx, what: str, name: str, obj: object, options: dict[str,
             return
         if entry and isinstance(types.get(entry[1]), str):
             lines[number] = f"    {entry[1]} ({types[entry[1]]}):{entry[2]}"
+
+
+def drop_none(app: Sphinx, what: str, name: str, obj: object, options: dict[str, Any], lines: list[str]) -> None:
+    """Say nothing of what a function returns if it returns nothing."""
+    types = app.env.current_document.autodoc_annotations.get(name, {})
+    if types.get("return") in ("None", ":py:obj:`None`"):
+        types.pop("return")
 
 
 def save_lines(app: Sphinx, what: str, name: str, obj: object, options: dict[str, Any], lines: list[str]) -> None:
@@ -153,6 +161,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.connect("autodoc-process-docstring", keep_first_paragraph)
     app.connect("autodoc-process-docstring", add_types, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", drop_none)
     app.connect("autodoc-process-docstring", save_lines, priority=400)
     app.connect("autodoc-process-docstring", restore_lines, priority=600)
     app.connect("missing-reference", find_documented)
