@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from saltflat.landscape.landscape import compute_landscape as compute_landscape
     from saltflat.measures.catalog import list_measures as list_measures
     from saltflat.measures.compute import measure as measure
+    from saltflat.measures.meter import Meter as Meter
     from saltflat.results.comparison import compare as compare
     from saltflat.results.report import Report as Report
     from saltflat.spectrum.compute import compute_spectrum as compute_spectrum
@@ -30,6 +31,7 @@ __version__ = "0.2.0"
 
 # Where each public name is defined. Names are loaded on first use, so that importing saltflat costs next to nothing.
 _HOMES = {
+    "Meter": "saltflat.measures.meter",
     "Report": "saltflat.results.report",
     "SaltflatError": "saltflat.errors",
     "Study": "saltflat.studies.study",
@@ -68,6 +70,7 @@ _MODULES = (
     "training",
 )
 __all__ = [
+    "Meter",
     "Report",
     "SaltflatError",
     "Study",

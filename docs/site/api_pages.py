@@ -13,7 +13,7 @@ from saltflat.measures.registry import MEASURES
 
 # The functions of the top level by what they are for; those that are in no group come last.
 GROUPS = {
-    "Measure": ("measure", "Report", "compare", "list_measures", "certify"),
+    "Measure": ("measure", "Meter", "Report", "compare", "list_measures", "certify"),
     "Statistics and eigenvalues": ("compute_statistics", "compute_eigenvalues", "compute_spectrum"),
     "Rescalings": ("audit_invariance", "find_symmetries", "rescale", "rebalance", "fold"),
     "The loss around the weights": ("compute_landscape", "feature_robustness"),

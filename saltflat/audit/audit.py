@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from saltflat.engine.session import open_session
 from saltflat.errors import OptionError, SaltflatError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.compute import measure
+from saltflat.measures.meter import Meter
 from saltflat.measures.registry import parse_measures
 from saltflat.results.report import Report
 from saltflat.symmetry.equality import Example, copy_model, select_logits, take_example
@@ -118,17 +118,16 @@ def audit_invariance(
         group = find_output_symmetries(exact, example, select_logits).restrict_to_parameters(measured)
         groups = {kind: group.restrict_to_layers() if kind == "layer" else group for kind in chosen}
         report = measure(exact, data, loss, measures, sampling=False, **options)
-        again = partial(
-            measure, data=data, loss=loss, measures=list(report), certificate=False, sampling=False, **options
-        )
+        measure_copy = _RescaledMeter(exact, data, loss, list(report), options) if report else None
         tried = {kind: draws if each.scales and report else 0 for kind, each in groups.items()}
         tick(STEP, 1, 1 + sum(tried.values()))
         after: dict[str, list[Report | str]] = {kind: [] for kind in groups}
         for kind, each in groups.items():
             for draw in range(tried[kind]):
+                assert measure_copy is not None
                 # Seeds wrap around at the largest one.
                 logs = each.sample((seed + draw) % 2**63, spread)
-                after[kind].append(_measure_rescaled(exact, each, logs, example, report.loss, again))
+                after[kind].append(_measure_rescaled(exact, each, logs, example, report.loss, measure_copy))
                 tick(STEP, 1 + sum(map(len, after.values())), 1 + sum(tried.values()))
     return Audit(
         report=report,
@@ -161,19 +160,40 @@ def _parse_kinds(given: str | Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(kinds))
 
 
+class _RescaledMeter:
+    """Measures rescaled copies of a model, which take turns as the weights of one that was prepared."""
+
+    def __init__(
+        self, model: nn.Module, data: Data, loss: LossLike, measures: Sequence[str], options: Mapping[str, Any]
+    ) -> None:
+        self.data = data
+        self.meter = Meter(copy_model(model), loss, measures, certificate=False, sampling=False, **options)
+
+    def __call__(self, rescaled: nn.Module) -> Report:
+        """Return the report of a model that differs in its parameters and buffers alone."""
+        with torch.no_grad():
+            for to, value in zip(_list_tensors(self.meter.model), _list_tensors(rescaled), strict=True):
+                to.copy_(value)
+        return self.meter.measure(self.data)
+
+
+def _list_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
 def _measure_rescaled(
     model: nn.Module,
     group: Symmetries,
     logs: Array,
     example: Example,
     loss: float,
-    again: Callable[[nn.Module], Report],
+    measure_copy: Callable[[nn.Module], Report],
 ) -> Report | str:
     """Return the report of the rescaled network, or the reason why it could not be measured."""
     try:
         with np.errstate(over="ignore"):  # infinite factors show in the weights
             check_same_function(model, group, logs, example, select_logits)
-            found = again(apply_rescaling(model, group, logs))
+            found = measure_copy(apply_rescaling(model, group, logs))
     except SaltflatError as error:
         return str(error)
     except (RuntimeError, ArithmeticError, np.linalg.LinAlgError) as error:

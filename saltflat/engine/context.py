@@ -1,10 +1,4 @@
-"""The context of a measurement: the problem, the conditions, and the groups of examples for standard errors.
-
-The examples are split at random into a few groups. Every statistic is kept group by group, so that any function of
-statistics can be evaluated with one group left out at a time, and the scatter of these values gives its standard error.
-The split depends on the number of examples alone: two networks measured on the same data have the same groups, and the
-error of their *difference* is estimated from the differences group by group, in which most of the scatter cancels.
-"""
+"""The context of a measurement: the problem, the conditions, and passes over the data in groups of examples."""
 
 from __future__ import annotations
 
@@ -17,54 +11,22 @@ from itertools import chain
 from math import nan
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from saltflat.engine.data import Batch, Leaf
+from saltflat.engine.example_groups import ExampleGroups
 from saltflat.engine.losses import format_loss
 from saltflat.engine.network import Network
 from saltflat.engine.output_curvature import ColumnPlan
 from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import Problem, cast_targets
-from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, run_probe
+from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, confirm_probe, run_probe
 from saltflat.engine.structure import Structure
 from saltflat.errors import MemoryLimitWarning, warn_caller
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.layers import Geometry, infer_geometry
-
-MOST_GROUPS = 20
-LEAST_GROUPS = 8
-GROUP_SIZE = 50  # examples in a group, if that makes at least LEAST_GROUPS of them
-
-
-class ExampleGroups:
-    """A random split of the examples into groups.
-
-    Args:
-        examples: number of examples; None if it is not known before the data has been read.
-    """
-
-    def __init__(self, examples: int | None) -> None:
-        self.examples = examples
-        fitting = MOST_GROUPS if examples is None else min(MOST_GROUPS, max(LEAST_GROUPS, examples // GROUP_SIZE))
-        self.count = fitting if examples is None else max(1, min(fitting, examples))
-        self._numbers = None
-        if examples is not None:
-            self._numbers = torch.from_numpy(np.random.default_rng(0).permutation(examples) % self.count)
-
-    def find_groups(self, places: Tensor) -> Tensor:
-        """Return the groups of the examples at these positions in the data."""
-        known = 0 if self._numbers is None else len(self._numbers)
-        inside = places < known
-        found = torch.empty(len(places), dtype=torch.long)
-        if self._numbers is not None:
-            found[inside] = self._numbers[places[inside]]
-        # If the length is unknown, or wrong, groups are drawn independently, so that every position has one.
-        drawn = [int(np.random.Philox(key=[0, n]).random_raw()) % self.count for n in places[~inside].tolist()]
-        found[~inside] = torch.tensor(drawn, dtype=torch.long)
-        return found
 
 
 def iterate_groups(batches: Iterable[Batch], groups: ExampleGroups, window: int) -> Iterator[tuple[int, Batch]]:
@@ -134,6 +96,18 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
     args, kwargs = tree_unflatten(joined, tree[0])
     targets = torch.cat([b.targets for b in batches])
     return Batch(args, kwargs, targets, batches[0].first, len(targets))
+
+
+def _describe_inputs(batch: Batch) -> tuple[Hashable, ...]:
+    """Return what tells kinds of inputs apart beside the shapes of tensors: their types, names and other values."""
+    leaves, tree = tree_flatten((batch.args, batch.kwargs))
+
+    def describe(leaf: Leaf) -> Hashable:
+        if isinstance(leaf, Tensor):
+            return leaf.dtype, batch.has_example_axis(leaf)
+        return leaf if isinstance(leaf, bool | int | str) else type(leaf).__qualname__
+
+    return str(tree), *map(describe, leaves)
 
 
 def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str, Geometry]:
@@ -227,16 +201,27 @@ class Context:
 
     def get_probe(self, batch: Batch) -> Probe:
         """Return how to sweep inputs like these; run the model to find out if they are of a new kind."""
-        inputs = LayerCalls.from_batch(batch, []).inputs, tuple(each.dtype for each in batch.list_tensors())
+        inputs = LayerCalls.from_batch(batch, []).inputs, *_describe_inputs(batch)
         kind = (inputs, batch.examples > 1 or (inputs, True) in self.probes)
-        self._first = self._first or batch.cut(0, 2)
         if kind not in self.probes:
-            with torch.enable_grad():  # the caller may have turned gradients off
-                self.probes[kind] = run_probe(self.problem, batch, self.limit)
+            self.probes[kind] = self._find_probe(kind, batch)
             self._warn_if_too_large()
         found = self.probes[kind]
+        if self._first is None:
+            self._first = batch.cut(0, 2)
+            self.structure.set_source((kind, found.operations, found.indices) if found.is_lasting else None)
         if self.first is None:
             self.first = batch.cut(0, max(1, min(FEW, self.limit // (found.fixed + found.moving))))
+        return found
+
+    def _find_probe(self, kind: Hashable, batch: Batch) -> Probe:
+        """Confirm what an earlier measurement has found about inputs of this kind, or else probe them."""
+        earlier = self.structure.kept.get(kind)
+        with torch.enable_grad():  # the caller may have turned gradients off
+            found = None if earlier is None else confirm_probe(self.problem, batch, earlier)
+            if found is None:
+                self.structure.num_probes += 1
+                found = run_probe(self.problem, batch, self.limit)
         return found
 
     def check_uncoupled(self, batch: Batch, outputs: Tensor) -> None:
@@ -297,10 +282,22 @@ class Context:
     @property
     def geometries(self) -> Mapping[str, Geometry]:
         """Return how the model uses the measured parameters as matrices, determined on its first examples."""
+        self._confirm_source()
         if self.structure.geometries is None:
             first = self._first or next(iter(self.problem.read_batches())).cut(0, 2)
             self.structure.geometries = find_geometries(self.problem.network, first)
         return self.structure.geometries
+
+    @property
+    def computed(self) -> dict[str, object]:
+        """Return computed statistics that do not depend on the weights, by name."""
+        self._confirm_source()
+        return self.structure.computed
+
+    def _confirm_source(self) -> None:
+        """Probe the first inputs if something was determined on earlier ones, which may have been others."""
+        if self._first is None and self.structure.source is not None:
+            self.get_probe(next(iter(self.problem.read_batches())))
 
     @contextmanager
     def reserve(self, size: int) -> Iterator[None]:

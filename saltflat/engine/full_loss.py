@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from saltflat.engine.context import Context, ExampleGroups, iterate_groups
+from saltflat.engine.context import Context, iterate_groups
 from saltflat.engine.data import Batch
+from saltflat.engine.example_groups import ExampleGroups
 from saltflat.engine.losses import find_hits
 from saltflat.engine.problem import cast_targets
 from saltflat.errors import EmptyDataError, NonFiniteError, NotDefinedError

@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
 from torch.func import vjp, vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from saltflat.engine.data import Batch
@@ -346,43 +344,3 @@ def find_reached_leaves(outputs: Tensor, leaves: Mapping[str, Tensor]) -> list[s
             found.add(names[id(variable)])
         stack.extend(following for following, _ in node.next_functions)
     return [name for name in leaves if name in found]
-
-
-class OperationRecorder(TorchDispatchMode):
-    """Records operations that may treat the examples of a batch differently depending on their values.
-
-    Attributes:
-        sizes: whether there are results whose size depends on values (masks, experts).
-        order: whether values are sorted, or read from tensors.
-        coarsest: the shortest floating-point type among all results.
-        bytes: of all results.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = self.order = False
-        self.coarsest, self.bytes = torch.float64, 0
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        aten = torch.ops.aten
-        if torch.Tag.dynamic_output_shape in func.tags:
-            # Indexing by integers gives a result of the index's size.
-            masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
-            self.sizes |= masks
-        elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk) or (
-            func is aten._local_scalar_dense.default and args[0].dtype != torch.bool
-        ):
-            self.order = True
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(each, Tensor):
-                self.bytes += each.numel() * each.element_size()
-                if each.is_floating_point() and torch.finfo(each.dtype).bits < torch.finfo(self.coarsest).bits:
-                    self.coarsest = each.dtype
-        return result

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from saltflat.engine import per_example
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
 from saltflat.engine.model_loss import check_model_loss
-from saltflat.engine.per_example import OperationRecorder
+from saltflat.engine.operation_recorder import OperationRecorder
 from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.engine.reference_gradients import (
     GROUP,
@@ -21,16 +20,14 @@ from saltflat.engine.reference_gradients import (
     RUN_ERRORS,
     TOLERANCE,
     ReferenceGradients,
-    compute_rounding,
-    find_differences,
     find_silent_parameters,
     is_allclose,
-    is_near_reference,
     make_coupled_error,
     make_group_references,
     split_singles,
     verify_reference,
 )
+from saltflat.engine.strategy_trial import LOOPED, PLAIN, STRATEGIES, Outcome, measure_example_cost, try_strategy
 from saltflat.errors import (
     ModelError,
     NondeterministicError,
@@ -40,20 +37,7 @@ from saltflat.errors import (
     SaltflatError,
     format_error_line,
 )
-from saltflat.gradients.base import FactoredGradient
 
-Strategy = Callable[..., tuple[Tensor, per_example.Backward]]  # called with a network and a batch
-
-# How to compute a chunk's gradients, the fastest strategy first; `single` is `together` with chunks of one example.
-LOOPED = "single, columns in a loop"
-PLAIN = "single, without rules of layers"
-STRATEGIES: dict[str, Strategy] = {
-    "together": per_example.run_batched,
-    "mapped": per_example.run_vmapped,
-    "single": per_example.run_batched,
-    LOOPED: partial(per_example.run_batched, loop=True),
-    PLAIN: partial(per_example.run_batched, loop=True, rules=False),
-}
 # The size in bytes of a chunk's largest array of gradients up to which it stays in the caches of a CPU.
 CPU_CHUNK = 6 << 20
 OVERHEAD = 16 << 20  # bytes
@@ -71,6 +55,11 @@ class Probe:
         widest: bytes of the largest activation of one example.
         calls: the calls of layers for one example.
         tolerance: largest relative difference between outputs that counts as rounding.
+        is_lasting: whether it holds while the model runs the same operations, at whatever weights.
+        together: how many examples were run together.
+        most: how many would have been run together, if there had been as many.
+        operations: digests of the operations that the model ran on the first pair of examples, and on those together.
+        indices: digest of the whole numbers and truth values that these took from tensors.
     """
 
     strategy: str
@@ -80,6 +69,11 @@ class Probe:
     widest: int
     calls: per_example.LayerCalls
     tolerance: float
+    is_lasting: bool
+    together: int
+    most: int
+    operations: tuple[str, str]
+    indices: str
 
     def choose_num_examples(self, batch: Batch, columns: int, limit: int) -> int:
         """Return how many examples of a batch to process at once."""
@@ -112,39 +106,70 @@ def compute_working_memory(limit: int) -> int:
     return limit - min(limit // 4, OVERHEAD)
 
 
+@dataclass(frozen=True)
+class _FirstExamples:
+    """The first examples of a batch, after all checks of model, loss and gradients that need no strategy.
+
+    Attributes:
+        pairs: the examples, two by two.
+        outputs: of the first pair.
+        noticed: the operations of the model on the first pair.
+        truths: the gradients of the first pair, and of others while some parameter has no gradient.
+    """
+
+    pairs: list[Batch]
+    outputs: Tensor
+    noticed: OperationRecorder
+    truths: list[ReferenceGradients]
+
+    @classmethod
+    def run(cls, problem: Problem, batch: Batch) -> _FirstExamples:
+        """Run the examples together and alone, and compare."""
+        pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
+        outputs, noticed = compute_checked_outputs(problem, pairs[0], digest=True)
+        _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
+        if can_accept_labels(problem.model, pairs[0]):
+            check_model_loss(problem, pairs)
+        truths = [ReferenceGradients.compute(problem, pairs[0], noticed.coarsest)]
+        _check_fixed_function(problem, truths[0], outputs)
+        truths[0] = verify_reference(problem, truths[0])
+        # A gradient of zero agrees with everything: run more examples while some parameter has no other.
+        for pair in pairs[1:]:
+            if not find_silent_parameters(truths):
+                break
+            truths.append(verify_reference(problem, ReferenceGradients.compute(problem, pair, noticed.coarsest)))
+        return cls(pairs, outputs, noticed, truths)
+
+    @property
+    def checks(self) -> list[ReferenceGradients]:
+        """Return the references of more than one example, which a strategy for several has to reproduce."""
+        return [truth for truth in self.truths if truth.batch.examples > 1]
+
+    def can_decide(self, problem: Problem) -> bool:
+        """Return whether they show if a strategy for several examples is right."""
+        return bool(self.checks) and len(find_silent_parameters(self.truths)) < len(problem.network.measured)
+
+
 def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     """Run examples of a batch in pairs and alone, and choose the fastest strategy that agrees with single examples.
 
     More than two are run at once only if they fit into ``limit`` bytes; otherwise no chunk will have as many.
     """
-    pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
-    outputs, noticed = compute_checked_outputs(problem, pairs[0])
-    _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
-    if can_accept_labels(problem.model, pairs[0]):
-        check_model_loss(problem, pairs)
-    coarsest = noticed.coarsest
-    truths = [ReferenceGradients.compute(problem, pairs[0], coarsest)]
-    _check_fixed_function(problem, truths[0], outputs)
-    truths[0] = verify_reference(problem, truths[0])
-    # A gradient of zero agrees with everything: run more examples while some parameter has no other.
-    for pair in pairs[1:]:
-        if not find_silent_parameters(truths):
-            break
-        truths.append(verify_reference(problem, ReferenceGradients.compute(problem, pair, coarsest)))
-    checks = [truth for truth in truths if truth.batch.examples > 1]
+    found = _FirstExamples.run(problem, batch)
+    noticed, outputs, checks, decided = found.noticed, found.outputs, found.checks, found.can_decide(problem)
     strategies = ["together", "mapped"]
-    if not checks or len(find_silent_parameters(truths)) == len(problem.network.measured) or noticed.sizes:
+    if not decided or noticed.sizes:
         # Examples that take different paths through the layers have to be run alone.
         strategies = []
     elif noticed.order:
         # Examples that are reordered can be mapped.
         strategies.remove("together")
-    first = truths[0].select_example(0)
-    results = noticed.bytes // pairs[0].examples
-    needs, fallback = _measure_example_cost(problem, first, LOOPED, results), LOOPED
+    first = found.truths[0].select_example(0)
+    results = noticed.bytes // found.pairs[0].examples
+    needs, fallback = measure_example_cost(problem, first, LOOPED, results), LOOPED
     if needs is None:
         # The model uses a layer's parameters in a way that its rule does not cover.
-        needs, fallback, strategies = _measure_example_cost(problem, first, PLAIN, results), PLAIN, []
+        needs, fallback, strategies = measure_example_cost(problem, first, PLAIN, results), PLAIN, []
     assert needs is not None
     # On a CPU the heap holds up to four times the memory in use, since arrays of many sizes leave gaps. On a GPU the
     # kernels of convolutions need working memory of their own.
@@ -154,18 +179,64 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     # The columns themselves are made in float64.
     columns = 2 * needs.moving + 24 * outputs[0].numel()
     fitting = int(limit // (held * (needs.fixed + min(few, all_of_them) + columns)))
-    group = batch.cut(0, min(GROUP, max(2, fitting)))
-    _check_uncoupled(problem, group, coarsest)
+    most = min(GROUP, max(2, fitting))
+    group = batch.cut(0, most)
+    ran_together = _check_uncoupled(problem, group, noticed.coarsest)
     if strategies and group.examples > 2:
-        checks += make_group_references(problem, group, truths[0])
-    strategy = next(
-        (strategy for strategy in strategies if all(_is_consistent(problem, strategy, check) for check in checks)), None
-    )
-    strategy = strategy or ("single" if fallback == LOOPED and _is_consistent(problem, "single", first) else fallback)
+        checks += make_group_references(problem, group, found.truths[0])
+    outcomes = _try_strategies(problem, strategies, checks)
+    if "right" not in outcomes.values() and fallback == LOOPED:
+        outcomes |= _try_strategies(problem, ["single"], [first])
+    strategy = next((each for each, outcome in outcomes.items() if outcome == "right"), fallback)
     moving = columns + (few if strategy in ("together", "single") else all_of_them)
+    by_values = noticed.sizes or noticed.order or noticed.reads or "wrong" in outcomes.values() or fallback == PLAIN
     return Probe(
-        strategy, fallback, int(held * needs.fixed), int(held * moving), needs.widest, needs.calls, first.tolerance
+        strategy,
+        fallback,
+        int(held * needs.fixed),
+        int(held * moving),
+        needs.widest,
+        needs.calls,
+        first.tolerance,
+        is_lasting=decided and not by_values,
+        together=group.examples,
+        most=most,
+        operations=(noticed.operations, ran_together),
+        indices=noticed.indices,
     )
+
+
+def confirm_probe(problem: Problem, batch: Batch, earlier: Probe) -> Probe | None:
+    """Return a lasting probe of inputs of this kind if it is right for this batch at the current weights, else None.
+
+    All checks of :func:`run_probe` are repeated on the first pairs, and the gradients of its strategy are compared with
+    those of single examples. What is left out are the gradients of more examples together, the other strategies and the
+    memory that an example needs: they do not change while the model runs the same operations.
+    """
+    if earlier.together != min(earlier.most, batch.examples):
+        return None
+    found = _FirstExamples.run(problem, batch)
+    operations = found.noticed.operations, _run_together(problem, batch.cut(0, earlier.together))[1]
+    if operations != earlier.operations or not found.can_decide(problem):
+        return None
+    several = earlier.strategy in ("together", "mapped")
+    checks = found.checks if several else [found.truths[0].select_example(0)]
+    if _try_strategies(problem, [earlier.strategy], checks)[earlier.strategy] != "right":
+        return None
+    return replace(earlier, indices=found.noticed.indices)
+
+
+def _try_strategies(
+    problem: Problem, strategies: Sequence[str], checks: Sequence[ReferenceGradients]
+) -> dict[str, Outcome]:
+    """Try strategies in this order until one passes all checks; return what came of each that was tried."""
+    outcomes: dict[str, Outcome] = {}
+    for strategy in strategies:
+        tried = (try_strategy(problem, strategy, check) for check in checks)
+        outcomes[strategy] = next((outcome for outcome in tried if outcome != "right"), "right")
+        if outcomes[strategy] == "right":
+            break
+    return outcomes
 
 
 def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
@@ -182,9 +253,12 @@ def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: 
         raise make_coupled_error()
 
 
-def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, OperationRecorder]:
-    """Return the outputs of a few examples and a record of the operations, after checking model, data and loss."""
-    outputs, noticed = _compute_first_outputs(problem, pair)
+def compute_checked_outputs(problem: Problem, pair: Batch, digest: bool = False) -> tuple[Tensor, OperationRecorder]:
+    """Return the outputs of a few examples and a record of the operations, after checking model, data and loss.
+
+    With ``digest``, the record has digests of all operations.
+    """
+    outputs, noticed = _compute_first_outputs(problem, pair, digest)
     problem.check_outputs(outputs, pair)
     try:
         _check_first_loss(problem, outputs, pair)
@@ -199,19 +273,20 @@ def compute_checked_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, Oper
     return outputs, noticed
 
 
-def _compute_first_outputs(problem: Problem, pair: Batch) -> tuple[Tensor, OperationRecorder]:
+def _compute_first_outputs(problem: Problem, pair: Batch, digest: bool) -> tuple[Tensor, OperationRecorder]:
     """Return the outputs of the model, run without rewriting anything, and a record of the operations."""
     network = problem.network
+    names = {id(value): name for name, value in network.constants.items()} if digest else None
     try:
         try:
-            with torch.no_grad(), OperationRecorder() as noticed:
+            with torch.no_grad(), OperationRecorder(names) as noticed:
                 outputs = network(pair, as_is=True)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
             # The model differentiates in its forward pass.
             network.needs_graph = True
-            with torch.no_grad(), OperationRecorder() as noticed:
+            with torch.no_grad(), OperationRecorder(names) as noticed:
                 outputs = network(pair, as_is=True)
     except SaltflatError:
         raise
@@ -239,18 +314,30 @@ def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Bat
         )
 
 
-def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> None:
-    """Check more than two examples together: some models mix only larger batches, or reorder them."""
+def _run_together(problem: Problem, batch: Batch) -> tuple[Tensor, str]:
+    """Return the outputs of examples together, and a digest of the operations."""
+    names = {id(value): name for name, value in problem.network.constants.items()}
+    with torch.no_grad(), OperationRecorder(names) as noticed:
+        outputs = problem.network(batch, as_is=True)
+    return outputs, noticed.operations
+
+
+def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> str:
+    """Check more than two examples together: some models mix only larger batches, or reorder them.
+
+    Return a digest of the operations.
+    """
+    together, operations = _run_together(problem, batch)
     if batch.examples < 3:
-        return
+        return operations
     with torch.no_grad():
-        together = problem.network(batch, as_is=True)
         alone = [problem.network(single, as_is=True) for single in split_singles(batch)]
     tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
     if any(one.shape[1:] != together.shape[1:] for one in alone) or not is_allclose(
         together, torch.cat(alone), tolerance
     ):
         raise make_coupled_error()
+    return operations
 
 
 def _check_fixed_function(problem: Problem, truth: ReferenceGradients, outputs: Tensor) -> None:
@@ -283,115 +370,3 @@ def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
         raise NonFiniteError(
             "Expected a finite loss, but got NaN or infinity on the first examples. Check loss and targets."
         )
-
-
-def _is_consistent(problem: Problem, strategy: str, truth: ReferenceGradients) -> bool:
-    """Return whether a strategy computes the reference gradients of every example, for each parameter."""
-    comparison = _GradientComparison(problem, truth)
-    try:
-        _, backward = STRATEGIES[strategy](problem.network, truth.batch)
-        backward(truth.columns, comparison.emit, True)
-    except SaltflatError:
-        raise
-    except Exception:
-        # If anything keeps this strategy from working (an operation that cannot be vectorized, examples that cannot be
-        # separated, control flow on values), a slower one is used.
-        return False
-    return comparison.is_consistent()
-
-
-class _GradientComparison:
-    """Compares gradients with the reference as they are emitted."""
-
-    def __init__(self, problem: Problem, truth: ReferenceGradients) -> None:
-        self.truth, measured = truth, problem.network.measured
-        self.squares = {name: torch.zeros_like(value) for name, value in measured.items()}
-        self.along = {name: value.new_zeros(truth.batch.examples) for name, value in measured.items()}
-
-    def emit(self, name: str, form: FactoredGradient) -> None:
-        """Receive the gradients of a parameter."""
-        self.along[name] = form.project(self.truth.directions[name])[0]
-        if self.truth.gradients:
-            self.squares[name] = form.sum_squares()
-
-    def is_consistent(self) -> bool:
-        """Return whether all gradients agree with the reference up to rounding."""
-        truth, squares, along = self.truth, self.squares, self.along
-        if not truth.gradients:
-            return is_near_reference(torch.stack([each.double() for each in along.values()]).sum(0), truth)
-        rounding = compute_rounding(truth.columns, truth.coarsest)
-        if find_differences(squares, truth.squares, truth.squares, truth, rounding**2, degree=2):
-            return False
-        # Sums over the examples do not show that examples were swapped, but projections do. The directions are scaled
-        # so that rounding is below the tolerance.
-        return not find_differences(along, truth.projections, truth.sizes, truth, truth.tolerance)
-
-
-@dataclass(frozen=True)
-class _ExampleCost:
-    """The memory one example needs, in bytes, and the calls of layers."""
-
-    fixed: int
-    moving: int
-    widest: int
-    activations: int
-    factors: int
-    calls: per_example.LayerCalls
-
-
-def _measure_example_cost(
-    problem: Problem, truth: ReferenceGradients, strategy: str, results: int
-) -> _ExampleCost | None:
-    """Return the cost of an example, from a pass of it alone in a looped strategy, or None if its gradients are wrong.
-
-    ``results`` are the bytes of all results of its forward pass.
-    """
-    single = truth.batch
-    network = problem.network
-    constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
-    saved: dict[int, int] = {}
-
-    def record_saved(tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided:
-            return tensor
-        # Not the bytes of the storage: an example is a slice of its batch.
-        where, size = tensor.untyped_storage().data_ptr(), tensor.numel() * tensor.element_size()
-        if where not in constants:
-            saved[where] = max(size, saved.get(where, 0))
-        return tensor
-
-    record: list[tuple[nn.Module, Tensor, Tensor]] = []
-    factors: list[tuple[int, int]] = [(0, 0)]
-    comparison = _GradientComparison(problem, truth)
-
-    def emit(name: str, form: FactoredGradient) -> None:
-        factors.append(form.count_bytes())
-        comparison.emit(name, form)
-
-    try:
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
-                outputs, backward = STRATEGIES[strategy](network, single, record=record)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            # torch.func transforms inside the model do not allow hooks. At most all results are saved.
-            record.clear()
-            outputs, backward = STRATEGIES[strategy](network, single, record=record)
-            saved[0] = results
-        backward(truth.columns, emit, True)
-    except SaltflatError:
-        raise
-    except Exception:
-        if strategy == PLAIN:
-            raise
-        return None
-    if strategy != PLAIN and not comparison.is_consistent():
-        return None
-    for _, x, _ in record:
-        record_saved(x)
-    activations = [outputs.numel() * outputs.element_size(), *(y.numel() * y.element_size() for _, _, y in record)]
-    still, moving = (max(part) for part in zip(*factors, strict=True))
-    calls = per_example.LayerCalls.from_batch(single, [(module, x.shape) for module, x, _ in record])
-    every = sum(each for _, each in factors)
-    return _ExampleCost(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)

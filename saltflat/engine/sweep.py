@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from saltflat.engine import per_example
-from saltflat.engine.context import Context, ExampleGroups, find_geometries, iterate_groups
+from saltflat.engine.context import Context, find_geometries, iterate_groups
 from saltflat.engine.data import Batch
+from saltflat.engine.example_groups import ExampleGroups
 from saltflat.engine.output_curvature import (
     Columns,
     ExampleRNG,
@@ -251,8 +252,7 @@ class Sweep:
         return emit
 
     def _get_current_sums(self, statistic: Statistic) -> dict[str, Tensor]:
-        """Return the sums that the current examples belong to."""
-        sums = self.sums[statistic.name]
+        sums = self.sums[statistic.name]  # of all groups, or one for all
         return sums[self.group if len(sums) > 1 else 0]
 
     def _add_draws(

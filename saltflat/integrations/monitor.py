@@ -23,7 +23,7 @@ from saltflat.integrations.probe_set import ProbeSet, check_measurement, find_ga
 from saltflat.integrations.record import PREFIX, OneTimeWarnings, Record, Table
 from saltflat.integrations.schedule import DEFAULT_EVERY, Schedule
 from saltflat.integrations.stability import OptimizerLike
-from saltflat.measures.compute import measure
+from saltflat.measures.meter import Meter
 from saltflat.measures.registry import parse_measures
 from saltflat.validation import check_flag, take_turns
 
@@ -171,12 +171,11 @@ class Monitor:
         self._schedule = Schedule(every, cap)
         with open_session(self.model, "keep", probe):
             self._probe = ProbeSet(probe)
-        check_measurement(self.model, self._probe, loss, names, options)
+        meter = Meter(self.model, loss, names, **options)
+        check_measurement(meter, self._probe, options)
         caveats = find_gauss_newton_caveats(self.model, [self.get_examples(CERTIFIED)], loss, names, options)
         self._warn_once = OneTimeWarnings()
-        self._measurer = ProbeMeasurer(
-            self.model, loss, names, by_layer, spectrum, options, self._warn_once, prefix, caveats
-        )
+        self._measurer = ProbeMeasurer(meter, names, by_layer, spectrum, options, self._warn_once, prefix, caveats)
         self._loggers = Loggers(loggers, table, self._warn_once)
         self._clock = clock
 
@@ -344,8 +343,8 @@ class Monitor:
 
 def check_monitor_options(options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
     """Check that every name is an option of a monitor or a measurement; ``without`` excludes some."""
-    known = {*inspect.signature(Monitor).parameters, *inspect.signature(measure).parameters}
-    known -= {"options", "data", "limit", *without}
+    known = {*inspect.signature(Monitor).parameters, *inspect.signature(Meter).parameters}
+    known -= {"options", "limit", *without}
     for name in options:
         if name not in known:
             raise make_unknown_name_error("option", name, known)

@@ -16,10 +16,12 @@ from saltflat.engine.eigenvalues import reserve_basis
 from saltflat.engine.full_loss import check_symmetric, compute_hessian_product
 from saltflat.engine.lanczos import TopEigenvalue, Vectors, find_top_eigenvalues
 from saltflat.engine.losses import LossLike
+from saltflat.engine.model_identity import SameObject, list_modes
 from saltflat.engine.noise import draw_normals
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.session import open_session
+from saltflat.engine.structure import Preparation
 from saltflat.errors import NonFiniteError, format_error_line
 from saltflat.integrations.probe_set import GaussNewtonCaveat
 from saltflat.integrations.record import EDGE_NAME, PREFIX, THRESHOLD_NAME, OneTimeWarnings, Topic
@@ -29,7 +31,7 @@ from saltflat.integrations.stability import (
     compute_stability_matrix,
     is_preconditioned,
 )
-from saltflat.measures.compute import measure
+from saltflat.measures.meter import Meter
 from saltflat.validation import parse_bytes
 
 TOLERANCE = 1e-3  # relative: enough for a curve over steps
@@ -61,6 +63,7 @@ class TopEigenvalueTracker:
         self._vector: Tensor | None = None
         self._sizes: dict[str, int] = {}
         self._times = 0
+        self._preparation = Preparation()
 
     def reset(self) -> None:
         """Start the next search from a random direction."""
@@ -82,9 +85,11 @@ class TopEigenvalueTracker:
 
         With ``stability``, return the eigenvalue of that matrix instead of the Hessian.
         """
-        with open_session(model, mode, data):
+        conditions = list_modes(model), SameObject(loss), dtype, mode
+        with open_session(model, mode, data), self._preparation.lend_structure(model, *conditions) as structure:
             problem = Problem.build(model, data, loss, None, dtype, mode)
-            context = Context(problem, parse_column_plan("exact"), seed, parse_bytes(memory))
+            plan, limit = parse_column_plan("exact"), parse_bytes(memory)
+            context = Context(problem, plan, seed, limit, structure=structure)
             top = self._find_top_eigenvalue(context, stability)
         if not isfinite(top.value):
             raise NonFiniteError(
@@ -154,12 +159,11 @@ class ProbeMeasurer:
     """Compute the same values for the same model at every call.
 
     Args:
-        model: the module that is trained.
-        loss: as for :func:`saltflat.measure`.
-        measures: keys of measures, as in a report.
+        meter: measures the module that is trained.
+        measures: keys of its measures, as in a report.
         by_layer: whether to include the contribution of each parameter.
         spectrum: whether to include the largest eigenvalue.
-        options: options of :func:`saltflat.measure`.
+        options: options of the meter.
         warn_once: receives warnings about what failed.
         prefix: the prefix of all names.
         caveats: additional notes on measures, by name.
@@ -167,8 +171,7 @@ class ProbeMeasurer:
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: LossLike,
+        meter: Meter,
         measures: Sequence[str],
         by_layer: bool,
         spectrum: bool,
@@ -177,7 +180,8 @@ class ProbeMeasurer:
         prefix: str = PREFIX,
         caveats: Mapping[str, GaussNewtonCaveat] | None = None,
     ) -> None:
-        self.model, self.measures, self.loss, self.by_layer = model, measures, loss, by_layer
+        self.meter, self.model, self.loss = meter, meter.model, meter.loss
+        self.measures, self.by_layer = measures, by_layer
         self.options, self.warn_once, self.prefix, self.caveats = options, warn_once, prefix, caveats or {}
         self._noted: set[str] = set()
         self.sharpest = TopEigenvalueTracker() if spectrum else None
@@ -206,7 +210,7 @@ class ProbeMeasurer:
     def _compute_measures(self, data: Data, failures: Failures, notes: list[str]) -> dict[str, float]:
         values = {f"{self.prefix}/{name}": nan for name in ("loss", *self.measures)}
         try:
-            report = measure(self.model, data, self.loss, self.measures, **self.options)
+            report = self.meter.measure(data)
         # Whatever the error, hours of training are worth more than this measurement.
         except Exception as error:
             failures[type(error)] = f"The measures failed and are nan ({format_error_line(error)})."
@@ -233,7 +237,7 @@ class ProbeMeasurer:
         searches = 0 if self.sharpest is None else 1 + (optimizer is not None and is_preconditioned(optimizer))
         times = [clock()]
         try:
-            measure(self.model, data, self.loss, self.measures, **self.options)
+            self.meter.measure(data)
             times.append(clock())
             for steps in TIMED if searches else ():
                 TopEigenvalueTracker(steps=steps)(self.model, data, self.loss, **self._search_options)

@@ -27,7 +27,8 @@ from saltflat.errors import (
     UnknownNameError,
     format_error_line,
 )
-from saltflat.measures.compute import is_gauss_newton, measure
+from saltflat.measures.measurer import is_gauss_newton
+from saltflat.measures.meter import Meter
 from saltflat.measures.registry import parse_measures
 
 Item = tuple[Any, Tensor]
@@ -99,17 +100,15 @@ def _map_batch(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return Batch(args, kwargs, targets, batch.first, batch.examples)
 
 
-FEW = 2  # examples to try a measurement on
+FEW = 8  # examples to try a measurement on: enough that later ones need not prepare again
 AT_ONCE = 64  # examples in a forward pass over the probe
 
 
-def check_measurement(
-    model: nn.Module, probe: ProbeSet, loss: LossLike, measures: Sequence[str], options: Mapping[str, Any]
-) -> None:
+def check_measurement(meter: Meter, probe: ProbeSet, options: Mapping[str, Any]) -> None:
     """Check options, model and data by measuring a few examples; the values are discarded."""
     try:
-        measure(model, probe.get_first_batch(get_device(model), FEW), loss, measures, **options)
-        _check_probe_targets(model, probe, loss, options)
+        meter.measure(probe.get_first_batch(get_device(meter.model), FEW))
+        _check_probe_targets(meter.model, probe, meter.loss, options)
     except (DeviceError, OptionError, UnknownNameError, ModelError):
         raise
     except DataError as error:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from saltflat.engine.data import Data
 from saltflat.engine.session import open_session
 from saltflat.engine.structure import Structure
-from saltflat.measures.compute import Measurer, add_certificate_notes, compute_certificate, format_device
+from saltflat.measures.measurer import Measurer, add_certificate_notes, compute_certificate, format_device
 from saltflat.results.report import Reading, describe_run
 from saltflat.validation import take_turns
 

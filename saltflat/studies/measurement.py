@@ -26,7 +26,8 @@ from saltflat.errors import (
     make_unknown_name_error,
 )
 from saltflat.measures.collect import DIAGONALS
-from saltflat.measures.compute import Measurer, measure
+from saltflat.measures.compute import measure
+from saltflat.measures.measurer import Measurer
 from saltflat.measures.registry import parse_measures
 from saltflat.results.report import Reading, Report
 from saltflat.studies.grid import raise_problems

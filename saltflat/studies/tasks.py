@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.errors import DeviceError, NonFiniteError, ReportError
-from saltflat.measures.compute import Measurer
+from saltflat.measures.measurer import Measurer
 from saltflat.measures.stack import NetworkStack, StackMember
 from saltflat.studies.callables import inspect_network
 from saltflat.studies.canonical import dump_canonical_json

@@ -252,13 +252,13 @@ def rescalings(context: Context) -> StatisticResult:
     """Return the group of rescalings that change only measured parameters."""
     network = context.problem.network
     batch = next(iter(context.problem.read_batches())).cut(0, 8)
-    group = context.structure.computed.get("rescalings")
+    group = context.computed.get("rescalings")
     if not isinstance(group, Symmetries):
         try:
             group = find_batch_symmetries(network, batch)
         except ModelError as error:
             raise NotDefinedError(f"needs the rescalings of the model: {error}") from error
-        group = context.structure.computed["rescalings"] = group.restrict_to_parameters(network.measured)
+        group = context.computed["rescalings"] = group.restrict_to_parameters(network.measured)
     _check_rescaling(network, batch, group)
     notes = [f"rescalings hold for inputs whose masks decide as those of the first: {line}" for line in group.assumed]
     return StatisticResult(group, notes=tuple(notes), without=lambda left_out: group)

@@ -365,7 +365,7 @@ def test_what_the_library_refuses_is_one_line(measured: Call) -> None:
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("saltflat.measures.compute"), "parse_bytes", None)
+    monkeypatch.setattr(import_module("saltflat.measures.measurer"), "parse_bytes", None)
     result = run(*REQUIRED)
     assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1

@@ -23,8 +23,8 @@ from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.session import open_session
 from saltflat.errors import NotDefinedError
-from saltflat.measures.compute import Measurer
 from saltflat.measures.fisher import fisher_logdet, fisher_spectral_radius
+from saltflat.measures.measurer import Measurer
 from saltflat.measures.stack import NetworkStack, StackMember
 
 Data = tuple[Tensor, Tensor]

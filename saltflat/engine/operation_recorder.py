@@ -1,0 +1,103 @@
+"""Record the operations of a forward pass: which of them depend on values, and a digest of all of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+
+class OperationRecorder(TorchDispatchMode):
+    """Records operations that may treat the examples of a batch differently depending on their values.
+
+    Args:
+        names: names of parameters and buffers by their ids; without them, no digests are made.
+
+    Attributes:
+        sizes: whether there are results whose size depends on values (masks, experts).
+        order: whether values are sorted, or read from tensors.
+        reads: whether values are read from tensors, truth values included.
+        coarsest: the shortest floating-point type among all results.
+        bytes: of all results.
+    """
+
+    def __init__(self, names: Mapping[int, str] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = self.order = self.reads = False
+        self.coarsest, self.bytes = torch.float64, 0
+        self._names = names
+        self._operations, self._indices = blake2b(digest_size=16), blake2b(digest_size=16)
+        self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._met = 0
+
+    @property
+    def operations(self) -> str:
+        """Return a digest of all operations: what they compute, from which tensors, with which other arguments.
+
+        It does not depend on the numbers in the tensors.
+        """
+        return self._operations.hexdigest()
+
+    @property
+    def indices(self) -> str:
+        """Return a digest of the whole numbers and truth values that operations take from tensors, such as tokens."""
+        return self._indices.hexdigest()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        aten = torch.ops.aten
+        if torch.Tag.dynamic_output_shape in func.tags:
+            # Indexing by integers gives a result of the index's size.
+            masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
+            self.sizes |= masks
+        elif func is aten._local_scalar_dense.default:
+            self.reads = True
+            self.order |= args[0].dtype != torch.bool
+        elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk):
+            self.order = True
+        if self._names is not None:
+            self._add_operands(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor):
+                self.bytes += each.numel() * each.element_size()
+                if each.is_floating_point() and torch.finfo(each.dtype).bits < torch.finfo(self.coarsest).bits:
+                    self.coarsest = each.dtype
+                if self._names is not None:
+                    self._operations.update(self._describe_tensor(each).encode())
+        return result
+
+    def _add_operands(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = tree_flatten((args, sorted(kwargs.items())))[0]
+        described = [self._describe_tensor(each) if isinstance(each, Tensor) else repr(each) for each in leaves]
+        self._operations.update(f"{func}({', '.join(described)})".encode())
+        for each in leaves:
+            if isinstance(each, Tensor) and not each.is_floating_point() and not each.is_complex():
+                try:
+                    self._indices.update(each.detach().cpu().contiguous().numpy().tobytes())
+                except (RuntimeError, TypeError, NotImplementedError):  # of a type that NumPy does not have
+                    self.reads = True
+
+    def _describe_tensor(self, tensor: Tensor) -> str:
+        """Return the name or number of a tensor, and what can be known of it without its numbers."""
+        assert self._names is not None
+        name = self._names.get(id(tensor))
+        if name is None:
+            known = self._numbers.get(id(tensor))
+            if known is None or known[0]() is not tensor:  # an id is used again when its tensor is gone
+                self._met += 1
+                known = self._numbers[id(tensor)] = weakref.ref(tensor), self._met
+            name = str(known[1])
+        return f"{name}:{tuple(tensor.shape)}:{tensor.stride()}:{tensor.dtype}:{tensor.device}"
