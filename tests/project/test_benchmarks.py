@@ -151,3 +151,16 @@ def test_the_benchmark_of_measuring_in_a_row_finds_the_same_readings(
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert row["difference"] < 1e-10
     assert row["seconds_in_a_row"] > 0
+
+
+def test_the_benchmark_of_the_meter_prepares_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    meter = import_module("meter")
+    monkeypatch.setattr(meter, "NETWORKS", {"lenet": meter.NETWORKS["lenet"]})
+    meter.main(["--repeats", "1", "--examples", "8", "--out", str(tmp_path / "meter.json")])
+    rows = json.loads((tmp_path / "meter.json").read_text())["rows"]
+    assert [(row["measures"], row["examples"], row["preparations"]) for row in rows] == [
+        ("quick", 8, 1),
+        ("hessian_trace", 8, 1),
+    ]
+    assert all(0 < row["checks"] < row["second"] for row in rows)
