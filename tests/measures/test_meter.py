@@ -57,7 +57,7 @@ def assert_like_a_single_call(meter: Meter, data: Any, **options: Any) -> None:
         assert found[name] == alone[name], name
 
 
-def step(model: nn.Module, case: Case | None = None) -> None:
+def step(model: nn.Module) -> None:
     """Change the weights, and the statistics of BatchNorm, as training does."""
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
