@@ -166,6 +166,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/validity.json"))
     given = parser.parse_args()
+    if min(given.sets, given.random, given.workers) < 1:
+        parser.error("Expected at least one data set, one with random labels, and one worker.")
     started = time.perf_counter()
     with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
         learned = list(pool.map(partial(run_set, random_labels=False), range(given.sets), chunksize=4))
