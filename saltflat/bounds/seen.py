@@ -136,7 +136,8 @@ def _leave_out(data: Data, positions: Sequence[int], limit: int | None) -> Split
             "prior_data, and only the others as data."
         )
     count = len(data[0]) if pair else len(data)  # type: ignore[index, arg-type]
-    low, high = min(positions), max(positions)
+    ends = (positions[0], positions[-1]) if isinstance(positions, range) else positions
+    low, high = min(ends), max(ends)
     if low < 0 or high >= count:
         raise OptionError(
             f"Expected positions from 0 to {count - 1}, but got positions from {low} to {high} as prior_data. Try the "
