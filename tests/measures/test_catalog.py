@@ -64,7 +64,7 @@ def test_the_catalogue_prints_in_the_width_there_is(width: int, monkeypatch: pyt
 
 def test_every_reference_and_statistic_is_used() -> None:
     certificates = {"maurer2004note"}
-    used = {each.reference for each in [*MEASURES.values(), *BOUNDS.values()]}
+    used = {each.reference for each in MEASURES.values()} | {each.reference for each in BOUNDS.values()}
     assert used | certificates == set(REFERENCES)
     needed = {need for each in MEASURES.values() for need in each.statistics}
     elsewhere = {"gradient_second_moment", "mean_gradient", "finite_difference", "average_rise", "worst_rise"}
