@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,15 @@ def measure_all(out: Path, data: Path, scale: str) -> None:
     """Measure every network, number of examples and seed that is not in the folder yet."""
     small = scale == "smoke"
     seeds, counts = (1, EXAMPLES[:1]) if small else (10, EXAMPLES)
-    for network in TITLES:
-        for count in counts:
-            for seed in range(seeds):
-                path = out / "estimators" / f"{network}-{count}-{seed}.json"
-                if path.exists():
-                    continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                row = time_trace(network, count, seed, data, 0.3 if small else LOOP_SECONDS)
-                row["curves"] = measure_errors(network, count, seed, data, 0.2 if small else MOST_SECONDS)
-                write_json(row, path)
-                print(f"{network}, {count} examples, seed {seed}: trace {row['trace']:.4g}", flush=True)
+    for seed, count, network in product(range(seeds), counts, TITLES):
+        path = out / "estimators" / f"{network}-{count}-{seed}.json"
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row = time_trace(network, count, seed, data, 0.3 if small else LOOP_SECONDS)
+        row["curves"] = measure_errors(network, count, seed, data, 0.2 if small else MOST_SECONDS)
+        write_json(row, path)
+        print(f"{network}, {count} examples, seed {seed}: trace {row['trace']:.4g}", flush=True)
 
 
 def time_trace(network: str, count: int, seed: int, data: Path, limit: float) -> dict[str, Any]:

@@ -61,7 +61,7 @@ for _ in range(3):
     layers += [nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
 net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 x, y = torch.randn(2048, 3, 32, 32), torch.randint(10, (2048,))
-saltflat.measure(net, (x[:4], y[:4]), measures="{measure}", memory="1MiB")  # loads what is loaded once
+saltflat.measure(net, (x[:64], y[:64]), measures="{measure}", memory="1MiB")  # loads what is loaded once
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS:")
 report = saltflat.measure(net, (x[:{examples}], y[:{examples}]), measures="{measure}", memory="64MiB")
