@@ -142,6 +142,9 @@ def run_batched(
     examples = batch.examples
 
     def tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if examples > 1 and x.shape[:1] == y.shape[:1] == (1,):
+            # The same for all examples, such as positions in a table.
+            x, y = x.expand(examples, *x.shape[1:]), y.expand(examples, *y.shape[1:])
         number = len(calls)
         calls.append((module, _split_examples(x.detach(), examples, 0)))
         versions.append(x._version)

@@ -178,18 +178,33 @@ def layer(
     return register
 
 
+Recognizer = Callable[[nn.Module], LayerRule | None]
+RECOGNIZERS: list[Recognizer] = []
+
+
+def recognize(function: Recognizer) -> Recognizer:
+    """Register a function that returns the rule of a module of another library, going by what it computes."""
+    RECOGNIZERS.append(function)
+    return function
+
+
 def find_layer_rule(module: nn.Module) -> LayerRule | None:
     """Return the rule of a module, or None if it has none or does not compute what its type does.
 
-    Rules do not apply to a subclass with its own forward, to an instance with a patched one, and to parameters that are
-    computed from others (``torch.nn.utils.parametrize``, pruning).
+    Rules of types do not apply to a subclass with its own forward. None applies to an instance with a patched one, and
+    to parameters that are computed from others (``torch.nn.utils.parametrize``, pruning). Types that are not torch's
+    are tried if they have no submodules and no buffers: whether a rule is right is checked again on the data.
     """
-    if "forward" in vars(module) or hasattr(module, "parametrizations") or set(module._parameters) - {"weight", "bias"}:
+    if "forward" in vars(module) or hasattr(module, "parametrizations"):
         return None
-    for kind, rule in RULES.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward and rule.applies(module):
-            return rule
-    return None
+    if set(module._parameters) <= {"weight", "bias"}:
+        for kind, rule in RULES.items():
+            if isinstance(module, kind) and type(module).forward is kind.forward and rule.applies(module):
+                return rule
+    if module._modules or module._buffers or type(module).forward.__module__.startswith("torch."):
+        return None
+    found = (recognizer(module) for recognizer in RECOGNIZERS)
+    return next((each for each in found if each is not None), None)
 
 
 for _file in iter_modules(__path__):
