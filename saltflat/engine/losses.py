@@ -139,7 +139,9 @@ class CrossEntropy(Loss):
             index = targets.reshape(logp.shape[:2])
             kept = (index != self.ignore_index).to(logp)
             index = index.where(index != self.ignore_index, index.new_zeros(()))
-            mass = F.one_hot(index.long(), classes).to(logp) * (1 - smooth) + smooth / classes
+            # Compared rather than scattered, which vmap does one example at a time on older versions of torch.
+            ours = index.unsqueeze(-1) == torch.arange(classes, device=index.device)
+            mass = ours.to(logp) * (1 - smooth) + smooth / classes
             mass = mass * kept.unsqueeze(-1)
             share = weight[index.long()] * kept
         return logp, mass * weight, share, axis

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from training_cases import SHRUNK, assert_same, examples
 
 from saltflat.errors import UnknownNameError
 from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
-from saltflat.studies.training import batched_epoch, train_batched
+from saltflat.studies.training import batched_epoch, separate_models, train_batched
 from saltflat.studies.training.train_batched import compute_group_key, group_runs, train_together
 from saltflat.studies.training.train_one import train_alone
 from saltflat.studies.training.vmapped_model import VmappedModel
@@ -42,6 +43,20 @@ def test_every_network_is_trained_as_alone(name: str, way: str) -> None:
     found = train_together(recipes, IMAGES, way=way)
     assert_same(found, [train_alone(recipe, IMAGES) for recipe in recipes])
     assert not any(each.outcome.notes for each in found)
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet20"])
+def test_tensors_at_addresses_that_a_gpu_cannot_read_are_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def align_on_a_cpu(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.data_ptr() % 128 else tensor
+
+    monkeypatch.setattr(separate_models, "_align", align_on_a_cpu)
+    recipes = [
+        Recipe(network=name, architecture=SHRUNK[name], seed=seed, lr=0.03, dropout=0.2 * seed, batch_size=12, epochs=2,
+               dtype="float64")
+        for seed in range(3)
+    ]  # fmt: skip
+    assert_same(train_together(recipes, IMAGES, way="separate"), [train_alone(recipe, IMAGES) for recipe in recipes])
 
 
 # Settings that differ from network to network within one batch.

@@ -68,9 +68,9 @@ class SeparateModels(VmappedModel):
             }
         aligned = {name: _align(each) for name, each in {**weights, **own}.items()}
         found: Tensor = functional_call(self.passing, aligned, (images,))
-        with torch.no_grad():  # running statistics of copies
+        with torch.no_grad():  # running statistics of copies; dropout masks are read again by the backward pass
             for name, each in own.items():
-                if aligned[name] is not each:
+                if aligned[name] is not each and name not in self.masks:
                     each.copy_(aligned[name])
         return found
 
