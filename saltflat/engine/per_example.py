@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,19 @@ class LayerCalls:
         """Return the calls of modules with inputs of these shapes for one example of a batch."""
         inputs = tuple(t.shape[1:] if batch.has_example_axis(t) else t.shape for t in batch.list_tensors())
         return cls(inputs, tuple((id(module), shape) for module, shape in calls))
+
+
+@dataclass
+class PassRecord:
+    """What a forward pass ran.
+
+    Attributes:
+        calls: the layers with a rule that were called, their inputs and their outputs.
+        outside: the parameters used outside of layers with a rule.
+    """
+
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
 
 
 class _TapContext(FunctionCtx):
@@ -120,7 +133,7 @@ def run_batched(
     loop: bool = False,
     rules: bool = True,
     expected: LayerCalls | None = None,
-    record: list[tuple[nn.Module, Tensor, Tensor]] | None = None,
+    record: PassRecord | None = None,
 ) -> tuple[Tensor, Backward]:
     """Run a forward pass over a batch; return the outputs, and the backward pass as a function of the columns.
 
@@ -131,7 +144,7 @@ def run_batched(
         rules: compute the gradients of layers by their rules; otherwise autograd differentiates every parameter.
         expected: the calls of layers for one example alone. If a batch of inputs of the same shapes has other calls,
             its examples cannot be separated.
-        record: filled with the calls of layers that have a rule.
+        record: filled with what the pass runs.
     """
     # In the precision of the model, so that the backward pass rounds nothing to another one.
     anchor = next(iter(network.measured.values())).new_zeros(()).requires_grad_()
@@ -150,7 +163,7 @@ def run_batched(
         versions.append(x._version)
         _split_examples(y, examples, 0)
         if record is not None:
-            record.append((module, x.detach(), y.detach()))
+            record.calls.append((module, x.detach(), y.detach()))
         receivers.append(None)
 
         def receive(g: Tensor) -> None:
@@ -167,6 +180,8 @@ def run_batched(
         raise NotBatchableError("the layers see other shapes than for one example alone")
     tapped = bool(find_reached_leaves(outputs, {"": anchor}))
     direct = find_reached_leaves(outputs, leaves)
+    if record is not None:
+        record.outside = direct
     if direct and examples > 1:
         raise NotBatchableError(f"parameters used outside of layers with a rule: {sorted(direct)}")
 

@@ -13,6 +13,7 @@ from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
 from saltflat.engine.model_loss import check_model_loss
 from saltflat.engine.operation_recorder import OperationRecorder
+from saltflat.engine.parameter_routes import OUTSIDE, ParameterRoute, find_routes
 from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.engine.reference_gradients import (
     GROUP,
@@ -60,6 +61,7 @@ class Probe:
         most: how many would have been run together, if there had been as many.
         operations: digests of the operations that the model ran on the first pair of examples, and on those together.
         indices: digest of the whole numbers and truth values that these took from tensors.
+        routes: how the gradients of each parameter are computed, and why not faster.
     """
 
     strategy: str
@@ -74,6 +76,7 @@ class Probe:
     most: int
     operations: tuple[str, str]
     indices: str
+    routes: tuple[ParameterRoute, ...]
 
     def choose_num_examples(self, batch: Batch, columns: int, limit: int) -> int:
         """Return how many examples of a batch to process at once."""
@@ -189,6 +192,9 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
         outcomes |= _try_strategies(problem, ["single"], [first])
     strategy = next((each for each, outcome in outcomes.items() if outcome == "right"), fallback)
     moving = columns + (few if strategy in ("together", "single") else all_of_them)
+    routes = find_routes(
+        list(problem.network.measured), strategy, dict.fromkeys(needs.outside, OUTSIDE), bool(strategies)
+    )
     by_values = noticed.sizes or noticed.order or noticed.reads or "wrong" in outcomes.values() or fallback == PLAIN
     return Probe(
         strategy,
@@ -203,6 +209,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
         most=most,
         operations=(noticed.operations, ran_together),
         indices=noticed.indices,
+        routes=routes,
     )
 
 

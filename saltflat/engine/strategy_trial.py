@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from saltflat.engine import per_example
 from saltflat.engine.problem import Problem
@@ -81,7 +81,7 @@ class GradientComparison:
 
 @dataclass(frozen=True)
 class ExampleCost:
-    """The memory one example needs, in bytes, and the calls of layers."""
+    """The memory one example needs, in bytes, the calls of layers, and the parameters used outside of them."""
 
     fixed: int
     moving: int
@@ -89,6 +89,7 @@ class ExampleCost:
     activations: int
     factors: int
     calls: per_example.LayerCalls
+    outside: tuple[str, ...]
 
 
 def measure_example_cost(
@@ -112,7 +113,7 @@ def measure_example_cost(
             saved[where] = max(size, saved.get(where, 0))
         return tensor
 
-    record: list[tuple[nn.Module, Tensor, Tensor]] = []
+    record = per_example.PassRecord()
     factors: list[tuple[int, int]] = [(0, 0)]
     comparison = GradientComparison(problem, truth)
 
@@ -128,7 +129,7 @@ def measure_example_cost(
             if "saved tensor hooks" not in str(error):
                 raise
             # torch.func transforms inside the model do not allow hooks. At most all results are saved.
-            record.clear()
+            record = per_example.PassRecord()
             outputs, backward = STRATEGIES[strategy](network, single, record=record)
             saved[0] = results
         backward(truth.columns, emit, True)
@@ -140,10 +141,15 @@ def measure_example_cost(
         return None
     if strategy != PLAIN and not comparison.is_consistent():
         return None
-    for _, x, _ in record:
+    for _, x, _ in record.calls:
         record_saved(x)
-    activations = [outputs.numel() * outputs.element_size(), *(y.numel() * y.element_size() for _, _, y in record)]
+    activations = [
+        outputs.numel() * outputs.element_size(),
+        *(y.numel() * y.element_size() for _, _, y in record.calls),
+    ]
     still, moving = (max(part) for part in zip(*factors, strict=True))
-    calls = per_example.LayerCalls.from_batch(single, [(module, x.shape) for module, x, _ in record])
+    calls = per_example.LayerCalls.from_batch(single, [(module, x.shape) for module, x, _ in record.calls])
     every = sum(each for _, each in factors)
-    return ExampleCost(sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls)
+    return ExampleCost(
+        sum(saved.values()) + still, moving, max(activations), sum(activations), every, calls, tuple(record.outside)
+    )

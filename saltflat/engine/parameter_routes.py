@@ -1,0 +1,57 @@
+"""Routes: how the gradients of each measured parameter are computed in a sweep, and why not faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+# From the fastest: by the rule of a layer; from a copy for each example; vectorized over passes of single examples; in
+# a pass for each example.
+Route: TypeAlias = Literal["layer", "expanded", "mapped", "single"]
+
+OUTSIDE = "used outside of layers with a rule"
+PATHS = "examples take different paths through the model, so they are run one at a time"
+VECTORIZED = "an operation of the model cannot be vectorized over examples, so they are run one at a time"
+SPLIT = "the layers' inputs cannot be split into examples along their first axis"
+
+
+@dataclass(frozen=True)
+class ParameterRoute:
+    """How the gradients of one parameter are computed.
+
+    Attributes:
+        name: of the parameter.
+        route: the way it takes.
+        reason: why it is not a quicker one; empty for the quickest.
+    """
+
+    name: str
+    route: Route
+    reason: str = ""
+
+    @property
+    def is_quick(self) -> bool:
+        """Return whether the gradients come from one pass of all examples of a chunk together."""
+        return self.route in ("layer", "expanded")
+
+
+def find_routes(
+    names: Sequence[str], strategy: str, outside: Mapping[str, str], is_tried: bool
+) -> tuple[ParameterRoute, ...]:
+    """Return the route of each parameter.
+
+    Args:
+        names: of the parameters.
+        strategy: of the sweep.
+        outside: parameters with uses outside of layers with a rule, and why these are not quick.
+        is_tried: whether strategies for several examples were tried.
+    """
+    if strategy == "together":
+        return tuple(ParameterRoute(name, "layer") for name in names)
+    if strategy == "mapped":
+        blocked = ", ".join(map(repr, list(outside)[:3]))
+        whole = f"the model is mapped as a whole, because of {blocked}" if outside else SPLIT
+        return tuple(ParameterRoute(name, "mapped", outside.get(name, whole)) for name in names)
+    reason = VECTORIZED if is_tried else PATHS
+    return tuple(ParameterRoute(name, "single", reason) for name in names)
