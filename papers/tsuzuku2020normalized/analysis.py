@@ -190,7 +190,9 @@ class Correlations:
     Attributes:
         networks: how many of them have the number.
         pearson, kendall: correlations (Kendall's is tau-b).
-        pearson_left, kendall_left: what is left of them when the logarithm of the training loss is held fixed.
+        pearson_left: what is left of Pearson's correlation when the training loss and its logarithm are held fixed.
+        loss_held, log_held: the same with one of the two alone.
+        kendall_left: what is left of Kendall's when the training loss is held fixed.
         fisher: Pearson's correlation with Fisher's interval, which takes all networks for independent.
         resamples: Pearson's correlation in every resample, the first of which has every network once.
     """
@@ -199,31 +201,42 @@ class Correlations:
     pearson: Estimate
     kendall: Estimate
     pearson_left: Estimate
+    loss_held: Estimate
+    log_held: Estimate
     kendall_left: Estimate
     fisher: Estimate
     resamples: Floats
 
 
 def correlate(values: Floats, found: Found) -> Correlations | None:
-    """Correlate a number with the gap, with and without the training loss held fixed.
+    """Correlate a number with the gap, as it is and with the training loss held fixed.
 
     Intervals are from resamples of configurations with all their seeds. None if there are too few networks.
     """
     known = np.isfinite(values)
     if known.sum() < FEWEST or len(set(found.units[known])) < FEWEST or np.ptp(values[known]) == 0:
         return None
-    x, gap, loss = values[known], found.gap[known].round(12), found.log_loss[known]
+    x, gap, loss, log = (each[known] for each in (values, found.gap.round(12), found.loss, found.log_loss))
     times = draw_resamples(np.unique(found.units[known], return_inverse=True)[1], RESAMPLES, seed=0)
-    pearson = [resample_pearson(one[None], other, times)[0] for one, other in ((x, gap), (x, loss), (gap, loss))]
+
+    def pearson(one: Floats, other: Floats) -> Floats:
+        return np.asarray(resample_pearson(one[None], other, times)[0])
+
+    # The gap may be linear in the loss (where networks do not fit their data) or in its logarithm (where they do).
+    xy = pearson(x, gap)
+    loss_held, log_held = (hold_fixed(xy, pearson(x, one), pearson(gap, one)) for one in (loss, log))
+    of_x, of_gap = (hold_fixed(pearson(one, loss), pearson(one, log), pearson(loss, log)) for one in (x, gap))
     kendall = [resample_kendall(one, other, times)[1] for one, other in ((x, gap), (x, loss), (gap, loss))]
     return Correlations(
-        int(known.sum()),
-        Estimate.from_resamples(pearson[0]),
-        Estimate.from_resamples(kendall[0]),
-        Estimate.from_resamples(hold_fixed(*pearson)),
-        Estimate.from_resamples(hold_fixed(*kendall)),
-        compute_fisher_interval(float(pearson[0][0]), int(known.sum())),
-        pearson[0],
+        networks=int(known.sum()),
+        pearson=Estimate.from_resamples(xy),
+        kendall=Estimate.from_resamples(kendall[0]),
+        pearson_left=Estimate.from_resamples(hold_fixed(log_held, of_x, of_gap)),
+        loss_held=Estimate.from_resamples(loss_held),
+        log_held=Estimate.from_resamples(log_held),
+        kendall_left=Estimate.from_resamples(hold_fixed(*kendall)),
+        fisher=compute_fisher_interval(float(xy[0]), int(known.sum())),
+        resamples=xy,
     )
 
 

@@ -1,14 +1,12 @@
 """The lines of the page: verdicts first, then every table with intervals, from whatever rows there are."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from analysis import (
     BASELINES,
-    CLAIMS,
     DATASETS,
     MEASURES,
     NEGATIVE,
@@ -19,26 +17,19 @@ from analysis import (
     PRINTED,
     REGULARIZED,
     Correlations,
-    Estimate,
     Found,
-    Growth,
     compare_strength,
-    compute_growth,
     compute_slopes,
     correlate,
     judge_correlation,
-    list_datasets,
     load,
 )
+from equal_loss import write_all_subsets, write_equal_loss
+from figure_tables import compute_lead, get_growth, judge_clearest, judge_slope, write_labels, write_shapes
+from page_rows import LABELS, NOT_TESTED, SHAPE_STUDIES, TABLES, THREE, TOO_FEW, make_head, make_row, say_untested
 
-from saltflat.studies import Results
 from saltflat.studies.scores import kendall_b
 
-NOT_TESTED = "not tested (no rows yet)"
-TOO_FEW = "not tested (too few networks)"
-TABLES, LABELS, SHAPES = CLAIMS[:2], CLAIMS[2], CLAIMS[3]
-SHAPE_STUDIES = {"depth-width": "after equal epochs", "depth-width-equal-loss": "stopped at one training loss"}
-THREE = ("normalized_sharpness", *BASELINES)
 FIGURES = {
     "tables.png": "Tables 1 and 2, Pearson correlations with the gap and 95 % intervals",
     "gaps.png": "Tables 1 and 2, every network",
@@ -49,9 +40,9 @@ FIGURES = {
 HOW = (
     "Correlations are with the gap, test error minus training error. Intervals cover 95 % of 2000 resamples of "
     "configurations, each drawn with all its seeds; Fisher's interval assumes that all networks are independent. "
-    '"At equal loss" is the partial correlation, which holds the logarithm of the training loss fixed: linearly '
-    "(Pearson) or in order (Kendall's tau-b). A correlation is *reproduced* if its interval excludes zero and the "
-    "paper's number is in it or within 0.1 of ours, has the *same sign* if only the first holds, and is *not "
+    '"At equal loss" is the partial correlation, which holds the training loss fixed: the loss and its logarithm '
+    "linearly (Pearson), or its order (Kendall's tau-b). A correlation is *reproduced* if its interval excludes zero "
+    "and the paper's number is in it or within 0.1 of ours, has the *same sign* if only the first holds, and is *not "
     "reproduced* otherwise. For WRN-16-4, logits of unit deviation were measured with BatchNorm folded.\n\n"
     "Figure 1: growth with random labels is *reproduced* if the interval of Kendall's correlation with the share is "
     "above zero and no mean is clearly lower than the one before (Welch's test at 5 %), and has the *same sign* if "
@@ -86,6 +77,10 @@ def write_tables(out: Path) -> Iterator[str]:
     yield ""
     yield from write_equal_loss(out, studies)
     yield ""
+    yield "## Which networks turn the correlation?"
+    yield ""
+    yield from write_all_subsets(studies)
+    yield ""
     yield "## Does the misprinted root change a conclusion?"
     yield ""
     yield from write_roots(studies)
@@ -114,21 +109,6 @@ def write_tables(out: Path) -> Iterator[str]:
         yield f"![{meaning}](results/{name})"
 
 
-def say_untested(found: Found | None) -> str:
-    """Return why there is no verdict."""
-    return NOT_TESTED if found is None else TOO_FEW
-
-
-def make_row(cells: Iterable[object]) -> str:
-    """Return a row of a table."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def make_head(*names: str) -> str:
-    """Return the head of a table, two lines."""
-    return make_row(names) + "\n" + "| --- " * len(names) + "|"
-
-
 def get_paper_value(claim: dict[str, Any], measure: str, network: str) -> float | None:
     """Return the paper's number; that of normalized sharpness is for both its forms."""
     key = "normalized_sharpness" if measure in PRINTED else measure
@@ -150,7 +130,7 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
             for network, each in found.items():
                 again = NETWORKS[network].passes[-1] if unit else None
                 one = None if each is None else correlate(each.get_values(measure, again), each)
-                here[network] = "-" if one is None else f"{one.pearson.value:.2f}"
+                here[network] = "-" if each is None or one is None else say_correlation(one, each)
                 judged[network] = (
                     say_untested(each) if one is None else judge_correlation(one.pearson, claim[measure][network])
                 )
@@ -178,11 +158,11 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
         for network in NETWORKS
     }
     what = "Figure 1: normalized_sharpness grows most clearly"
-    leads = [
+    by_dataset = [
         f"on {title}: {', '.join(str(compute_lead(out, network, dataset) or '-') for network in NETWORKS)}"
         for dataset, title in DATASETS.items()
     ]
-    yield make_row([what, "yes", f"Kendall ahead of the next, {'; '.join(leads)}", join_verdicts(judged)])
+    yield make_row([what, "yes", f"Kendall ahead of the next, {'; '.join(by_dataset)}", join_verdicts(judged)])
     for axis, words in {"depth": "linearly", "width": "sub-linearly"}.items():
         here, judged = {}, {}
         for folder, when in SHAPE_STUDIES.items():
@@ -208,6 +188,12 @@ def join_verdicts(judged: dict[str, str]) -> str:
         f"**{verdict}**: {', '.join(titles[name] for name, each in judged.items() if each == verdict)}"
         for verdict in dict.fromkeys(judged.values())
     )
+
+
+def say_correlation(one: Correlations, found: Found) -> str:
+    """Return Pearson's correlation, and how many networks it is of if that is not all of them."""
+    some = f" ({one.networks} of {len(found.rows)})" if one.networks < len(found.rows) else ""
+    return f"{one.pearson.value:.2f}{some}"
 
 
 def say_strongest(claim: dict[str, Any]) -> str:
@@ -260,8 +246,9 @@ def write_correlations(found: Found | None, claim: dict[str, Any], network: str)
             continue
         paper = get_paper_value(claim, measure, network)
         judged = "" if paper is None else judge_correlation(one.pearson, paper)
+        name = measure if one.networks == len(found.rows) else f"{measure} ({one.networks} networks)"
         yield make_row(
-            [measure, "" if paper is None else f"{paper:.2f}", one.pearson, show_fisher(one), one.kendall,
+            [name, "" if paper is None else f"{paper:.2f}", one.pearson, show_fisher(one), one.kendall,
              one.pearson_left, one.kendall_left, judged]
         )  # fmt: skip
     for name, values in {"training loss": found.loss, "logarithm of the training loss": found.log_loss}.items():
@@ -270,7 +257,7 @@ def write_correlations(found: Found | None, claim: dict[str, Any], network: str)
             cells = [f"{name} (control)", "", control.pearson, show_fisher(control), control.kendall]
             yield make_row([*cells, "", "", ""])
     for again in NETWORKS[network].passes:
-        if again in found.again:
+        if correlate(found.get_values("hessian_trace", again), found) is not None:
             yield ""
             yield from write_pass(found, again)
 
@@ -287,7 +274,7 @@ def write_pass(found: Found, again: str) -> Iterator[str]:
     negative = found.get_values(NEGATIVE, again)
     if np.isfinite(negative).any():
         yield (
-            f"{np.nanmin(negative):.0%} to {np.nanmax(negative):.0%} of the Hessian's diagonal are negative, since "
+            f"{np.nanmin(negative):.2%} to {np.nanmax(negative):.2%} of the Hessian's diagonal are negative, since "
             "this loss is not convex in the outputs; normalized sharpness takes them as zero."
         )
         yield ""
@@ -317,70 +304,6 @@ def format_range(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def write_equal_loss(out: Path, studies: dict[tuple[str, str], Found | None]) -> Iterator[str]:
-    """Yield what is left of the correlation of normalized sharpness once the training loss is held fixed."""
-    yield make_head(
-        "networks", "normalized_sharpness", "log training loss alone", "normalized_sharpness at equal loss",
-        "by Kendall", "the same, logits of unit deviation", "trace at equal loss", "norm at equal loss", "what is left",
-    )  # fmt: skip
-    left_over: dict[str, list[str]] = {}
-    for (dataset, network), found in studies.items():
-        title = f"{NETWORKS[network].title} on {DATASETS[dataset]}"
-        if found is None or not found.is_enough:
-            yield make_row([title, say_untested(found), *[""] * 7])
-            continue
-        one, trace, norm = (correlate(found.get_values(name), found) for name in THREE)
-        unit = correlate(found.get_values("normalized_sharpness", NETWORKS[network].passes[-1]), found)
-        loss = correlate(found.log_loss, found)
-        if one is None or loss is None:
-            yield make_row([title, TOO_FEW, *[""] * 7])
-            continue
-        left = [each.pearson_left if each is not None else "" for each in (unit, trace, norm)]
-        left_over.setdefault(say_left(one), []).append(title)
-        yield make_row([title, one.pearson, loss.pearson, one.pearson_left, one.kendall_left, *left, say_left(one)])
-    yield ""
-    if left_over:
-        said = "; ".join(f"{what}: {', '.join(titles)}" for what, titles in left_over.items())
-        yield f"What is left of the correlation of normalized sharpness when the training loss is held fixed: {said}."
-        yield ""
-    yield (
-        "Networks of Table 2 trained again with a constant learning rate, each stopped after the first epoch at or "
-        "below one training loss:"
-    )
-    yield ""
-    yield make_head("networks", "reached it", "training loss", "number", "Pearson with the gap", "Kendall")
-    for network, each in NETWORKS.items():
-        if not list_datasets("equal-loss", network):
-            continue
-        found = load(out / f"equal-loss-{network}", keep_collapsed=False)
-        title = f"{each.title} on CIFAR-10"
-        if found is None or not found.is_enough:
-            yield make_row([title, say_untested(found), *[""] * 4])
-            continue
-        reached = f"{len(found.rows)} of {len(found.results.places)}"
-        losses = f"{found.loss.min():.3f} to {found.loss.max():.3f}"
-        numbers = {measure: found.get_values(measure) for measure in THREE}
-        numbers["normalized_sharpness, logits of unit deviation"] = found.get_values(
-            "normalized_sharpness", "logits_std"
-        )
-        numbers["training loss (control)"] = found.loss
-        for name, values in numbers.items():
-            one = correlate(values, found)
-            if one is not None:
-                yield make_row([title, reached, losses, name, one.pearson, one.kendall])
-
-
-def say_left(one: Correlations) -> str:
-    """Return in words what is left of a correlation at equal training loss, Pearson's and Kendall's."""
-    left = (one.pearson_left, one.kendall_left)
-    if all(each.low > 0 for each in left):
-        return "a positive correlation"
-    if all(each.high < 0 for each in left):
-        return "a negative correlation: the sign turns"
-    clear = [name for name, each in zip(("Pearson", "Kendall"), left, strict=True) if each.is_clear]
-    return "nothing clear" if not clear else f"clear by {clear[0]} alone"
-
-
 def write_roots(studies: dict[tuple[str, str], Found | None]) -> Iterator[str]:
     """Yield the correlations of both forms of normalized sharpness, and whether a verdict depends on the form."""
     yield make_head(
@@ -402,115 +325,3 @@ def write_roots(studies: dict[tuple[str, str], Found | None]) -> Iterator[str]:
             order = kendall_b(found.get_values(forms[0]), found.get_values(forms[1]))
             numbers = [one.pearson for one in all_three if one is not None]
             yield make_row([title, f"{paper:.2f}", *numbers, f"{order:.3f}", same])
-
-
-# Figures 1 and 2
-
-
-def get_growth(out: Path, network: str, dataset: str, measure: str) -> Growth | None:
-    """Return how a measure of one network grows with the share of random labels; None without rows."""
-    found = load(out / f"labels-{network}-{dataset}")
-    return None if found is None else compute_growth(found, measure)
-
-
-def compute_lead(out: Path, network: str, dataset: str) -> Estimate | None:
-    """Return how far the Kendall of normalized sharpness with the share is ahead of the larger of the other two."""
-    one, *others = (get_growth(out, network, dataset, measure) for measure in LABELS["measures"])
-    if one is None:
-        return None
-    leads = [Estimate.from_resamples(one.resamples - each.resamples) for each in others if each is not None]
-    return min(leads, key=lambda lead: lead.value, default=None)
-
-
-def judge_clearest(lead: Estimate | None) -> str:
-    """Return whether normalized sharpness follows the share most closely of the three measures."""
-    if lead is None:
-        return NOT_TESTED
-    if lead.low > 0:
-        return "reproduced"
-    return "not reproduced" if lead.high < 0 else "not decided"
-
-
-def write_labels(out: Path) -> Iterator[str]:
-    """Yield how the three measures of Figure 1, and the gap, grow with the share of random labels."""
-    yield make_head(
-        "networks", "number", "at the smallest share", "at the largest", "means grow in", "Spearman of means",
-        "Kendall of means", "Kendall of all networks with the share", "verdict",
-    )  # fmt: skip
-    notes = []
-    for dataset, title in DATASETS.items():
-        for network, each in NETWORKS.items():
-            name = f"{each.title} on {title}"
-            found = load(out / f"labels-{network}-{dataset}")
-            growths = {} if found is None else {one: compute_growth(found, one) for one in MEASURES}
-            if found is None or growths["normalized_sharpness"] is None:
-                yield make_row([name, say_untested(found), *[""] * 7])
-                continue
-            for measure in (*LABELS["measures"], PRINTED[0], "minimum_sharpness"):
-                growth = growths[measure]
-                if growth is None:
-                    continue
-                ends = (f"{growth.means[place]:.3g} ± {growth.deviations[place]:.2g}" for place in (0, -1))
-                judged = growth.verdict if measure in LABELS["measures"] else ""
-                steps = int((np.diff(growth.means) > 0).sum())
-                monotone = f"{steps} of {len(growth.means) - 1} steps, {growth.falls} clearly down"
-                yield make_row(
-                    [name, measure, *ends, monotone, f"{growth.spearman_of_means:.2f}",
-                     f"{growth.kendall_of_means:.2f}", growth.kendall, judged]
-                )  # fmt: skip
-            seeds = len(found.rows) // len(set(found.units))
-            notes.append(
-                f"* {name}: {len(found.rows)} networks, {len(set(found.units))} shares of {seeds} seeds; training "
-                f"error up to {found.error.max():.2%}, in {int((found.error > 0.01).sum())} networks above 1 %."
-            )
-    yield ""
-    yield from notes
-
-
-def write_shapes(out: Path) -> Iterator[str]:
-    """Yield the slopes of Figure 2."""
-    yield make_head(
-        "networks", "number", "slope in depth (hidden layers)", "slope in weight matrices", "slope in width", "verdict"
-    )
-    for folder, when in SHAPE_STUDIES.items():
-        found = load(out / folder)
-        slopes = {} if found is None else {measure: compute_slopes(found, measure) for measure in MEASURES}
-        if found is None or slopes["normalized_sharpness"] is None:
-            yield make_row([when, say_untested(found), *[""] * 4])
-            continue
-        for measure in (*NORMALIZED[:2], NORMALIZED[3], *BASELINES, "fisher_rao_norm", "fisher_rao_diagonal"):
-            one = slopes[measure]
-            if one is None:
-                continue
-            judged = ""
-            if measure in NORMALIZED[:2]:
-                judged = "; ".join(f"{axis}: {judge_slope(found, measure, axis)}" for axis in ("depth", "width"))
-            yield make_row([f"{len(found.rows)}, {when}", measure, one.depth, one.matrices, one.width, judged])
-    for folder, when in SHAPE_STUDIES.items():
-        missed = count_missed(out / folder)
-        if missed:
-            listed = ", ".join(f"{count} of width {width}" for width, count in sorted(missed.items()))
-            yield ""
-            yield f"* {when}: left out because they did not reach it: {listed}."
-
-
-def count_missed(folder: Path) -> dict[int, int]:
-    """Return how many networks of each width missed their stopping rule."""
-    if not folder.exists():
-        return {}
-    rows = Results.load(folder).rows.values()
-    return dict(Counter(row.config["width"] for row in rows if row.status == "missed"))
-
-
-def judge_slope(found: Found, measure: str, axis: str) -> str:
-    """Return the verdict: linear if the interval contains 1 or the slope is within 0.2 of it; below 1, and growing."""
-    slopes = compute_slopes(found, measure)
-    if slopes is None:
-        return TOO_FEW
-    slope = getattr(slopes, axis)
-    if axis == "depth":
-        linear = slope.low <= SHAPES["depth"] <= slope.high or abs(slope.value - SHAPES["depth"]) <= 0.2
-        if linear and slope.low > 0:
-            return "reproduced"
-        return "same sign" if slope.low > 0 else "not reproduced"
-    return "reproduced" if slope.low > 0 and slope.high < SHAPES["width_below"] else "not reproduced"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,7 +181,7 @@ def test_feature_robustness_is_measured_in_both_states_of_both_networks(tmp_path
 def analysis(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(ROOT / "papers" / "tsuzuku2020normalized")
     yield importlib.import_module("analysis")
-    for name in ("analysis", "tables"):
+    for name in ("analysis", "tables", "equal_loss", "figure_tables", "page_rows"):
         sys.modules.pop(name, None)
 
 
@@ -201,6 +201,22 @@ def test_a_partial_correlation_is_that_of_the_residuals(analysis: ModuleType) ->
     assert analysis.hold_fixed(*three) == pytest.approx(pearsonr(*residuals).statistic)
     fisher, known = analysis.compute_fisher_interval(pearsonr(x, y).statistic, 200), pearsonr(x, y)
     assert (fisher.low, fisher.high) == pytest.approx(tuple(known.confidence_interval(0.95)), abs=1e-6)
+
+
+def test_at_equal_loss_both_the_loss_and_its_logarithm_are_held_fixed(analysis: ModuleType) -> None:
+    draw = np.random.default_rng(1)
+    loss = draw.lognormal(size=60)
+    gap, x = loss + draw.normal(size=60), np.log(loss) + draw.normal(size=60)
+    found = SimpleNamespace(gap=gap, loss=loss, log_loss=np.log(loss), units=np.arange(60))
+    one = analysis.correlate(x, found)
+    for controls, value in (
+        ((loss, np.log(loss)), one.pearson_left),
+        ((loss,), one.loss_held),
+        ((np.log(loss),), one.log_held),
+    ):
+        columns = np.stack([np.ones(60), *controls], axis=1)
+        residuals = [each - columns @ np.linalg.lstsq(columns, each)[0] for each in (x, gap)]
+        assert value.value == pytest.approx(pearsonr(*residuals).statistic)
 
 
 def test_slopes_of_a_power_law_are_its_exponents(analysis: ModuleType) -> None:
