@@ -47,7 +47,7 @@ bench-measures: $(PEERS)
 	$(BIN)/python benchmarks/measures.py $(ARGS)
 
 lint: style types
-	set -e; for script in papers/*/run.py; do $(BIN)/mypy $$script; done
+	set -e; for paper in papers/*/run.py; do $(BIN)/mypy $$(dirname $$paper)/*.py; done
 
 style: $(INSTALLED)
 	$(BIN)/ruff format --check .

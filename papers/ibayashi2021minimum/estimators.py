@@ -62,7 +62,8 @@ def draw_relative(gradient: Gradient, w: Tensor, dice: torch.Generator, kind: st
 
 def draw_hutchinson(gradient: Gradient, w: Tensor, dice: torch.Generator) -> Tensor:
     s = torch.randint(0, 2, w.shape, generator=dice).to(w.dtype) * 2 - 1
-    return s * torch.func.jvp(gradient, (w,), (s,))[1]
+    product: Tensor = torch.func.jvp(gradient, (w,), (s,))[1]
+    return s * product
 
 
 ESTIMATORS: dict[str, Draw] = {

@@ -172,8 +172,8 @@ def write_verdicts(readings: dict[str, Found]) -> Iterator[str]:
             for some in panels.values()
         ]
         yield format_row(claim, claim["says"], cells, join_verdicts(judged))
-    for panels, name in {"2 to 5": CLAIMS[3]["name"], "1 to 4": "the same, if its panels were layers 1 to 4"}.items():
-        above = {reading: count_above(found, panels) for reading, found in readings.items()}
+    for layers, name in {"2 to 5": CLAIMS[3]["name"], "1 to 4": "the same, if its panels were layers 1 to 4"}.items():
+        above = {reading: count_above(found, layers) for reading, found in readings.items()}
         judged = {reading: judge_count(each) for reading, each in above.items()}
         cells = [f"{each} of {len(NETWORK_WISE)} numbers" for each in above.values()]
         yield format_row({**CLAIMS[3], "name": name}, "yes", cells, join_verdicts(judged))
