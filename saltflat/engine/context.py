@@ -190,6 +190,7 @@ class Context:
         self.results_bytes = self._warned_bytes = 0
         self._seen: set[tuple[int, int, bool]] = set()
         self._picked: list[tuple[Batch, Tensor, Tensor]] = []
+        self._rounding = 0.0  # of the outputs of the examples picked
         self._counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
 
@@ -224,11 +225,12 @@ class Context:
                 found = run_probe(self.problem, batch, self.limit)
         return found
 
-    def check_uncoupled(self, batch: Batch, outputs: Tensor) -> None:
+    def check_uncoupled(self, batch: Batch, outputs: Tensor, rounding: float = 0.0) -> None:
         """Pick an example of this chunk, to check that its outputs do not depend on the rest of the batch.
 
         Examples of the first chunks are run alone. Those of later chunks are run together, which is cheaper: a model
-        that couples examples couples them with others there. See :meth:`check_picked`.
+        that couples examples couples them with others there. See :meth:`check_picked`. Outputs may differ by a
+        fraction ``rounding`` of the largest.
         """
         chunk = batch.first, batch.examples, batch.places is None
         if batch.examples == 1 or chunk in self._seen:
@@ -237,6 +239,7 @@ class Context:
         number = batch.first * 7919 % batch.examples  # another position in every chunk
         one = batch.take(torch.tensor([number]), batch.first)
         self._picked.append((one, outputs[number : number + 1].detach().clone(), outputs.detach().abs().max()))
+        self._rounding = rounding
         found = self.get_probe(batch)
         fitting = compute_working_memory(self.limit) // (found.fixed + found.moving)
         alone = len(self._seen) <= ALONE and not self.structure.uncoupled
@@ -247,7 +250,8 @@ class Context:
         """Check that the examples picked have the same outputs as before."""
         picked, self._picked = self._picked, []
         while picked:
-            first, tolerance = picked[0][0], self.get_probe(picked[0][0]).tolerance
+            first = picked[0][0]
+            tolerance = max(self.get_probe(first).tolerance, self._rounding)
             alike = [each for each in picked if can_join(first, each[0]) and each[1].shape == picked[0][1].shape]
             alike = alike or picked[:1]
             picked = [each for each in picked if not any(each is other for other in alike)]

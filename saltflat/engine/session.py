@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import checkpoint
 
 from saltflat.engine.data import Data, find_unsupported_kind
+from saltflat.engine.precision import use_full_precision
 from saltflat.errors import DeviceError, ModelError, OptionError
 from saltflat.results.caveats import TRAIN_MODE
 from saltflat.validation import borrow_model, is_choice
@@ -228,67 +229,6 @@ def open_session(model: nn.Module, mode: str, data: Data | None = None) -> Itera
         finally:
             for module, training in modes:
                 module.training = training
-
-
-@contextmanager
-def use_full_precision(model: nn.Module) -> Iterator[None]:
-    """Run convolutions and matrix products in full float32 precision: TF32 keeps three digits, bfloat16 two."""
-    # cuDNN's recurrent kernels have no backward pass in eval mode.
-    cudnn, recurrent = torch.backends.cudnn, any(isinstance(module, nn.RNNBase) for module in model.modules())
-    enabled, back = cudnn.enabled, snapshot_precision()
-    try:
-        set_precision("highest")
-        if recurrent:
-            cudnn.enabled = False
-        yield
-    finally:
-        cudnn.enabled = enabled
-        back()
-
-
-# The precision of each kind of operation in each backend; kinds that are "none" follow "all", and backends that are
-# "none" follow the generic setting.
-_PRECISIONS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn", "all")]
-_GENERIC = ("generic", "all")
-
-
-def snapshot_precision() -> Callable[[], None]:
-    """Return a function that restores torch's precision settings, old and new, in whatever order they were set.
-
-    The new settings (torch 2.9, ``fp32_precision``) show the effective value, not the one that was set, and the old
-    ones (``allow_tf32``, ``set_float32_matmul_precision``) cannot be read while the new ones contradict them. So the
-    settings are read from the outermost inward, and each one is cleared before the next is read.
-    """
-    kept: dict[tuple[str, str], str] = {}
-    if hasattr(torch._C, "_get_fp32_precision_getter"):
-        for key in [_GENERIC, *reversed(_PRECISIONS)]:
-            kept[key] = torch._C._get_fp32_precision_getter(*key)
-            torch._C._set_fp32_precision_setter(*key, "none")
-    products = torch.get_float32_matmul_precision()
-    try:
-        allowed = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # it is set, and contradicts the new settings, which have just been cleared
-        allowed = True
-
-    def restore_precision() -> None:
-        # Each of these also writes to the new settings.
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = allowed
-        for key, value in kept.items():
-            torch._C._set_fp32_precision_setter(*key, value)
-
-    restore_precision()
-    return restore_precision
-
-
-def set_precision(products: str) -> None:
-    """Set all of torch's precision settings: ``"highest"`` for full float32, ``"high"`` for TF32."""
-    torch.set_float32_matmul_precision(products)
-    torch.backends.cudnn.allow_tf32 = products != "highest"
-    if hasattr(torch._C, "_set_fp32_precision_setter"):
-        for backend, kind in _PRECISIONS:
-            if products == "highest" or backend == "cuda":
-                torch._C._set_fp32_precision_setter(backend, kind, "ieee" if products == "highest" else "tf32")
 
 
 @contextmanager

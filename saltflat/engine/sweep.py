@@ -21,6 +21,7 @@ from saltflat.engine.output_curvature import (
     make_columns,
     wrap_columns,
 )
+from saltflat.engine.precision import TF32_ROUNDING, use_precision
 from saltflat.engine.problem import cast_targets, is_finite
 from saltflat.engine.statistic import ParameterSite, Statistic, count_sum_bytes
 from saltflat.engine.strategy import Probe
@@ -49,6 +50,7 @@ class Sweep:
         replicate: keep every random draw's part of a sum, instead of the scatter within single examples.
         only: the parameters to sum for; all that are measured if None.
         groups: keep the sums of each group of examples apart, for :meth:`make_leave_one_out`.
+        precision: of the products; see :mod:`saltflat.engine.precision`.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class Sweep:
         replicate: bool = False,
         only: Collection[str] | None = None,
         groups: ExampleGroups | None = None,
+        precision: str = "ieee",
     ) -> None:
         self.context, self.problem, self.wanted, self.replicate = context, context.problem, wanted, replicate
-        self.groups, self.group = groups, 0
+        self.groups, self.group, self.precision = groups, 0, precision
         # Only statistics of rows or columns need to know what the axes count.
         by_unit = any(each.kind == "matrix" for each in wanted)
         shapes = context.geometries if by_unit else find_geometries(self.problem.network)
@@ -115,15 +118,15 @@ class Sweep:
         start, size = 0, self._compute_chunk_size(batch, found)
         size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small last one would cost as much
         while start < batch.examples:
-            chunk = batch.cut(start, start + size)
-            counted = self.emitted
-            try:
-                self._add_chunk(chunk, found)
-            except per_example.NotBatchableError:
-                if self.emitted != counted:  # failed half-way: adding it again would count twice
-                    raise
-                for n in range(chunk.examples):
-                    self._add_chunk(chunk.cut(n, n + 1), found, found.fallback)
+            chunk, counted = batch.cut(start, start + size), self.emitted
+            with use_precision(self.precision):
+                try:
+                    self._add_chunk(chunk, found)
+                except per_example.NotBatchableError:
+                    if self.emitted != counted:  # failed half-way: adding it again would count twice
+                        raise
+                    for n in range(chunk.examples):
+                        self._add_chunk(chunk.cut(n, n + 1), found, found.fallback)
             start += size
             self.seen[self.group].examples += chunk.examples
             self._join_rows()
@@ -170,10 +173,9 @@ class Sweep:
             with torch.no_grad():
                 outputs = self.problem.network(single).double()
             self.problem.loss.check(outputs, cast_targets(single.targets))
-            columns = self._make_column_sets(outputs, single)
-            totals = [each.layout.total for _, each in columns]
-            joined = can_join_columns([each for _, each in columns], outputs.device)
-            self.column_counts[inputs] = max(1, sum(totals) if joined else max(totals))
+            columns = [each for _, each in self._make_column_sets(outputs, single)]
+            count = sum if can_join_columns(columns, outputs.device) else max
+            self.column_counts[inputs] = max(1, count(each.layout.total for each in columns))
         return found.choose_num_examples(batch, self.column_counts[inputs], self.room)
 
     def _make_column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
@@ -191,7 +193,7 @@ class Sweep:
 
     def _add_chunk(self, batch: Batch, found: Probe, strategy: str | None = None) -> None:
         raw, backward = found.forward(self.problem, batch, strategy)
-        self.context.check_uncoupled(batch, raw)
+        self.context.check_uncoupled(batch, raw, 0.0 if self.precision == "ieee" else TF32_ROUNDING)
         outputs, targets = raw.double(), cast_targets(batch.targets)
         self.problem.loss.check(outputs, targets)
         sums = [part(outputs, targets).double().sum() for part in (self.problem.loss.total, self.problem.loss.share)]
@@ -346,9 +348,7 @@ class Sweep:
 
         def subtract_group(left_out: int) -> dict[str, Tensor]:
             seen, number = kept[left_out]
-            rest = {
-                name: value - sums[number][name] if name in sums[number] else value for name, value in total.items()
-            }
+            rest = {name: value - sums[number].get(name, 0) for name, value in total.items()}
             return self._scale_sums(statistic, rest, self._compute_scale(statistic, seen))
 
         return subtract_group

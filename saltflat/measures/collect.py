@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from saltflat.balance.matrix import share_balances
 from saltflat.engine.context import Context, StatisticResult
+from saltflat.engine.precision import make_error_note, make_no_effect_note, supports_tf32
 from saltflat.engine.progress import Forecast, StepProgress
 from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic, count_sum_bytes
 from saltflat.engine.sweep import Sweep
 from saltflat.errors import ModelError, NotDefinedError, SaltflatError, format_error_line
+from saltflat.gradients.base import use_scratch
 from saltflat.measures.apply import Evaluation, add_sampling_errors, evaluate_measure
 from saltflat.measures.registry import MeasureRequest, StatisticRequest
 from saltflat.measures.report_sweep import ReportSweep
@@ -51,17 +54,25 @@ class StatisticCollector:
         certificate: whether there will be one, which takes copies of the model.
         brief: collect only what the measures need, without an overview or groups of examples, and apply the measures
             on the CPU if the network is small.
+        precision: of the products in the shared sweep. All else is computed in full precision.
     """
 
     def __init__(
-        self, context: Context, diagonal: StatisticRequest | None, certificate: bool = False, brief: bool = False
+        self,
+        context: Context,
+        diagonal: StatisticRequest | None,
+        certificate: bool = False,
+        brief: bool = False,
+        precision: str = "ieee",
     ) -> None:
         self.context, self.diagonal, self.certificate, self.brief = context, diagonal, certificate, brief
+        self.precision = precision
         self.found: dict[str, StatisticResult] = {}
         self.reasons: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.overview: dict[str, Any] = {}
         self.notes: list[str] = []
+        self.settings: dict[str, Any] = {}
         self.forecast: Forecast | None = None  # only if progress is shown
 
     def gather(self, asked: Sequence[MeasureRequest]) -> None:
@@ -93,7 +104,10 @@ class StatisticCollector:
         with self.time_step("sweep"):
             kind = Sweep if self.brief else ReportSweep
             summed = [each for each in swept if each.name != "curvature_trace"] if self._has_diagonal(swept) else swept
-            totals = kind(self.context, summed, deviations, replicate=True, groups=self.context.groups)
+            if self.precision != "ieee":
+                self._compare_precisions(summed, deviations)
+            groups, precision = self.context.groups, self.precision
+            totals = kind(self.context, summed, deviations, replicate=True, groups=groups, precision=precision)
             total = self.context.problem.num_examples
             totals.run(lambda done: self.context.tick("Sweeping examples", done, total))
             values = totals.compute_values(self._select_device())
@@ -113,7 +127,7 @@ class StatisticCollector:
             self.found[each.name] = StatisticResult(values[each.name], drawn, is_exact, notes, without=without)
         if isinstance(totals, ReportSweep):
             self.overview = totals.compute_report_fields(values)
-            self.notes = totals.find_sample_notes()
+            self.notes += totals.find_sample_notes()
         for need in computed:
             if need.key not in self.found and need.key not in self.reasons:
                 self._compute_statistic(need, need.key in strict)
@@ -122,6 +136,26 @@ class StatisticCollector:
             self.found["curvature_diagonal"] = _clamp_diagonal(self.found[self.diagonal.key])
         elif self.diagonal is not None and self.diagonal.key in self.reasons:
             self.reasons["curvature_diagonal"] = self.reasons[self.diagonal.key]
+
+    def _compare_precisions(self, wanted: Sequence[Statistic], deviations: Mapping[str, Tensor]) -> None:
+        """Measure the error of this precision on the first chunk of examples, or note that it has no effect."""
+        measured = next(iter(self.context.problem.network.measured.values()))
+        if not supports_tf32(measured):
+            self.notes.append(make_no_effect_note(self.precision, measured))
+            self.precision = "ieee"
+            return
+        batch = next(iter(self.context.problem.read_batches()))
+        sweeps = {
+            each: Sweep(self.context, wanted, deviations, True, precision=each) for each in ("ieee", self.precision)
+        }
+        for sweep in sweeps.values():
+            with use_scratch():
+                next(sweep.add_batch(batch))
+            self.context.check_picked()
+        full, other = (sweep.compute_values() for sweep in sweeps.values())
+        errors = {name: _compute_relative_error(other[name], values) for name, values in full.items()}
+        self.settings = {"precision": self.precision, "precision_errors": errors}
+        self.notes.append(make_error_note(self.precision, errors, sweeps["ieee"].examples))
 
     def _has_diagonal(self, swept: Sequence[Statistic]) -> bool:
         """Return whether the trace need not be summed by itself, since it is the sum of a diagonal that is summed."""
@@ -249,6 +283,15 @@ class StatisticCollector:
         with self.time_step("errors over examples"):
             readings = add_sampling_errors(evaluations, self.context) | undefined
         return {request.key: readings[request.key] for request in asked if request.key in readings}, left_out
+
+
+def _compute_relative_error(values: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Return the length of the difference of all parameters' values relative to that of the values."""
+    off, length = (
+        math.hypot(*(float(each.double().norm()) for each in parts))
+        for parts in ([values[name] - exact[name] for name in exact], exact.values())
+    )
+    return off / length if length else off
 
 
 def _estimate_passes(need: StatisticRequest) -> float | None:

@@ -15,6 +15,7 @@ from saltflat.engine.custom_losses import normalize_logits
 from saltflat.engine.data import Data
 from saltflat.engine.losses import Loss, LossLike, parse_loss
 from saltflat.engine.output_curvature import ColumnPlan, parse_column_plan
+from saltflat.engine.precision import parse_precision
 from saltflat.engine.problem import Problem, is_finite
 from saltflat.engine.statistic import STATISTICS
 from saltflat.engine.structure import Structure
@@ -41,6 +42,7 @@ class Measurer:
     diagonal: str
     certificate: bool
     sampling: bool
+    precision: str = "ieee"
 
     @classmethod
     def parse(
@@ -57,6 +59,7 @@ class Measurer:
         diagonal: str,
         certificate: bool,
         sampling: bool,
+        precision: str = "ieee",
     ) -> Measurer:
         """Check the arguments of :func:`saltflat.measure`."""
         asked = parse_measures(measures)
@@ -64,8 +67,8 @@ class Measurer:
         check_flag(certificate=certificate, sampling=sampling)
         if not is_choice(diagonal, DIAGONALS):
             raise make_unknown_name_error("diagonal", diagonal, DIAGONALS)
-        chosen = parse_normalized_loss(loss, logits)
-        return cls(asked, chosen, plan, layers, room, dtype, seed, mode, diagonal, certificate, sampling)
+        chosen, how = parse_normalized_loss(loss, logits), parse_precision(precision)
+        return cls(asked, chosen, plan, layers, room, dtype, seed, mode, diagonal, certificate, sampling, how)
 
     def collect(
         self,
@@ -89,7 +92,7 @@ class Measurer:
         problem = Problem.build(model, data, self.loss, self.layers, self.dtype, self.mode)
         before = _parse_initial(initial, problem)
         context = Context(problem, self.plan, self.seed, self.room, before, tick, self.sampling, structure)
-        search = StatisticCollector(context, DIAGONALS[self.diagonal], self.certificate, brief)
+        search = StatisticCollector(context, DIAGONALS[self.diagonal], self.certificate, brief, self.precision)
         search.gather(self.asked)
         return search
 

@@ -71,6 +71,7 @@ class Meter:
         sampling: whether to estimate how far each number depends on the choice of the examples.
         limit: take at most so many examples.
         device: where to measure. If that is another device than the model's, it is copied and prepared every time.
+        precision: of float32 products in the sweep over the data, ``"ieee"`` or ``"tf32"``.
 
     Attributes:
         model: the model.
@@ -116,9 +117,22 @@ class Meter:
         sampling: bool = True,
         limit: int | None = None,
         device: str | torch.device | None = None,
+        precision: str = "ieee",
     ) -> None:
         self._measurer = Measurer.parse(
-            loss, measures, columns, layers, memory, dtype, seed, mode, logits, diagonal, certificate, sampling
+            loss,
+            measures,
+            columns,
+            layers,
+            memory,
+            dtype,
+            seed,
+            mode,
+            logits,
+            diagonal,
+            certificate,
+            sampling,
+            precision,
         )
         check_module(model)
         self.model, self.loss = model, loss
@@ -178,7 +192,9 @@ class Meter:
             legend={each.key: make_legend(each, readings[each.key]) for each in asked if each.key in readings},
             examples=examples,
             loss=mean_loss,
-            settings={**describe_context(context), "logits": self._logits, "diagonal": measurer.diagonal},
+            settings=describe_context(context)
+            | {"logits": self._logits, "diagonal": measurer.diagonal}
+            | search.settings,
             device=format_device(context),
             seconds_by_step=search.seconds,
             certificate=agreement,

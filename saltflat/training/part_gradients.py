@@ -13,7 +13,8 @@ from torch._C import _functorch
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saltflat.engine.session import snapshot_rng, use_full_precision
+from saltflat.engine.precision import use_full_precision
+from saltflat.engine.session import snapshot_rng
 from saltflat.errors import ModelError, OptionError, SaltflatError, TrainingError, format_error_line
 from saltflat.training.objective import Objective, compute_mean_loss
 from saltflat.training.parts import BatchParts, TrainingBatch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from saltflat.engine.session import set_precision, snapshot_precision
+from saltflat.engine.precision import set_precision, snapshot_precision
 from saltflat.studies.networks import find_network
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.schema import DTYPES, INITIALIZERS, check_recipe
@@ -21,7 +21,7 @@ def use_matmul_precision(dtype: str) -> Iterator[None]:
     """Use full precision in matrix products and convolutions on a GPU; or, with ``"tf32"``, three digits."""
     back = snapshot_precision()
     try:
-        set_precision("high" if dtype == "tf32" else "highest")
+        set_precision("tf32" if dtype == "tf32" else "ieee")
         yield
     finally:
         back()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.engine.session import snapshot_precision
+from saltflat.engine.precision import snapshot_precision
 from saltflat.errors import StudyError, format_error_line
 from saltflat.studies.callables import ConfigurableFunction, inspect_train_function
 from saltflat.studies.data import Examples

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from saltflat.engine.session import use_full_precision
+from saltflat.engine.precision import use_full_precision
 from saltflat.studies.training.batched_convolution import set_convolution_method
 from saltflat.studies.training.dropout import find_mask_shapes
 from saltflat.training.fisher_penalty import has_running_statistics
