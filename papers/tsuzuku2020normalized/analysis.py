@@ -119,6 +119,7 @@ class Found:
         self.error: Floats = np.array([outcome.train_error for _, outcome in kept])
         self.loss: Floats = np.array([outcome.train_loss for _, outcome in kept])
         self.units: Ints = number_configurations(self.rows) if self.rows else np.zeros(0, dtype=np.int64)
+        self._correlations: dict[bytes, Correlations | None] = {}
 
     @cached_property
     def again(self) -> dict[str, dict[str, dict[str, float | None]]]:
@@ -143,6 +144,13 @@ class Found:
             return np.array([np.nan if reading is None else reading.value for reading in readings])
         values = [self.again.get(again, {}).get(row.key, {}).get(measure) for row in self.rows]
         return np.array([np.nan if value is None else value for value in values])
+
+    def correlate(self, values: Floats) -> "Correlations | None":
+        """Correlate a number with the gap; the result is kept, since several tables show it."""
+        key = values.tobytes()
+        if key not in self._correlations:
+            self._correlations[key] = correlate(values, self)
+        return self._correlations[key]
 
     def get_setting(self, name: str) -> Floats:
         """Return a setting's value for each network."""
@@ -219,24 +227,23 @@ def correlate(values: Floats, found: Found) -> Correlations | None:
     x, gap, loss, log = (each[known] for each in (values, found.gap.round(12), found.loss, found.log_loss))
     times = draw_resamples(np.unique(found.units[known], return_inverse=True)[1], RESAMPLES, seed=0)
 
-    def pearson(one: Floats, other: Floats) -> Floats:
-        return np.asarray(resample_pearson(one[None], other, times)[0])
-
     # The gap may be linear in the loss (where networks do not fit their data) or in its logarithm (where they do).
-    xy = pearson(x, gap)
-    loss_held, log_held = (hold_fixed(xy, pearson(x, one), pearson(gap, one)) for one in (loss, log))
-    of_x, of_gap = (hold_fixed(pearson(one, loss), pearson(one, log), pearson(loss, log)) for one in (x, gap))
+    x_gap = resample_pearson(x[None], gap, times)[0]
+    x_loss, gap_loss, log_loss = resample_pearson(np.stack([x, gap, log]), loss, times)
+    x_log, gap_log = resample_pearson(np.stack([x, gap]), log, times)
+    log_held = hold_fixed(x_gap, x_log, gap_log)
+    left = hold_fixed(log_held, hold_fixed(x_loss, x_log, log_loss), hold_fixed(gap_loss, gap_log, log_loss))
     kendall = [resample_kendall(one, other, times)[1] for one, other in ((x, gap), (x, loss), (gap, loss))]
     return Correlations(
         networks=int(known.sum()),
-        pearson=Estimate.from_resamples(xy),
+        pearson=Estimate.from_resamples(x_gap),
         kendall=Estimate.from_resamples(kendall[0]),
-        pearson_left=Estimate.from_resamples(hold_fixed(log_held, of_x, of_gap)),
-        loss_held=Estimate.from_resamples(loss_held),
+        pearson_left=Estimate.from_resamples(left),
+        loss_held=Estimate.from_resamples(hold_fixed(x_gap, x_loss, gap_loss)),
         log_held=Estimate.from_resamples(log_held),
         kendall_left=Estimate.from_resamples(hold_fixed(*kendall)),
-        fisher=compute_fisher_interval(float(xy[0]), int(known.sum())),
-        resamples=xy,
+        fisher=compute_fisher_interval(float(x_gap[0]), int(known.sum())),
+        resamples=x_gap,
     )
 
 

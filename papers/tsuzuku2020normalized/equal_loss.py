@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from analysis import DATASETS, NETWORKS, Correlations, Found, correlate, list_datasets, load
+from analysis import DATASETS, FEWEST, NETWORKS, RESAMPLES, Correlations, Estimate, Found, list_datasets, load
 from numpy.typing import NDArray
 from page_rows import THREE, TOO_FEW, make_head, make_row, say_untested
+
+from saltflat.studies.scores.correlation import resample_pearson
+from saltflat.studies.scores.layout import draw_resamples
 
 AXES = {"dropout": "dropout", "decoupled_weight_decay": "decoupled decay", "weight_decay": "L2"}
 FITTED = 0.01  # training error
@@ -34,9 +37,9 @@ def write_equal_loss(out: Path, studies: dict[tuple[str, str], Found | None]) ->
         if found is None or not found.is_enough:
             yield make_row([title, say_untested(found), *[""] * (len(LEFT) - 2)])
             continue
-        one, trace, norm = (correlate(found.get_values(name), found) for name in THREE)
-        unit = correlate(found.get_values("normalized_sharpness", NETWORKS[network].passes[-1]), found)
-        loss, log = correlate(found.loss, found), correlate(found.log_loss, found)
+        one, trace, norm = (found.correlate(found.get_values(name)) for name in THREE)
+        unit = found.correlate(found.get_values("normalized_sharpness", NETWORKS[network].passes[-1]))
+        loss, log = found.correlate(found.loss), found.correlate(found.log_loss)
         if one is None or loss is None or log is None:
             yield make_row([title, TOO_FEW, *[""] * (len(LEFT) - 2)])
             continue
@@ -71,7 +74,7 @@ def write_equal_loss(out: Path, studies: dict[tuple[str, str], Found | None]) ->
         )
         numbers["training loss (control)"] = found.loss
         for name, values in numbers.items():
-            one = correlate(values, found)
+            one = found.correlate(values)
             if one is not None:
                 yield make_row([title, reached, losses, name, one.pearson, one.kendall])
 
@@ -127,7 +130,9 @@ def list_subsets(found: Found) -> Iterator[tuple[str, NDArray[np.bool_]]]:
 def write_subsets(title: str, found: Found) -> Iterator[list[object]]:
     """Yield the cells of a row for each subset that is large enough."""
     for name, kept in list_subsets(found):
-        numbers = {measure: found.get_values(measure) for measure in NUMBERS} | {"loss": found.loss}
-        cells = [correlate(np.where(kept, values, np.nan), found) for values in numbers.values()]
-        if cells[0] is not None:
-            yield [title, name, int(kept.sum()), *("" if one is None else one.pearson for one in cells)]
+        if kept.sum() < FEWEST or len(set(found.units[kept])) < FEWEST:
+            continue
+        times = draw_resamples(np.unique(found.units[kept], return_inverse=True)[1], RESAMPLES, seed=0)
+        values = np.stack([*(found.get_values(measure)[kept] for measure in NUMBERS), found.loss[kept]])
+        pearson = resample_pearson(values, found.gap[kept].round(12), times)
+        yield [title, name, int(kept.sum()), *map(Estimate.from_resamples, pearson)]

@@ -15,7 +15,6 @@ from analysis import (
     Growth,
     compute_growth,
     compute_slopes,
-    correlate,
     load,
 )
 from matplotlib.axes import Axes
@@ -82,7 +81,7 @@ def draw_correlations(tables: dict[tuple[str, str], Found]) -> Figure:
             for place, name in enumerate(names):
                 if found is not None:
                     values = found.loss if name == "training loss" else found.get_values(name)
-                    one = correlate(values, found)
+                    one = found.correlate(values)
                     if one is not None:
                         draw_estimates(axes, one, place, COLORS[name], left=name != "training loss")
                 if name in claim:

@@ -20,7 +20,6 @@ from analysis import (
     Found,
     compare_strength,
     compute_slopes,
-    correlate,
     judge_correlation,
     load,
 )
@@ -129,7 +128,7 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
             judged: dict[str, str] = {}
             for network, each in found.items():
                 again = NETWORKS[network].passes[-1] if unit else None
-                one = None if each is None else correlate(each.get_values(measure, again), each)
+                one = None if each is None else each.correlate(each.get_values(measure, again))
                 here[network] = "-" if each is None or one is None else say_correlation(one, each)
                 judged[network] = (
                     say_untested(each) if one is None else judge_correlation(one.pearson, claim[measure][network])
@@ -208,7 +207,7 @@ def say_strongest(claim: dict[str, Any]) -> str:
 
 def say_lead(found: Found | None) -> str:
     """Return by how much normalized sharpness correlates more strongly than the better of trace and norm."""
-    values = [] if found is None else [correlate(found.get_values(name), found) for name in THREE]
+    values = [] if found is None else [found.correlate(found.get_values(name)) for name in THREE]
     strengths = [abs(one.pearson.value) for one in values if one is not None]
     return f"{strengths[0] - max(strengths[1:]):.2f}" if len(strengths) == len(THREE) else "-"
 
@@ -217,7 +216,7 @@ def judge_strongest(found: Found | None) -> str:
     """Return the verdict: reproduced if normalized sharpness is clearly ahead of both trace and norm."""
     if found is None:
         return NOT_TESTED
-    one, *others = (correlate(found.get_values(name), found) for name in THREE)
+    one, *others = (found.correlate(found.get_values(name)) for name in THREE)
     if one is None or None in others:
         return TOO_FEW
     ahead = [compare_strength(one, other) for other in others if other is not None]
@@ -241,7 +240,7 @@ def write_correlations(found: Found | None, claim: dict[str, Any], network: str)
         "verdict",
     )  # fmt: skip
     for measure in (*NORMALIZED, REGULARIZED, *BASELINES, *OTHERS):
-        one = correlate(found.get_values(measure), found)
+        one = found.correlate(found.get_values(measure))
         if one is None:
             continue
         paper = get_paper_value(claim, measure, network)
@@ -252,12 +251,12 @@ def write_correlations(found: Found | None, claim: dict[str, Any], network: str)
              one.pearson_left, one.kendall_left, judged]
         )  # fmt: skip
     for name, values in {"training loss": found.loss, "logarithm of the training loss": found.log_loss}.items():
-        control = correlate(values, found)
+        control = found.correlate(values)
         if control is not None:
             cells = [f"{name} (control)", "", control.pearson, show_fisher(control), control.kendall]
             yield make_row([*cells, "", "", ""])
     for again in NETWORKS[network].passes:
-        if correlate(found.get_values("hessian_trace", again), found) is not None:
+        if found.correlate(found.get_values("hessian_trace", again)) is not None:
             yield ""
             yield from write_pass(found, again)
 
@@ -280,7 +279,7 @@ def write_pass(found: Found, again: str) -> Iterator[str]:
         yield ""
     yield make_head("number", "networks", "Pearson", "Kendall", "Pearson at equal loss", "Kendall at equal loss")
     for measure in MEASURES:
-        one = correlate(found.get_values(measure, again), found)
+        one = found.correlate(found.get_values(measure, again))
         if one is not None:
             yield make_row([measure, one.networks, one.pearson, one.kendall, one.pearson_left, one.kendall_left])
     yield ""
@@ -315,7 +314,7 @@ def write_roots(studies: dict[tuple[str, str], Found | None]) -> Iterator[str]:
             title = f"{each.title} on {DATASETS[claim['dataset']]}"
             found = studies[claim["dataset"], network]
             forms = NORMALIZED[:3]
-            all_three = [None if found is None else correlate(found.get_values(name), found) for name in forms]
+            all_three = [None if found is None else found.correlate(found.get_values(name)) for name in forms]
             if found is None or None in all_three:
                 yield make_row([title, say_untested(found), *[""] * 5])
                 continue

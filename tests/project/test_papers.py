@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -28,9 +29,14 @@ def run(paper: Path, *words: str) -> str:
     return done.stdout
 
 
+@cache
+def print_table(paper: Path) -> str:
+    return run(paper, "table").strip()
+
+
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_a_page_shows_the_table_of_its_rows(paper: Path) -> None:
-    table = run(paper, "table").strip()
+    table = print_table(paper)
     assert table
     assert table in (paper / "README.md").read_text(encoding="utf-8")
 
@@ -38,7 +44,7 @@ def test_a_page_shows_the_table_of_its_rows(paper: Path) -> None:
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_numbers_in_the_prose_of_a_page_are_those_of_its_tables_or_settings(paper: Path) -> None:
     page = (paper / "README.md").read_text(encoding="utf-8").partition("## How it was run")[0]
-    tables = run(paper, "table")
+    tables = print_table(paper)
     prose = set(page.splitlines()) - set(tables.splitlines())
     settings = "".join(path.read_text(encoding="utf-8") for path in [*paper.glob("*.py"), *paper.glob("*.toml")])
     numbers = {number for line in prose for number in re.findall(r"(?<![\w.])\d+\.\d+(?!\.?\d)", line)}
