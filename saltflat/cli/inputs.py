@@ -246,9 +246,6 @@ class MeasureOptions:
     ] = None
     columns: Columns = "exact"
     layers: Layers = None
-    precision: Annotated[
-        str, typer.Option(help="Of float32 products: ieee, or tf32 for three digits, faster on an NVIDIA GPU.")
-    ] = "ieee"
     logits: Annotated[str, typer.Option(help="Normalization of each example's outputs: none, std or l2.")] = "none"
     diagonal: Annotated[
         str, typer.Option(help="exact, finite_difference, finite_difference_printed, gaussian or hutchinson.")
@@ -260,8 +257,7 @@ class MeasureOptions:
     def make_arguments(self, network: nn.Module) -> tuple[list[list[str] | None], dict[str, Any], list[str]]:
         """Return arguments and keyword arguments for ``saltflat.measure``, and notes about the initial weights."""
         initial, notes = load_initial_weights(network, self.initial)
-        names = ("columns", "precision", "logits", "diagonal")
-        options = {name: getattr(self, name) for name in names}
+        options: dict[str, Any] = {"columns": self.columns, "logits": self.logits, "diagonal": self.diagonal}
         return [parse_names(self.measures)], {**options, "layers": parse_names(self.layers), "initial": initial}, notes
 
 
