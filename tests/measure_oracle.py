@@ -316,6 +316,45 @@ def input_robustness(case: Case) -> Oracle:
     return Oracle(float(np.mean(norms)))
 
 
+def path_norm(case: Case) -> Oracle:
+    """The sum over paths of a chain: squared Jacobians and biases of its layers, applied to ones."""
+    assert isinstance(case.model, nn.Sequential)
+    example = examples_of(case.batches)[0]
+    assert isinstance(example, tuple)
+    assert isinstance(example[0], Tensor)
+    sums = torch.ones_like(example[0], dtype=torch.float64)
+    for layer in deepcopy(case.model).double():
+        if not list(layer.parameters()):
+            sums = sums if isinstance(layer, nn.ReLU | nn.LeakyReLU) else layer(sums)
+            continue
+        zero = torch.zeros_like(sums)
+        bias = layer(zero).detach()
+        jacobian: Tensor = torch.autograd.functional.jacobian(layer, zero).reshape(bias.numel(), zero.numel())
+        sums = (jacobian.square() @ sums.flatten()).reshape(bias.shape) + bias.square()
+    return Oracle(float(sums.sum()))
+
+
+def input_margin(case: Case, quantile: float = 0.5) -> Oracle:
+    """A quantile over examples of (own logit - largest other) / the length of the gradient of the difference."""
+    model, parameters = frozen_copy(case.model)
+    margins = []
+    for example in examples_of(case.batches):
+        assert isinstance(example, tuple)
+        inputs, targets = example
+        assert isinstance(inputs, Tensor)
+
+        def run(x: Tensor, labels: Tensor = targets) -> Tensor:
+            return output_of(model, parameters, (x, labels)).squeeze(0)
+
+        own, logits = int(targets), run(inputs).detach()
+        other = max((k for k in range(len(logits)) if k != own), key=lambda k: float(logits[k]))
+        rows: Tensor = torch.autograd.functional.jacobian(run, inputs)
+        margins.append(float(logits[own] - logits[other]) / float(torch.linalg.vector_norm(rows[own] - rows[other])))
+    below, part = divmod(quantile * (len(margins) - 1), 1)
+    ordered = [*sorted(margins), 0.0]
+    return Oracle(ordered[int(below)] * (1 - part) + ordered[int(below) + 1] * part)
+
+
 # The Hessian of the whole network, over all trainable parameters, and norms.
 
 

@@ -29,6 +29,9 @@ REFERENCES = {
     "NeurIPS 2017.",
     "jiang2020fantastic": "Jiang, Neyshabur, Mobahi, Krishnan, Bengio. Fantastic Generalization Measures and Where to "
     "Find Them. ICLR 2020.",
+    "neyshabur2015norm": "Neyshabur, Tomioka, Srebro. Norm-Based Capacity Control in Neural Networks. COLT 2015.",
+    "jiang2019predicting": "Jiang, Krishnan, Mobahi, Bengio. Predicting the Generalization Gap in Deep Networks with "
+    "Margin Distributions. ICLR 2019.",
     "liang2019fisher": "Liang, Poggio, Rakhlin, Stokes. Fisher-Rao Metric, Geometry, and Complexity of Neural "
     "Networks. AISTATS 2019.",
     "rangamani2019scale": "Rangamani, Nguyen, Kumar, Phan, Chin, Tran. A Scale Invariant Flatness Measure for Deep "

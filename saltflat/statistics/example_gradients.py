@@ -78,30 +78,75 @@ def input_jacobian(context: Context) -> StatisticResult:
     return StatisticResult(by_group.compute_mean(), without=by_group.make_leave_one_out())
 
 
+@statistic(
+    per="network",
+    meaning="First-order distance from each input to the decision boundary, negative where it is misclassified.",
+    passes=4,
+)
+def input_margins(context: Context) -> StatisticResult:
+    """Return one number per example, in order: its logit less the largest other, over the length of their gradient.
+
+    Infinite where the gradient is zero and the logits differ. Ignored targets have none.
+    """
+    loss = context.problem.loss
+    if not isinstance(loss, CrossEntropy):
+        raise NotDefinedError(f"needs the classes of cross-entropy; the loss is {type(loss).__name__}")
+    margins, kept, numbers = [], [], []
+    for batch in context.read_chunks(2):
+        margins.append(_compute_margins(context, batch).cpu())
+        kept.append((batch.targets != loss.ignore_index).cpu())
+        numbers.append(batch.example_indices)
+        context.tick("Margins of the inputs", batch.first + batch.examples, None)
+    order = torch.argsort(torch.cat(numbers))
+    found, use = torch.cat(margins)[order], torch.cat(kept)[order]
+    member = None if context.groups is None else context.groups.find_groups(torch.cat(numbers)[order])
+    if member is None or len(present := member.unique()) < 2:
+        return StatisticResult(found[use])
+    return StatisticResult(found[use], without=lambda group: found[use & (member != present[group])])
+
+
+def _compute_margins(context: Context, batch: Batch) -> Tensor:
+    """Return the first-order distances of the inputs of a batch."""
+    free, outputs = _run_on_free_inputs(context, batch)
+    if outputs.dim() != 2 or batch.targets.is_floating_point() or outputs.shape[1] < 2:
+        raise NotDefinedError("needs one class number per example, and outputs of shape (N, classes)")
+    own = batch.targets.clamp(0)[:, None]  # ignored targets are negative
+    others = outputs.detach().scatter(1, own, -torch.inf).argmax(1, keepdim=True)
+    lead = (outputs.gather(1, own) - outputs.gather(1, others))[:, 0]
+    slopes = torch.autograd.grad(lead.sum(), free)[0].reshape(batch.examples, -1).double().norm(dim=1)
+    lead = lead.detach().double()
+    return torch.where(lead == 0, lead, lead / slopes)
+
+
 def _split_batch(context: Context, batch: Batch, room: int) -> Iterator[Batch]:
     """Split a chunk into parts whose Jacobians fit in so many bytes."""
     with torch.no_grad():
         outputs = context.problem.network(batch.cut(0, 1))
     # The rows as they are found, stacked, and in float64.
-    size = 24 * outputs.numel() * _get_only_input(batch)[0].numel()
+    size = 24 * outputs.numel() * get_only_input(batch)[0].numel()
     step = max(1, room // size)
     for start in range(0, batch.examples, step):
         yield batch.cut(start, start + step)
 
 
-def _get_only_input(batch: Batch) -> Tensor:
+def get_only_input(batch: Batch) -> Tensor:
     """Return the only input, which must be a tensor of real numbers."""
     tensors = batch.list_tensors()
     if len(tensors) != 1 or not tensors[0].is_floating_point():
         got = ", ".join(str(each.dtype) for each in tensors)
-        raise NotDefinedError(f"needs one input of real numbers to differentiate by; the inputs are {got}")
+        raise NotDefinedError(f"needs one input of real numbers; the inputs are {got}")
     return tensors[0]
 
 
-def _compute_squared_norms(context: Context, loss: CrossEntropy, batch: Batch) -> Tensor:
-    free = _get_only_input(batch).detach().requires_grad_()
+def _run_on_free_inputs(context: Context, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the inputs, as a leaf of a graph, and the outputs."""
+    free = get_only_input(batch).detach().requires_grad_()
     args, kwargs = batch.map_tensors(lambda tensor: free)
-    outputs = context.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
+    return free, context.problem.network(Batch(args, kwargs, batch.targets, batch.first, batch.examples))
+
+
+def _compute_squared_norms(context: Context, loss: CrossEntropy, batch: Batch) -> Tensor:
+    free, outputs = _run_on_free_inputs(context, batch)
     axis = loss.find_class_axis(outputs, batch.targets)
     probabilities = outputs.softmax(axis).reshape(batch.examples, -1).sum(0)
     rows = [torch.autograd.grad(each, free, retain_graph=True)[0].reshape(batch.examples, -1) for each in probabilities]

@@ -78,14 +78,16 @@ DEGREES: dict[str, float] = {
     "sharpness": 1,
     "squared_norm": 0,
     "distance_from_init": 0,
+    "path_norm": 0,
     "fisher_trace": 2,
     "fisher_frobenius": 4,
     "fisher_spectral_radius": 2,
     "fisher_rao_norm": 2,
     "fisher_logdet": 2 * 3,  # ln c^2 for each example of a subset
 }
-# Two are about classes, which a loss function of the user's does not show; the others have a scale of their own.
-NO_DEGREE = {"pac_bayes_flatness", "input_robustness", "regularized_normalized_sharpness", "fisher_determinant"}
+# Three are about classes, which a loss function of the user's does not show; the others have a scale of their own.
+ABOUT_CLASSES = {"pac_bayes_flatness", "input_robustness", "input_margin"}
+NO_DEGREE = {*ABOUT_CLASSES, "regularized_normalized_sharpness", "fisher_determinant"}
 
 
 def test_every_measure_has_a_degree() -> None:

@@ -93,7 +93,18 @@ UNDEFINED = {
     ("input_robustness", "tied_embedding_decoder"),
     ("relative_flatness", "heads_and_experts"),
     ("relative_flatness", "tokens_and_pairs"),
+    ("input_margin", "gpt_like_decoder"),
+    ("input_margin", "tied_embedding_decoder"),
+    ("input_margin", "unet_like"),
 }
+# Outputs that are no sums over paths: normalization, attention, gates, smooth activations.
+WITHOUT_PATHS = {
+    *("vgg_with_batch_norm", "resnet20_with_padded_shortcuts", "resnet18_with_convolutional_shortcuts"),
+    *("preactivation_wide_resnet", "densenet_block", "mobilenet_like", "group_and_rms_norm", "norms_without_eps"),
+    *("vit_block", "gpt_like_decoder", "tied_embedding_decoder", "heads_and_experts", "tokens_and_pairs"),
+    *("unet_like", "gelu_only", "gated", "squeeze_and_excitation"),
+}
+UNDEFINED |= {("path_norm", network) for network in WITHOUT_PATHS}
 
 
 def test_nearly_every_claim_is_about_a_number() -> None:

@@ -74,6 +74,9 @@ EXPECTED: dict[str, tuple[Oracle, float]] = {
     "fisher_frobenius": (dense.fisher_frobenius, 1e-10),
     "fisher_rao_norm": (dense.fisher_rao_norm, 1e-10),
     "input_robustness": (dense.input_robustness, 1e-10),
+    "path_norm": (dense.path_norm, 1e-10),
+    "input_margin": (dense.input_margin, 1e-10),
+    "input_margin(quantile=0.1)": (lambda c: dense.input_margin(c, 0.1), 1e-10),
     "hessian_trace": (dense.hessian_trace, 1e-10),
     "hessian_top_eigenvalue": (dense.hessian_top_eigenvalue, 1e-8),
     "quotient_sharpness": (dense.quotient_sharpness, 1e-8),
@@ -107,9 +110,9 @@ def applies(measure: str, name: str) -> bool:
     """Whether the oracle defines the measure for this case."""
     if measure in ("minimum_sharpness", "minimum_unit_sharpness"):  # for other networks in test_minimum.py
         return name in CHAINS
-    if measure == "input_robustness":
+    if measure.startswith(("input_robustness", "input_margin")):
         return name in CHAINS and name != "regression_mlp"
-    if measure == "hessian_trace":  # the Hessian's only where the layers enter piecewise linearly
+    if measure in ("hessian_trace", "path_norm"):  # the Hessian's only where the layers enter piecewise linearly
         return name in CHAINS
     if measure == "relative_flatness":
         return all(isinstance(owner, nn.Linear | nn.Conv2d | nn.Conv1d) for owner in owners(case_of(name)))
