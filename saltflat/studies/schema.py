@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import init
 
-from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
+from saltflat.errors import OptionError, SaltflatError, UnknownNameError, make_unknown_name_error
 from saltflat.studies.gradient_rules import GRADIENT_RULES
 from saltflat.studies.optimizers import OPTIMIZERS
 from saltflat.studies.recipe import Recipe, Value
@@ -90,15 +90,26 @@ def _is_number(value: Given) -> bool:
 
 @dataclass(frozen=True)
 class ChoiceRule:
-    """A setting that is one of a few names."""
+    """A setting that is one of a few names.
+
+    Attributes:
+        what: the kind of setting in words.
+        names: the names.
+        synonyms: the name that is meant by another that users may try.
+    """
 
     what: str
     names: Collection[str]
+    synonyms: Mapping[str, str] = field(default_factory=dict)
 
     def find_problem(self, name: str, value: Given, exact: bool = False) -> SaltflatError | None:
         """Return the error for a name that is not known; None for one that is."""
-        known = isinstance(value, str) and value in self.names
-        return None if known else make_unknown_name_error(self.what, value, self.names)
+        if isinstance(value, str) and value in self.names:
+            return None
+        if isinstance(value, str) and value in self.synonyms:
+            listed, meant = ", ".join(self.names), self.synonyms[value]
+            return UnknownNameError(f"Expected one of {listed}, but got the {self.what} {value!r}. Try {meant!r}.")
+        return make_unknown_name_error(self.what, value, self.names)
 
     def convert(self, value: Given) -> Given:
         """Return the name as it is."""
@@ -156,7 +167,7 @@ ALLOWED: dict[str, ValueRule | ChoiceRule] = {
     "confusion": _COUNT_FROM_ZERO,
     "augment": ChoiceRule("augmentation", AUGMENTATION_KINDS),
     "crop": _COUNT_FROM_ZERO,
-    "dtype": ChoiceRule("dtype", DTYPES),
+    "dtype": ChoiceRule("dtype", DTYPES, {"bfloat16": "bf16", "float": "float32", "double": "float64"}),
 }
 
 
@@ -183,6 +194,11 @@ def find_conflict(recipe: Recipe) -> str | None:
         return (
             f"Expected a decay below 1 with schedule='plateau', which lowers the learning rate, but got "
             f"decay={recipe.decay!r}. Try decay=0.1."
+        )
+    if 0 < recipe.epochs < recipe.warmup:
+        return (
+            f"Expected a warmup of at most the number of epochs, but got warmup={recipe.warmup!r} with "
+            f"epochs={recipe.epochs!r}. Try a shorter warmup."
         )
     asked = [name for name in GRADIENT_RULES if getattr(recipe, name) > 0]
     if len(asked) < 2:

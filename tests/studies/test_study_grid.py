@@ -379,6 +379,18 @@ def test_a_plateau_must_lower_the_learning_rate(tmp_path: Path) -> None:
         train_alone(Recipe(schedule="plateau", decay=1.0), examples())
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"warmup": 3.0, "epochs": 2}, r"warmup of at most the number of epochs, but got warmup=3.0 with epochs=2"),
+        ({"dtype": "bfloat16"}, "dtype 'bfloat16'. Try 'bf16'."),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(SaltflatError, match=said):
+        train_alone(Recipe(**settings), examples())
+
+
 def test_an_argument_that_is_also_a_setting_is_refused_where_it_is_given() -> None:
     made = study(network="study_cases:clashing", axes={"warmup": [1, 2]}, settings={})
     refused(made, "'warmup', which is a setting of training and an argument of the network 'study_cases:clashing'")
