@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,48 @@ def effects(
         print_result(replace(found, warnings=tuple(map(_reword_warning, found.warnings))))
     if figure is not None and out is not None:
         write_figure(figure, out)
+
+
+@add_command(study)
+def fragility(
+    folder: Folder,
+    axis: Annotated[
+        list[str] | None, typer.Option(help="A setting to change, or seed; may be repeated. Default: all that vary.")
+    ] = None,
+    measure: Annotated[
+        list[str] | None, typer.Option(help="A measure to compare; may be repeated. Default: all of the study.")
+    ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(help="The folder of another study of the same grid, trained on, say; may be repeated."),
+    ] = None,
+    gap: Annotated[str, typer.Option(help="error or loss: test minus training.")] = "error",
+    keep_missed: KeepMissed = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all numbers.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Plot to write, .png, .svg or .pdf.")] = None,
+) -> None:
+    """Print how much of each measure's order of networks survives another seed or setting, beside the gap's own.
+
+    Agreement is Kendall's tau-b between the two orders, with 95 % intervals.
+    """
+    from saltflat.studies.results import Results
+
+    check_picture_path(out, "--out")
+    others = {os.path.relpath(each, folder.parent): Results.load(each) for each in against or []}
+    found = Results.load(folder).fragility(
+        axes=axis,
+        measures=parse_names(measure),
+        against=others,
+        gap=gap,
+        missed="keep" if keep_missed else "leave out",
+    )
+    if as_json:
+        with catch_stdout_errors():
+            typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        print_result(replace(found, warnings=tuple(map(_reword_warning, found.warnings))))
+    if out is not None:
+        write_figure(found.plot(), out)
 
 
 def _reword_warning(warning: str) -> str:

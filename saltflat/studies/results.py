@@ -29,6 +29,7 @@ from saltflat.studies.study import Study
 
 if TYPE_CHECKING:
     from saltflat.studies.effects.results import Effects
+    from saltflat.studies.fragility.results import Fragility
     from saltflat.studies.scores.results import Scores
 
 
@@ -206,6 +207,12 @@ class Results:
         from saltflat.studies.effects.compute import compute_effects
 
         return compute_effects(self, **options)
+
+    def fragility(self, **options: Any) -> Fragility:
+        """Compare rankings before and after a change; see :func:`saltflat.studies.fragility.compute_fragility`."""
+        from saltflat.studies.fragility.compute import compute_fragility
+
+        return compute_fragility(self, **options)
 
     def write_html(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the study as one self-contained web page; see :func:`saltflat.render.html.write_study_page`.

@@ -100,14 +100,14 @@ def compute_effects(
     """
     if missed not in MISSED:
         raise OptionError(f"Expected 'leave out' or 'keep', but got missed={missed!r}.")
-    grid = _build_grid(results, ("done", "missed") if missed == "keep" else ("done",))
+    grid = build_grid(results, ("done", "missed") if missed == "keep" else ("done",))
     axes, measures = ([each] if isinstance(each, str) else each for each in (axes, measures))
-    wanted = list(grid.values) if axes is None else list(dict.fromkeys(_find_axis(grid, name) for name in axes))
+    wanted = list(grid.values) if axes is None else list(dict.fromkeys(find_axis(grid, name) for name in axes))
     if reference is not None and not isinstance(reference, Mapping):
         raise OptionError(f"Expected a value by setting, but got reference={reference!r}. Try reference={{'lr': 0.1}}.")
-    given = {_find_axis(grid, name): value for name, value in (reference or {}).items()}
+    given = {find_axis(grid, name): value for name, value in (reference or {}).items()}
     bases = {axis: find_value(axis, grid.values[axis], value) for axis, value in given.items()}
-    quantities, numbers = _collect_quantities(results, grid, measures)
+    quantities, numbers = collect_quantities(results, grid, measures)
     found = {}
     for axis in wanted:
         found[axis] = _compare_values(grid, axis, bases.get(axis, 0), quantities, numbers)
@@ -124,7 +124,7 @@ def compute_effects(
 
 
 @dataclass(frozen=True)
-class _Grid:
+class Grid:
     """The runs of the grid, whether run or not.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Grid:
     seeds: Ints
 
 
-def _build_grid(results: Results, wanted: Sequence[str]) -> _Grid:
+def build_grid(results: Results, wanted: Sequence[str]) -> Grid:
     places = list(results.places.values())
     rows = [results.rows.get(key) for key in results.places]
     reasons = ["missing" if row is None else "" if row.status in wanted else row.status for row in rows]
@@ -157,18 +157,18 @@ def _build_grid(results: Results, wanted: Sequence[str]) -> _Grid:
         levels[axis] = np.array([number[dump_canonical_json(value)] for value in own], dtype=np.int64)
     seeds = np.unique([place[SEED] for place in places], return_inverse=True)[1]
     used = np.array([not why for why in reasons], dtype=bool)
-    return _Grid(rows, used, reasons, axes, levels, seeds.reshape(-1).astype(np.int64))
+    return Grid(rows, used, reasons, axes, levels, seeds.reshape(-1).astype(np.int64))
 
 
-def _find_axis(grid: _Grid, name: str) -> str:
+def find_axis(grid: Grid, name: str) -> str:
     known = {each: axis for axis in grid.values for each in (*split_axis_names(axis), axis)}
     if name not in known:
         raise make_unknown_name_error("axis", name, known)
     return known[name]
 
 
-def _collect_quantities(
-    results: Results, grid: _Grid, measures: Sequence[str] | None
+def collect_quantities(
+    results: Results, grid: Grid, measures: Sequence[str] | None
 ) -> tuple[dict[str, Quantity], dict[str, Floats]]:
     """Return the quantities, and a number per run for each; nan if it is unknown, not finite, or not used."""
     rows = [row if row is not None and use else None for row, use in zip(grid.rows, grid.used, strict=True)]
@@ -181,14 +181,14 @@ def _collect_quantities(
     numbers: dict[str, Floats] = {}
     for name in listed if measures is None else dict.fromkeys(measures):
         known = MEASURES.get(name.partition("(")[0])
-        numbers[name] = _make_finite(
+        numbers[name] = make_finite(
             row.readings[name].value if row is not None and name in row.readings else None for row in rows
         )
         has_ratio = _is_positive(numbers[name]) and not (known is not None and known.logarithmic)
         smaller, claims = ("", ()) if known is None else (known.smaller, known.invariant_to)
         found[name] = Quantity(name, "measure", has_ratio, smaller, "unit_scale" in claims)
     for name, kind in OUTCOMES.items():
-        numbers[name] = _make_finite(None if row is None else _get_outcome(row, name) for row in rows)
+        numbers[name] = make_finite(None if row is None else _get_outcome(row, name) for row in rows)
         has_ratio = kind == "loss" and not name.startswith("gap_") and _is_positive(numbers[name])
         found[name] = Quantity(name, kind, has_ratio)
     return found, numbers
@@ -200,7 +200,7 @@ def _get_outcome(row: Row, name: str) -> float | None:
     return None if row.outcome is None else float(getattr(row.outcome, name))
 
 
-def _make_finite(values: Iterable[float | None]) -> Floats:
+def make_finite(values: Iterable[float | None]) -> Floats:
     found = np.array([math.nan if each is None else each for each in values], dtype=np.float64)
     return np.where(np.isfinite(found), found, np.nan)
 
@@ -211,7 +211,7 @@ def _is_positive(values: Floats) -> bool:
 
 
 def _compare_values(
-    grid: _Grid, axis: str, base: int, quantities: Mapping[str, Quantity], numbers: Mapping[str, Floats]
+    grid: Grid, axis: str, base: int, quantities: Mapping[str, Quantity], numbers: Mapping[str, Floats]
 ) -> AxisEffects:
     """Return the effects of one axis, before the correction for many comparisons."""
     others = combine_codes([grid.levels[each] for each in grid.values if each != axis], len(grid.seeds))

@@ -1,0 +1,307 @@
+"""Compute Kendall's tau-b between the order of networks before a change and after it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from saltflat.errors import OptionError, StudyError, make_unknown_name_error
+from saltflat.results.text import format_count, join_words
+from saltflat.studies.canonical import dump_canonical_json
+from saltflat.studies.effects.compute import (
+    MISSED_HINT,
+    Grid,
+    build_grid,
+    collect_quantities,
+    find_axis,
+    make_finite,
+)
+from saltflat.studies.effects.results import Estimate, Quantity
+from saltflat.studies.fragility.results import ALIKE, LESS, MORE, TOO_FEW, Fragility, ShiftSurvival, Survival
+from saltflat.studies.grid import split_axis_names
+from saltflat.studies.scores.correlation import resample_kendall
+from saltflat.studies.scores.layout import SEED, Counts, Floats, Ints, combine_codes, compute_interval, draw_resamples
+from saltflat.studies.scores.scoring import GAPS, MISSED
+
+if TYPE_CHECKING:
+    from saltflat.studies.results import Results
+
+# Values of measures by run: another study with the same axes, or further readings of the same networks.
+Readings: TypeAlias = Mapping[str, Mapping[str, float | None]]
+# Resamples of fewer configurations do not show how much others would differ.
+MIN_CONFIGURATIONS = 5
+SIZES = ("norm", "distance")
+
+
+def compute_fragility(
+    results: Results,
+    *,
+    axes: Sequence[str] | None = None,
+    measures: Sequence[str] | None = None,
+    against: Mapping[str, Results | Readings] | None = None,
+    gap: str = "error",
+    missed: str = "leave out",
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Fragility:
+    r"""Compare rankings: how much of a measure's order of networks survives a change that should not matter?
+
+    For two values of a setting, the networks trained with the first are ranked by a measure, and so are those with the
+    second; every network is matched with the one of the same other settings and seed. Their agreement is Kendall's
+    tau-b. Of several pairs of values it is the mean, weighted by the number :math:`n_k` of networks in each:
+
+    .. math::
+        \tau = \sum_k n_k\, \tau_b(x^{A_k}, x^{B_k}) / \sum_k n_k
+
+    Seeds are compared in the same way, and so are other measurements: on other examples, of rescaled copies, or of
+    networks that trained on (``against``). The gap's own survival is beside them: the test error of other networks has
+    another order, too, and a measure that follows the gap perfectly survives as the gap does.
+
+    Intervals contain 95 % of resamples of configurations of what is not changed, each with all its seeds; the same
+    resamples serve all quantities, so the interval of a difference from the gap is that of paired resamples. With
+    fewer than 5 configurations there is none.
+
+    Args:
+        results: the results of the study.
+        axes: the settings to change, or ``"seed"``; all that vary if None.
+        measures: the names of the measures; all of the study if None. The norm of the weights, their distance from the
+            initial ones, the training loss and the gap are always included.
+        against: by name, the results of another study with the same axes and seeds, or further values of measures by
+            the key of the run.
+        gap: ``"error"`` or ``"loss"``.
+        missed: ``"leave out"`` or ``"keep"`` the runs that missed their stopping rule.
+        resamples: the number behind each interval; 0 for no intervals.
+        seed: the seed of the resamples.
+    """
+    if gap not in GAPS:
+        raise make_unknown_name_error("gap", gap, GAPS)
+    if missed not in MISSED:
+        raise OptionError(f"Expected 'leave out' or 'keep', but got missed={missed!r}.")
+    if isinstance(resamples, bool) or not isinstance(resamples, int) or resamples < 0:
+        raise OptionError(
+            f"Expected a whole number from 0, but got resamples={resamples!r}. Try resamples=0 for no intervals."
+        )
+    statuses = ("done", "missed") if missed == "keep" else ("done",)
+    grid = build_grid(results, statuses)
+    quantities, numbers = _collect_numbers(results, grid, measures, gap)
+    wanted = _list_axes(grid) if axes is None else [axes] if isinstance(axes, str) else axes
+    shifts = [
+        _match_seeds(grid, numbers) if name == SEED else _match_values(grid, find_axis(grid, name), numbers)
+        for name in dict.fromkeys(wanted)
+    ]
+    for name, other in (against or {}).items():
+        shifts.append(_match_measurement(name, results, grid, other, numbers, statuses, gap))
+    found = {shift.name: _compare(shift, list(quantities), f"gap_{gap}", resamples, seed) for shift in shifts}
+    return Fragility(
+        found,
+        quantities,
+        f"gap_{gap}",
+        int(grid.used.sum()),
+        dict(Counter(why for why in grid.reasons if why)),
+        tuple(_find_warnings(grid, found, missed == "keep")),
+        tuple(_format_notes(found, resamples)),
+    )
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """Pairs of runs, before and after a change.
+
+    Attributes:
+        name, kind: of the change.
+        pairs: for each pair of values, the configuration of each network and its numbers before and after by quantity;
+            nan where unknown.
+    """
+
+    name: str
+    kind: str
+    pairs: Sequence[tuple[Ints, Mapping[str, tuple[Floats, Floats]]]]
+
+
+def _list_axes(grid: Grid) -> list[str]:
+    return [*grid.values, *([SEED] if len(np.unique(grid.seeds)) > 1 else [])]
+
+
+def _collect_numbers(
+    results: Results, grid: Grid, measures: Sequence[str] | None, gap: str
+) -> tuple[dict[str, Quantity], dict[str, Floats]]:
+    """Return measures, controls and the gap, in this order, with a number per run."""
+    measures = [measures] if isinstance(measures, str) else measures
+    quantities, numbers = collect_quantities(results, grid, measures)
+    for name in SIZES:
+        numbers[name] = make_finite(
+            getattr(row.outcome, name) if row is not None and use and row.outcome is not None else None
+            for row, use in zip(grid.rows, grid.used, strict=True)
+        )
+    controls = {name: Quantity(name, "control", False) for name in (*SIZES, "train_loss")}
+    own = {name: each for name, each in quantities.items() if each.kind == "measure"}
+    found = {**own, **controls, f"gap_{gap}": Quantity(f"gap_{gap}", "gap", False)}
+    return found, {name: np.where(grid.used, numbers[name], np.nan) for name in found}
+
+
+def _match_values(grid: Grid, axis: str, numbers: Mapping[str, Floats]) -> _Shift:
+    """Match runs that differ in one axis alone."""
+    others = combine_codes([grid.levels[each] for each in grid.values if each != axis], len(grid.seeds))
+    return _match_levels(
+        axis, "setting", combine_codes([others, grid.seeds], len(others)), others, grid.levels[axis], numbers
+    )
+
+
+def _match_seeds(grid: Grid, numbers: Mapping[str, Floats]) -> _Shift:
+    """Match runs that differ in the seed alone."""
+    others = combine_codes(list(grid.levels.values()), len(grid.seeds))
+    return _match_levels(SEED, "seed", others, others, grid.seeds, numbers)
+
+
+def _match_levels(
+    name: str, kind: str, cells: Ints, configurations: Ints, levels: Ints, numbers: Mapping[str, Floats]
+) -> _Shift:
+    """Match runs of the same cell at every two levels."""
+    table = np.full((int(cells.max(initial=-1)) + 1, int(levels.max(initial=-1)) + 1), -1, dtype=np.int64)
+    table[cells, levels] = np.arange(len(cells))
+    pairs = []
+    for first, second in combinations(range(table.shape[1]), 2):
+        both = table[(table[:, [first, second]] >= 0).all(1)][:, [first, second]]
+        pairs.append(
+            (configurations[both[:, 0]], {key: (each[both[:, 0]], each[both[:, 1]]) for key, each in numbers.items()})
+        )
+    return _Shift(name, kind, pairs)
+
+
+def _match_measurement(
+    name: str,
+    results: Results,
+    grid: Grid,
+    other: Results | Readings,
+    numbers: Mapping[str, Floats],
+    statuses: Sequence[str],
+    gap: str,
+) -> _Shift:
+    """Match runs with other readings of them, or with the runs of another study that have the same settings."""
+    after = {key: np.full(len(grid.rows), np.nan) for key in numbers}
+    if isinstance(other, Mapping):
+        for place, run in enumerate(results.places):
+            for key, value in other.get(run, {}).items():
+                if key in after and grid.used[place]:
+                    after[key][place] = math.nan if value is None or not math.isfinite(value) else value
+        unmeasured = all(bool(np.isnan(each).all()) for each in after.values())
+        if other and unmeasured:
+            raise StudyError(
+                f"Expected values of the study's measures by the keys of its runs, but got none in against[{name!r}]. "
+                "Try {key: {'rho': 0.1}}."
+            )
+        # The same networks: what was not measured again is as it was.
+        again = ~np.isnan(np.stack(list(after.values()))).all(0)
+        for key in [key for key in after if key in (*SIZES, "train_loss", f"gap_{gap}") and np.isnan(after[key]).all()]:
+            after[key] = np.where(again, numbers[key], np.nan)
+    else:
+        after = _read_other_study(name, results, other, numbers, statuses, gap)
+    # Everything but the seed is a configuration.
+    levels = combine_codes(list(grid.levels.values()), len(grid.seeds))
+    return _Shift(name, "measurement", [(levels, {key: (numbers[key], after[key]) for key in numbers})])
+
+
+def _read_other_study(
+    name: str,
+    results: Results,
+    other: Results,
+    numbers: Mapping[str, Floats],
+    statuses: Sequence[str],
+    gap: str,
+) -> dict[str, Floats]:
+    """Return the numbers of the runs of another study in the order of this one's."""
+    axes = {each for axis in results.study.axes for each in split_axis_names(axis)}
+    theirs = {each for axis in other.study.axes for each in split_axis_names(axis)}
+    if axes != theirs:
+        raise StudyError(
+            f"Expected a study with the axes {join_words(sorted(axes))}, but got one with "
+            f"{join_words(sorted(theirs))} in against[{name!r}]. Try a study of the same grid."
+        )
+    grid = build_grid(other, statuses)
+    taken = {key for row in grid.rows if row is not None for key in row.readings}
+    shared = [key for key in numbers if key in taken]
+    _, found = _collect_numbers(other, grid, shared, gap)
+    known = {dump_canonical_json(place): number for number, place in enumerate(other.places.values())}
+    order = np.array([known.get(dump_canonical_json(place), -1) for place in results.places.values()], dtype=np.int64)
+    unknown = np.full(len(order), np.nan)
+    return {key: np.where(order >= 0, found[key][order], np.nan) if key in found else unknown for key in numbers}
+
+
+def _compare(shift: _Shift, names: Sequence[str], gap: str, resamples: int, seed: int) -> ShiftSurvival:
+    """Return how much of each order survives one change."""
+    known = [codes[~np.isnan(np.stack(numbers[gap])).any(0)] for codes, numbers in shift.pairs]
+    units = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *known]))
+    enough = len(units) >= MIN_CONFIGURATIONS
+    every = max((int(codes.max(initial=0)) for codes, _ in shift.pairs), default=0) + 1
+    # How often each resample contains each configuration; never those that are not compared.
+    times = np.zeros((every, 1 + resamples * enough), dtype=np.float32)
+    if len(units):
+        times[units] = draw_resamples(np.arange(len(units)), resamples * enough, seed)
+    taus = {name: _compute_tau(shift, name, times) for name in names}
+    survivals = {}
+    for name in names:
+        tau, runs = taus[name]
+        lead = tau - taus[gap][0]
+        own, ahead = (_estimate(each, enough) for each in (tau, lead))
+        verdict = TOO_FEW
+        if ahead.has_interval:
+            verdict = LESS if ahead.high < 0 else MORE if ahead.low > 0 else ALIKE
+        survivals[name] = Survival(own, ahead, runs, ALIKE if name == gap and enough else verdict)
+    return ShiftSurvival(shift.name, shift.kind, len(shift.pairs), len(units), survivals)
+
+
+def _compute_tau(shift: _Shift, name: str, times: Counts) -> tuple[Floats, int]:
+    """Return the weighted mean of tau-b over the pairs of values in each resample, and the number of pairs of runs."""
+    total, weights, runs = np.zeros(times.shape[1]), np.zeros(times.shape[1]), 0
+    for codes, numbers in shift.pairs:
+        both = np.stack(numbers[name])
+        use = ~np.isnan(both).any(0)
+        before, after = both[:, use]
+        if len(before) < 2:
+            continue
+        _, tau = resample_kendall(before, after, times[codes[use]])
+        defined = ~np.isnan(tau)
+        total += np.where(defined, len(before) * tau, 0.0)
+        weights += len(before) * defined
+        runs += len(before)
+    return np.where(weights > 0, total / np.where(weights > 0, weights, 1.0), np.nan), runs
+
+
+def _estimate(values: Floats, enough: bool) -> Estimate:
+    value = float(values[0])
+    if len(values) < 2 or not enough or math.isnan(value):
+        return Estimate(value)
+    return Estimate(value, *compute_interval(values[1:]))
+
+
+def _find_warnings(grid: Grid, shifts: Mapping[str, ShiftSurvival], keeps_missed: bool) -> Iterator[str]:
+    """Yield reasons to doubt the comparison."""
+    if not grid.used.any():
+        yield f"No run has finished.{'' if keeps_missed else MISSED_HINT}"
+        return
+    few = [shift.name for shift in shifts.values() if 0 < shift.configurations < MIN_CONFIGURATIONS]
+    if few:
+        yield f"Fewer than {MIN_CONFIGURATIONS} configurations, so no interval: {join_words(few)}."
+    empty = [shift.name for shift in shifts.values() if not shift.configurations]
+    if empty:
+        yield f"No two runs to compare: {join_words(empty)}."
+
+
+def _format_notes(shifts: Mapping[str, ShiftSurvival], resamples: int) -> Iterator[str]:
+    """Yield remarks on how the comparison was made."""
+    if not shifts:
+        yield "Nothing varies: there is no change to survive."
+        return
+    yield (
+        "Kendall's tau-b between the orders of the networks before and after the change: 1 for the same order, 0 for "
+        "unrelated ones. The gap's own order changes with the networks; a measure that follows it perfectly survives "
+        "as it does."
+    )
+    if resamples:
+        yield f"Intervals: 95 % of {format_count(resamples, 'resample')} of configurations, each with all its seeds."
