@@ -75,6 +75,8 @@ class DataSource:
         normalize: range of the inputs of a named data set: ``"none"`` ([0, 1]), ``"half"`` ([-1, 1]) or ``"standard"``.
         train_limit: maximum number of training examples.
         test_limit: maximum number of test examples.
+        held_out: the number of training examples, the last ones, that take the place of the test examples, so that
+            settings can be chosen without them; None for none.
         folder: folder of named data sets. It is not part of a run's identity.
     """
 
@@ -83,6 +85,7 @@ class DataSource:
     normalize: str = "none"
     train_limit: int | None = None
     test_limit: int | None = None
+    held_out: int | None = None
     folder: str = "data"
 
     @classmethod
@@ -114,11 +117,11 @@ class DataSource:
         for key in ("name", "normalize", "folder"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
                 raise StudyError(f"Expected a string, but got {key}={getattr(self, key)!r} of data. Try a name.")
-        for key in ("train_limit", "test_limit"):
+        for key in ("train_limit", "test_limit", "held_out"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise StudyError(
-                    f"Expected a whole number from 1, but got {key}={value!r} of data. Try leaving it out for all."
+                    f"Expected a whole number from 1, but got {key}={value!r} of data. Try leaving it out."
                 )
         if self.normalize not in SCALES:
             raise make_unknown_name_error("normalization", self.normalize, SCALES)
@@ -143,8 +146,9 @@ class DataSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The attributes that determine a training."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "folder"}
+        """The attributes that determine a training; without ``held_out`` if none are, as in earlier versions."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "folder"}
+        return {key: value for key, value in own.items() if key != "held_out" or value is not None}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the name, and the attributes that differ from their defaults."""
@@ -171,7 +175,21 @@ class DataSource:
         else:
             train = read_data(self.name, where, "train", limit=self.train_limit, normalize=self.normalize)
             test = read_data(self.name, where, "test", limit=self.test_limit, normalize=self.normalize)
-        return _check_examples(Examples(*train, *test), self.name)
+        return _check_examples(self._hold_out(Examples(*train, *test)), self.name)
+
+    def _hold_out(self, examples: Examples) -> Examples:
+        """Return the examples with the last training examples as test examples, if some are held out."""
+        if self.held_out is None:
+            return examples
+        kept = len(examples.train_inputs) - self.held_out
+        if kept < 1:
+            raise DataError(
+                f"Expected at most {kept + self.held_out - 1:,}, fewer than there are training examples, but got "
+                f"held_out={self.held_out:,} of {self.name!r}. Try a smaller number."
+            )
+        inputs, labels = examples.train_inputs, examples.train_labels
+        held_out = (inputs[kept:][: self.test_limit], labels[kept:][: self.test_limit])
+        return Examples(inputs[:kept], labels[:kept], *held_out)
 
 
 _USUAL = {each.name: each.default for each in fields(DataSource)}

@@ -165,6 +165,7 @@ def test_a_byte_order_mark_is_no_harm(tmp_path: Path) -> None:
         ({"name": "digits", "test": "b.npz"}, ("test",)),
         ({"name": "a.npz"}, ("test",)),
         ({"name": "digits", "train_limit": 0}, ("train_limit=0",)),
+        ({"name": "digits", "held_out": True}, ("held_out=True",)),
         ({"name": "digits", "normalize": "haf"}, ("Try 'half'",)),
         ({"name": 3}, ("name=3",)),
         (3, ("type int", "a function of a module")),

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from study_cases import own, study
 from training_cases import examples
 
-from saltflat.errors import OptionError, SaltflatError, StudyError
+from saltflat.errors import DataError, OptionError, SaltflatError, StudyError
 from saltflat.studies import Study
+from saltflat.studies.data import DataSource
 from saltflat.studies.grid import collect_axis_values, iter_grid_points, make_recipe, split_axis_names
 from saltflat.studies.recipe import ADDED, SETTINGS, Recipe
 from saltflat.studies.schema import ALLOWED
@@ -112,10 +114,21 @@ def test_keys_do_not_depend_on_measures_the_name_or_where_the_data_are() -> None
         {"settings": {"depth": 1, "batch_size": 40}},
         {"data": {"name": "digits", "train_limit": 201, "test_limit": 100}},
         {"data": {"name": "digits", "train_limit": 200, "test_limit": 100, "normalize": "half"}},
+        {"data": {"name": "digits", "train_limit": 200, "test_limit": 100, "held_out": 50}},
     ],
 )
 def test_keys_depend_on_all_that_determines_the_training(change: dict[str, Any]) -> None:
     assert not set(study().runs()) & set(study(**change).runs())
+
+
+def test_held_out_examples_are_tested_on_and_not_trained_on() -> None:
+    whole = DataSource("digits", train_limit=200).examples()
+    found = DataSource("digits", train_limit=200, held_out=50, test_limit=30).examples()
+    torch.testing.assert_close(found.train_inputs, whole.train_inputs[:150])
+    torch.testing.assert_close(found.test_inputs, whole.train_inputs[150:180])
+    torch.testing.assert_close(found.test_labels, whole.train_labels[150:180])
+    with pytest.raises(DataError, match=r"Expected at most 199, .* but got held_out=200 of 'digits'"):
+        DataSource("digits", train_limit=200, held_out=200).examples()
 
 
 def test_keys_of_an_own_training_depend_on_its_name() -> None:
