@@ -48,6 +48,7 @@ bench-measures: $(PEERS)
 
 lint: style types
 	set -e; for paper in papers/*/run.py; do $(BIN)/mypy $$(dirname $$paper)/*.py; done
+	$(BIN)/mypy papers/*.py
 
 style: $(INSTALLED)
 	$(BIN)/ruff format --check .

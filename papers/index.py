@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from costs import TITLE
+from pages import make_head, make_row, write_page
+
 HERE = Path(__file__).parent
 TITLES = {
     "tsuzuku2020normalized": "Tsuzuku, Sato and Sugiyama: Normalized Flat Minima (ICML 2020)",
@@ -21,14 +24,20 @@ KINDS = ("reproduced", "same sign", "not reproduced", "not decided", "not tested
 MIXED = "that depend on network or reading"
 
 
+def read_table(paper: str, title: str) -> list[list[str]]:
+    """Return the rows of a page's table under a title, the header first; none if there is none."""
+    page = (HERE / paper / "README.md").read_text(encoding="utf-8")
+    lines = page.partition(f"{title}\n")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [rows[0], *rows[2:]] if len(rows) > 2 else []
+
+
 def read_verdicts(paper: str) -> list[list[str]]:
     """Return the rows of a page's table of verdicts, the header first."""
-    page = (HERE / paper / "README.md").read_text(encoding="utf-8")
-    lines = page.partition("## Verdicts\n")[2].partition("\n## ")[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    if len(rows) < 3:
+    rows = read_table(paper, "## Verdicts")
+    if not rows:
         raise ValueError(f"Expected a table under '## Verdicts' in {paper}/README.md, but found none.")
-    return [rows[0], *rows[2:]]
+    return rows
 
 
 def classify(verdict: str) -> str:
@@ -63,13 +72,28 @@ def write_index() -> Iterator[str]:
             cells = [f"{name}: {cell}" for name, cell in zip(names, here, strict=True) if cell]
             said = "; ".join(cells) if len(names) > 1 else here[0]
             yield f"| {claim} | {printed} | {said} | {verdict} |"
+    yield from write_left()
 
 
-def write_page(table: str) -> None:
-    """Replace what stands between the two marks of the page by the table."""
-    path, begin, end = HERE / "README.md", "<!-- table -->\n", "<!-- end of table -->\n"
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    path.write_text(f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+def write_left() -> Iterator[str]:
+    """Yield what has not been run, with its command and estimated cost, from the pages that say so."""
+    papers = sorted(path.parent.name for path in HERE.glob("*/README.md"))
+    left = [(paper, row) for paper in papers for row in read_table(paper, TITLE)[1:]]
+    if not left:
+        return
+    total = sum(int(row[-1]) for _, row in left)
+    yield ""
+    yield TITLE
+    yield ""
+    yield (
+        f"{len(left)} studies, about {total} minutes of one H200 in all. Minutes are estimates from measured rates, as "
+        "each page says. An interrupted command resumes where it stopped."
+    )
+    yield ""
+    yield make_head("study", "networks left", "command", "estimated GPU minutes")
+    for paper, (what, count, command, minutes) in left:
+        full = command.replace("`run.py", f"`python papers/{paper}/run.py")
+        yield make_row([f"[{paper}]({paper}/README.md): {what}", count, full, minutes])
 
 
 def main(words: list[str] | None = None) -> None:
@@ -77,7 +101,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("what", nargs="?", choices=("table", "page"), default="table")
     table = "\n".join(write_index())
     if parser.parse_args(words).what == "page":
-        write_page(table)
+        write_page(HERE / "README.md", table)
     else:
         print(table)
 

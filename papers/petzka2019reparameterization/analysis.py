@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import NOT_TESTED, join_verdicts, make_row
+from rescaling import FACTORS
 from scipy.stats import pearsonr, t
 
 from saltflat.studies import Results
@@ -24,7 +26,6 @@ MOST = 0.07  # "training error" of networks that are kept
 # The paper's "training error" can be a loss, as its gap is, or the share of wrong answers.
 FILTERS = {"loss": f"training loss at most {MOST:g}", "error": f"training error at most {MOST:.0%}"}
 PANELS = {"2 to 5": slice(1, 5), "1 to 4": slice(0, 4)}  # which four of five layers
-FACTORS = (5, 25)  # of the rescalings, both included
 DRAWS = 2000  # of factors for the last layer alone, and resamples
 CHANCE = 0.05
 
@@ -133,18 +134,16 @@ class Found:
         return float(middle), float(low), float(high)
 
 
-def write_table(folder: Path) -> Iterator[str]:
-    """Yield the page's tables."""
-    both = {name: Found(folder, name) for name in FILTERS}
-    readings = {name: found for name, found in both.items() if found.is_enough}
-    for name, found in both.items():
-        if name not in readings:
-            yield f"{len(found.kept)} networks have a {FILTERS[name]}: too few for correlations."
-            yield ""
-    if not readings:
-        return
+def load_readings(folder: Path) -> dict[str, Found]:
+    """Return the networks that every reading keeps; a reading with too few for correlations is left out."""
+    if not (folder / "study.json").exists():
+        return {}
+    return {name: found for name in FILTERS if (found := Found(folder, name)).is_enough}
+
+
+def write_table(readings: dict[str, Found]) -> Iterator[str]:
+    """Yield the tables of the MLPs."""
     first = next(iter(readings.values()))
-    yield from write_verdicts(readings)
     yield from write_networks(readings)
     yield from write_layers(readings)
     yield from write_network_wise(readings)
@@ -160,42 +159,32 @@ def head(*cells: str) -> Iterator[str]:
 
 
 def write_verdicts(readings: dict[str, Found]) -> Iterator[str]:
-    """Yield a row for every claim."""
-    yield "## Verdicts"
-    yield ""
-    yield from head("claim", "paper", *(FILTERS[name] for name in readings), "verdict")
+    """Yield a row for every claim about the MLPs."""
     for claim in CLAIMS[:3]:
-        panels = {name: found.correlate_layers(claim["measure"])[1:] for name, found in readings.items()}
-        judged = {name: judge_layers(claim, each) for name, each in panels.items()}
-        cells = [
-            f"{min(each.value for each in some):.2f} to {max(each.value for each in some):.2f}"
-            for some in panels.values()
-        ]
-        yield format_row(claim, claim["says"], cells, join_verdicts(judged))
-    for layers, name in {"2 to 5": CLAIMS[3]["name"], "1 to 4": "the same, if its panels were layers 1 to 4"}.items():
-        above = {reading: count_above(found, layers) for reading, found in readings.items()}
+        layers = {name: found.correlate_layers(claim["measure"])[1:] for name, found in readings.items()}
+        judged = {name: judge_layers(claim, each) for name, each in layers.items()}
+        here = {
+            name: f"{min(each.value for each in some):.2f} to {max(each.value for each in some):.2f}"
+            for name, some in layers.items()
+        }
+        yield format_row(claim, claim["says"], here, judged)
+    for panels, name in {"2 to 5": CLAIMS[3]["name"], "1 to 4": "the same, if its panels were layers 1 to 4"}.items():
+        above = {reading: count_above(found, panels) for reading, found in readings.items()}
         judged = {reading: judge_count(each) for reading, each in above.items()}
-        cells = [f"{each} of {len(NETWORK_WISE)} numbers" for each in above.values()]
-        yield format_row({**CLAIMS[3], "name": name}, "yes", cells, join_verdicts(judged))
-    if not all(found.is_rescaled for found in readings.values()):
-        return
-    moved = {name: max(compute_moves(found)) for name, found in readings.items()}
-    judged = {name: "reproduced" if each < 1e-3 else "not reproduced" for name, each in moved.items()}
-    yield format_row(
-        CLAIMS[4], "unchanged", [f"moves by at most {each:.0e}" for each in moved.values()], join_verdicts(judged)
-    )
-    cells = []
-    for found in readings.values():
-        before = found.correlate(found.get_layer("hessian_trace", found.layers[-1]))
-        middle, low, high = found.rescale_last()
-        cells.append(f"trace of the last layer from {before.value:.2f} to {middle:.2f} [{low:.2f}, {high:.2f}]")
-    yield format_row(CLAIMS[5], "very weak", cells, "not tested on its networks")
-    yield format_row(CLAIMS[6], f"{CLAIMS[6]['value']:g}", [""] * len(readings), "not tested")
-    yield ""
+        here = {reading: f"{each} of {len(NETWORK_WISE)} numbers" for reading, each in above.items()}
+        yield format_row({**CLAIMS[3], "name": name}, "yes", here, judged)
+    if readings and all(found.is_rescaled for found in readings.values()):
+        moved = {name: max(compute_moves(found)) for name, found in readings.items()}
+        judged = {name: "reproduced" if each < 1e-3 else "not reproduced" for name, each in moved.items()}
+        here = {name: f"moves by at most {each:.0e}" for name, each in moved.items()}
+        yield format_row(CLAIMS[4], "unchanged", here, judged)
 
 
-def format_row(claim: dict[str, Any], printed: str, cells: list[str], verdict: str) -> str:
-    return f"| {claim['where']}: {claim['name']} | {printed} | {' | '.join(cells)} | **{verdict}** |"
+def format_row(claim: dict[str, Any], printed: str, here: dict[str, str], judged: dict[str, str]) -> str:
+    """Return a row of verdicts, with what every reading found."""
+    said = "; ".join(f"{FILTERS[name]}: {each}" for name, each in here.items())
+    verdict = join_verdicts({FILTERS[name]: each for name, each in judged.items()} or {"": NOT_TESTED})
+    return make_row([f"{claim['where']}: {claim['name']}", printed, said or "-", verdict])
 
 
 def judge(claim: dict[str, Any], found: Correlation) -> str:
@@ -214,13 +203,6 @@ def judge_layers(claim: dict[str, Any], layers: list[Correlation]) -> str:
 
 def judge_count(above: int) -> str:
     return "reproduced" if above == len(NETWORK_WISE) else "not reproduced"
-
-
-def join_verdicts(judged: dict[str, str]) -> str:
-    """Return one verdict, or one for each reading where they differ."""
-    if len(set(judged.values())) == 1:
-        return next(iter(judged.values()))
-    return "; ".join(f"{verdict} ({FILTERS[name]})" for name, verdict in judged.items())
 
 
 def count_above(found: Found, panels: str) -> int:
@@ -276,7 +258,8 @@ def write_layers(readings: dict[str, Found]) -> Iterator[str]:
             printed, verdict = "not shown", ""
             if place:
                 printed = f"{claim['layers'][place - 1]:.2f}" if "layers" in claim else "significant"
-                verdict = join_verdicts({name: judge(claim, each[place]) for name, each in columns.items()})
+                judged = {FILTERS[name]: judge(claim, each[place]) for name, each in columns.items()}
+                verdict = join_verdicts(judged).replace("*", "")
             cells = [str(each[place]) for each in columns.values()]
             named = f"| {claim['where']} | {claim['measure']} | {place + 1} | {printed}"
             yield f"{named} | {' | '.join(cells)} | {verdict} |"
@@ -352,3 +335,9 @@ def write_rescaled(found: Found) -> Iterator[str]:
         before, after = found.get_values(name), found.get_rescaled(name)
         change = float(np.abs(after / before - 1).max())
         yield f"| {name} | {found.correlate(before)} | {found.correlate(after)} | {change:.1e} |"
+    yield ""
+    trace = found.correlate(found.get_layer("hessian_trace", found.layers[-1])).value
+    yield (
+        "If only the last two layers are rescaled, as the paper does to LeNets, the correlation of the last layer's "
+        f"trace falls from {trace:.2f} to {{:.2f}} [{{:.2f}}, {{:.2f}}].".format(*found.rescale_last())
+    )

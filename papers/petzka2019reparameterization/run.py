@@ -1,38 +1,41 @@
-"""Petzka et al.'s MNIST experiment, Figures 3 to 6: do kappa and rho correlate with the gap?
+"""Petzka et al.'s experiments, Figures 1 to 6: do kappa and rho correlate with the gap?
 
-    python papers/petzka2019reparameterization/run.py                  train, measure, rescale, measure again, draw
+    python papers/petzka2019reparameterization/run.py                  Figures 3 to 6: train, measure, rescale, draw
+    python papers/petzka2019reparameterization/run.py lenets           Figures 1 and 2, all studies or --study NAME
     python papers/petzka2019reparameterization/run.py --scale smoke    half a minute on a CPU, to see that it runs
     python papers/petzka2019reparameterization/run.py robustness       feature robustness, Appendices C.1 and D
     python papers/petzka2019reparameterization/run.py table            what was found, beside the paper
     python papers/petzka2019reparameterization/run.py figures          draw again from the rows
     python papers/petzka2019reparameterization/run.py page             put the table into README.md
 
-MNIST has to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays it out. If interrupted, a run
-resumes where it stopped.
+MNIST and CIFAR-10 have to be in data/ (or the folder that SALTFLAT_DATA names) as torchvision lays them out. If
+interrupted, a run resumes where it stopped.
 """
 
 import argparse
-import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from saltflat.studies import Study
+from saltflat.studies.scores.layout import Floats
+
+sys.path.append(str(Path(__file__).parent.parent))  # what the papers share
 
 import analysis
-import numpy as np
+import lenet_tables
+import lenets
 import robustness
-import torch
-from analysis import CLAIMS, FACTORS, FILTERS, HESSIAN, MEASURES, NETWORK_WISE, PANELS, Found
-from matplotlib.figure import Figure
-from torch import nn
-
-import saltflat
-from saltflat.results.files import write_json
-from saltflat.studies import Results, Study
-from saltflat.studies.rebuild import load_trained_network
-from saltflat.studies.scores.layout import Floats
+from analysis import CLAIMS, FILTERS, HESSIAN, MEASURES, NETWORK_WISE, PANELS, Found
+from costs import write_left
+from pages import make_head, write_page, write_warning
+from rescaling import measure_rescaled
 
 HERE = Path(__file__).parent
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00")
@@ -54,41 +57,6 @@ def study(scale: str) -> Study:
         measures=MEASURES,
         measure={"examples": 50 if small else 60_000, "dtype": "float64"},
     )
-
-
-def rescaled(model: nn.Sequential, seed: int) -> nn.Sequential:
-    """Divide each hidden layer by a random whole number and multiply the next by it; the function stays the same."""
-    generator = torch.Generator().manual_seed(seed)
-    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    with torch.no_grad():
-        for layer, after in pairwise(layers):
-            factor = int(torch.randint(FACTORS[0], FACTORS[1] + 1, (), generator=generator))
-            layer.weight.div_(factor)
-            layer.bias.div_(factor)
-            after.weight.mul_(factor)
-    return model
-
-
-def measure_rescaled(results: Results, path: Path, device: str, data: Path) -> None:
-    """Measure every network again after rescaling its layers, and record how much its outputs changed."""
-    done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    most = results.study.measure["examples"]
-    examples = results.study.data.examples(data)
-    for number, key in enumerate(key for key, row in results.rows.items() if row.outcome is not None):
-        if key in done:
-            continue
-        network = load_trained_network(results, key, examples)
-        inputs, labels = network.inputs[:most].double().to(device), network.labels[:most].to(device)
-        model = network.model.to(device)
-        assert isinstance(model, nn.Sequential)
-        with torch.no_grad():
-            before = model(inputs)
-            after = rescaled(model, number)(inputs)
-        off = float((after - before).abs().max() / before.abs().max())
-        report = saltflat.measure(model, (inputs, labels), measures=MEASURES, progress=False)
-        done[key] = {"outputs_differ_by": off, "values": {name: reading.value for name, reading in report.items()}}
-        write_json(done, path)
-        print(f"rescaled {len(done)} networks; the outputs of the last differ by {off:.0e}", flush=True)
 
 
 def draw(found: Found, more: Found, folder: Path) -> None:
@@ -134,25 +102,30 @@ def draw(found: Found, more: Found, folder: Path) -> None:
         figure.savefig(folder / f"{name}.png", dpi=80)
 
 
-def write_tables(folder: Path) -> Iterator[str]:
+def write_tables(folder: Path, scale: str) -> Iterator[str]:
     """Yield the page's tables, of what is in the folder."""
-    if (folder / "study.json").exists():
-        yield from analysis.write_table(folder)
+    readings, networks = analysis.load_readings(folder), lenet_tables.load_all(folder)
+    yield from ("## Verdicts", "")
+    yield from write_warning(folder)
+    yield make_head("claim", "paper", "here", "verdict")
+    yield from analysis.write_verdicts(readings)
+    yield from lenet_tables.write_verdicts(networks)
+    yield ""
+    yield from write_left(lenets.list_parts(folder, scale))
+    if readings:
+        yield from analysis.write_table(readings)
+        yield ""
+    yield from lenet_tables.write_tables(networks, folder)
     if robustness.load_all(folder):
         yield from ("", "## Feature robustness", "")
         yield from robustness.write_table(folder)
 
 
-def write_page(table: str) -> None:
-    """Replace what stands between the two marks of the page by the table."""
-    path, begin, end = HERE / "README.md", "<!-- table -->\n", "<!-- end of table -->\n"
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    path.write_text(f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
-
-
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "robustness", "table", "figures", "page"), default="all")
+    parts = ("all", "lenets", "robustness", "table", "figures", "page")
+    parser.add_argument("what", nargs="?", choices=parts, default="all", help="all: Figures 3 to 6")
+    parser.add_argument("--study", nargs="+", choices=lenets.NAMES, default=lenets.NAMES, help="which of lenets")
     parser.add_argument("--scale", choices=("full", "smoke"), default="full")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
@@ -161,19 +134,25 @@ def main(words: list[str] | None = None) -> None:
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
     if given.what == "all":
         results = study(given.scale).run(out, device=given.device, data_folder=given.data)
-        measure_rescaled(results, out / "rescaled.json", given.device, given.data)
+        measure_rescaled(results, out / "rescaled.json", given.device, given.data, MEASURES)
+    if given.what == "lenets":
+        lenets.run_studies(given.study, out, given.scale, given.device, given.data)
     if given.what == "robustness":
         robustness.measure_all(out, given.data, given.scale)
     if given.what in ("robustness", "figures") and robustness.load_all(out):
         robustness.draw_figure(out)
     if given.what in ("all", "figures"):
-        found = [each for each in (Found(out, name) for name in FILTERS) if each.is_enough]
+        found = list(analysis.load_readings(out).values())
         if found:
             draw(found[0], found[-1], out)
+    if given.what in ("lenets", "figures"):
+        for path in lenet_tables.draw_figures(out):
+            print(f"drew {path.name}")
+    table = "\n".join(write_tables(out, given.scale))
     if given.what == "page":
-        write_page("\n".join(write_tables(out)))
+        write_page(HERE / "README.md", table)
     else:
-        print("\n".join(write_tables(out)))
+        print(table)
 
 
 if __name__ == "__main__":
