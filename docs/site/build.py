@@ -3,7 +3,7 @@
 The pages are Markdown files of the repository, which keep their places, so that a link between two of them leads to the
 same page here as on GitHub. They are copied to ``docs/_build/source`` with the figures they show. Some pages are made:
 the measures and their formulas from the registry, the API reference from the public names, the examples from their
-scripts.
+scripts. Tutorials are executed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,37 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 from api_pages import make_api_pages  # noqa: E402
 from measures_page import make_measures_page  # noqa: E402
+from tutorials import execute_tutorial  # noqa: E402
 
-PAGES = ("*.md", "docs/*.md", "papers/README.md", "papers/*/README.md", "benchmarks/README.md")
+PAGES = ("*.md", "docs/*.md", "docs/tutorials/*.md", "papers/README.md", "papers/*/README.md", "benchmarks/README.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 FIGURES = (".png", ".svg", ".jpg")
 
-LIST_OF_PAPERS = """
+TUTORIALS = Path("docs/tutorials")
+
+# Pages that are listed under another one, at its end.
+LISTS = {
+    Path("papers/README.md"): """
 ```{toctree}
 :hidden:
 :glob:
 
 */README
 ```
-"""
+""",
+    TUTORIALS / "README.md": """
+```{toctree}
+:hidden:
+
+sam
+audit
+monitor
+certificate
+study
+transformer
+```
+""",
+}
 
 
 def main() -> int:
@@ -63,6 +81,8 @@ def write_sources(folder: Path) -> None:
         text, figures = resolve_links(place, text)
         for each in (place, *figures):
             (folder / each).parent.mkdir(parents=True, exist_ok=True)
+        if place.parent == TUTORIALS and place not in LISTS:
+            text = execute_tutorial(place.stem, text, folder / place.parent)
         (folder / place).write_text(text, encoding="utf-8")
         for each in figures:
             shutil.copyfile(ROOT / each, folder / each)
@@ -73,10 +93,7 @@ def read_pages() -> Iterator[tuple[Path, str]]:
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
             place = path.relative_to(ROOT)
-            yield (
-                place,
-                path.read_text(encoding="utf-8") + (LIST_OF_PAPERS if place == Path("papers/README.md") else ""),
-            )
+            yield place, path.read_text(encoding="utf-8") + LISTS.get(place, "")
     for path in sorted(HERE.glob("*.md")):
         yield Path(path.name), list_new_guides(path.read_text(encoding="utf-8"))
     yield Path("docs/measures.md"), make_measures_page()

@@ -20,7 +20,11 @@ from saltflat.studies.networks import NETWORKS
 from saltflat.studies.recipe import SETTINGS
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"),
+    *(*sorted((ROOT / "docs").glob("*.md")), *TUTORIALS),
+]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")

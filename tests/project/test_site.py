@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from browser import PHONE, Tab, browsing, chromium
 from filelock import FileLock
 
 import saltflat
@@ -66,7 +67,8 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 def test_every_page_of_the_repository_is_built(site: Path) -> None:
-    written = [*ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md"), ROOT / "CHANGELOG.md"]
+    written = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("papers/*/README.md"), ROOT / "CHANGELOG.md"]
+    written = [path for path in written if path.parent.name != "site" and "_build" not in path.parts]
     built = [(site / path.relative_to(ROOT)).with_suffix(".html") for path in written]
     assert [path for path in built if not path.is_file()] == []
     assert (site / "index.html").is_file()
@@ -103,3 +105,27 @@ def test_the_page_of_measures_has_the_formula_of_each(site: Path) -> None:
 def test_every_public_name_is_documented(site: Path) -> None:
     text = (site / "api" / "saltflat.html").read_text(encoding="utf-8")
     assert [name for name in saltflat.__all__ if f'id="saltflat.{name}"' not in text] == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/tutorials/[a-z]*.md")), ids=lambda path: path.stem)
+def test_a_tutorial_shows_what_its_code_printed(path: Path, site: Path, pages: dict[Path, Page]) -> None:
+    built = site / "docs" / "tutorials" / f"{path.stem}.html"
+    text = built.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert text.count('class="output highlight-text') >= sum("print(" in block for block in blocks) > 0
+    drawn = re.findall(r"\"(\w+\.png)\"", "".join(blocks))
+    assert [name for name in drawn if f"{path.stem}-{name}" not in "".join(pages[built].loaded)] == []
+
+
+def test_pages_fit_a_phone(site: Path) -> None:
+    program = chromium()
+    if program is None:
+        pytest.skip("no Chromium here")
+    kinds = ("index", "quick-start", "docs/measures", "docs/tutorials/study", "api/saltflat", "papers/README")
+    with browsing(program) as browser:
+        tab = Tab(browser)
+        tab.screen(PHONE, dark=True, touch=True)
+        for kind in kinds:
+            tab.open(site / f"{kind}.html")
+            assert tab("document.documentElement.scrollWidth") == PHONE[0], kind
+            assert tab.wrongs() == [], kind
