@@ -4,7 +4,7 @@ from saltflat.studies.data import Examples
 from saltflat.studies.recipe import Recipe
 from saltflat.studies.results import Results
 from saltflat.studies.row import Row
-from saltflat.studies.store import Verification, verify
+from saltflat.studies.store import Verification, pack_rows, verify
 from saltflat.studies.study import Study
 
-__all__ = ["Examples", "Recipe", "Results", "Row", "Study", "Verification", "verify"]
+__all__ = ["Examples", "Recipe", "Results", "Row", "Study", "Verification", "pack_rows", "verify"]

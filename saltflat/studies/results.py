@@ -164,7 +164,7 @@ class Results:
             try:
                 row = store.read_row(key)
             except DamageError as damage:
-                notes.append(f"{key}.json is damaged ({damage.why}). The next run makes it again.")
+                notes.append(f"{damage.path.name} is damaged ({damage.why}). The next run makes it again.")
                 continue
             if row is None:
                 continue
@@ -173,7 +173,7 @@ class Results:
             if not all(is_same_value(row.config.get(name), value) for name, value in places[key].items()):
                 raise _make_mismatch_error(folder, f"the run {key!r} has other settings than its row")
             rows[key] = row
-        return cls(study, rows, store.folder, places, tuple(notes))
+        return cls(study, rows, store.folder, places, tuple(dict.fromkeys(notes)))
 
     @property
     def counts(self) -> dict[str, int]:

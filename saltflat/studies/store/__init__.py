@@ -7,6 +7,7 @@ One process at a time opens the folder with :func:`open_store` and writes; any n
 from saltflat.studies.store.checkpoint import Checkpoint
 from saltflat.studies.store.folder import DEFINITION, PARTIAL, ROWS, WEIGHTS, Store, has_damaged_copy, open_store
 from saltflat.studies.store.lock import format_lock_holder, is_locked, lock_folder
+from saltflat.studies.store.packed_rows import pack_rows
 from saltflat.studies.store.rows import DamageError
 from saltflat.studies.store.verify import FileProblem, Verification, verify
 
@@ -25,5 +26,6 @@ __all__ = [
     "is_locked",
     "lock_folder",
     "open_store",
+    "pack_rows",
     "verify",
 ]

@@ -18,6 +18,7 @@ from saltflat.studies.canonical import compute_digest, study_from_version_1
 from saltflat.studies.row import Row, TrainedNetwork
 from saltflat.studies.store.checkpoint import load_checkpoint
 from saltflat.studies.store.lock import LOCK, lock_folder
+from saltflat.studies.store.packed_rows import PACKED, PackedRows
 from saltflat.studies.store.rows import (
     ROW,
     DamageError,
@@ -59,6 +60,7 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike[str], tell: Callable[[str], None] = lambda text: None) -> None:
         self.folder, self.tell = Path(folder), tell
+        self.packed = PackedRows(self.folder)
 
     def row_path(self, key: str) -> Path:
         """Return the path of a run's row."""
@@ -78,10 +80,13 @@ class Store:
         return self.folder.absolute() / PARTIAL / f"{group}.safetensors"
 
     def read_row(self, key: str) -> Row | None:
-        """Return the row of a run, None if there is none. Raise a DamageError if the file changed."""
+        """Return the row of a run, from its file or from the packed ones, None if there is none.
+
+        Raise a DamageError if the file changed.
+        """
         path = self.row_path(key)
         if not has_file(path):
-            return None
+            return self.packed.read_row(key)
         try:
             row = row_from_dict(read_json(path, ROW))
         except (ReportError, StudyError) as problem:
@@ -249,7 +254,7 @@ def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-OURS = {LOCK, DEFINITION, TABLE, *FOLDERS}
+OURS = {LOCK, DEFINITION, TABLE, PACKED, *FOLDERS}
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from saltflat.studies.store.folder import (
     has_damaged_copy,
 )
 from saltflat.studies.store.lock import LOCK, format_lock_holder, is_locked
+from saltflat.studies.store.packed_rows import PACKED
 from saltflat.studies.store.rows import DamageError, find_digest_coverage, has_file, read_tensors
 
 if TYPE_CHECKING:
@@ -130,9 +131,14 @@ class _FolderCheck:
         self._check_definition()
         names = {each: list(self._iter_file_names(each)) for each in FOLDERS}
         for name in sorted(each.name for each in self.folder.iterdir()):
-            if name not in (DEFINITION, TABLE, LOCK, *FOLDERS):
+            if name not in (DEFINITION, TABLE, LOCK, PACKED, *FOLDERS):
                 self._note_stray_file(name)
         rows = {found["key"] for found in names[ROWS]}
+        packed = self._read_or_damage(lambda: self.store.packed.contents)
+        if isinstance(packed, DamageError):
+            self._add_problem(packed.path, packed.why, "sets it aside, and makes what was in it again")
+        else:
+            rows |= set(packed or ())
         trained = {found["key"] for found in names[WEIGHTS]} | (self.keys or set())
         for key in sorted(rows | trained):
             self._check_run(key)
@@ -187,7 +193,10 @@ class _FolderCheck:
         if isinstance(row, DamageError):
             status = "damaged"
         elif row is not None:
-            self._count_good_file(self.store.row_path(key), "row")
+            if has_file(self.store.row_path(key)):
+                self._count_good_file(self.store.row_path(key), "row")
+            else:
+                self.checked["packed row"] += 1
             status = row.status
         found = self._read_or_damage(lambda: self.store.read_trained(key))
         if isinstance(found, DamageError):

@@ -1,0 +1,106 @@
+"""Rows in one compressed file: read as before, the same bytes from the same rows, and damage is noticed."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+import study_cases
+
+from saltflat.errors import StudyError
+from saltflat.studies import Results, pack_rows, verify
+from saltflat.studies.store.packed_rows import PACKED
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    study_cases.study().run(folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    for name in ("rows", "weights", "partial"):
+        (tmp_path / name).mkdir()
+    for path in original.rglob("*.*"):
+        (tmp_path / path.relative_to(original)).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_packed_rows_are_read_as_before_and_nothing_runs_again(folder: Path) -> None:
+    before = Results.load(folder)
+    sizes = sum(path.stat().st_size for path in (folder / "rows").iterdir())
+    packed = pack_rows(folder)
+    assert not list((folder / "rows").iterdir())
+    assert packed.stat().st_size < sizes / 3
+    after = Results.load(folder)
+    assert after.rows == before.rows
+    assert after.csv() == before.csv()
+    checked = verify(folder)
+    assert not checked.problems
+    assert checked.checked["packed row"] == len(before.rows)
+    assert not any("rows.tar.xz" in note for note in checked.notes)
+    study_cases.study().run(folder, progress=False)
+    assert not list((folder / "rows").iterdir())
+    more = study_cases.study(seeds=2).run(folder, progress=False)
+    assert len(list((folder / "rows").iterdir())) == len(more.rows) - len(before.rows) == 4
+    first = packed.read_bytes()
+    assert pack_rows(folder).read_bytes() != first
+    assert Results.load(folder).rows == more.rows
+
+
+def test_the_same_rows_give_the_same_bytes(folder: Path) -> None:
+    once = pack_rows(folder).read_bytes()
+    assert pack_rows(folder).read_bytes() == once
+
+
+def test_a_row_beside_the_packed_ones_comes_first(folder: Path) -> None:
+    texts = {path: path.read_bytes() for path in (folder / "rows").iterdir()}
+    pack_rows(folder)
+    path, text = next(iter(texts.items()))
+    path.write_bytes(text)
+    assert len(Results.load(folder).rows) == len(texts)
+    path.write_bytes(text.replace(b'"epochs": 2', b'"epochs": 3'))
+    damaged = Results.load(folder)
+    assert len(damaged.rows) == len(texts) - 1
+    assert path.name in damaged.notes[0]
+
+
+def write_archive(path: Path, name: str, text: bytes) -> None:
+    with tarfile.open(path, "w:xz") as archive:
+        member = tarfile.TarInfo(name)
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text))
+
+
+def assert_unreadable(folder: Path, told: str) -> None:
+    results = Results.load(folder)
+    assert not results.rows
+    assert any(told in note for note in results.notes)
+
+
+def test_damage_is_noticed_and_what_was_in_the_file_is_made_again(folder: Path) -> None:
+    before = Results.load(folder)
+    packed = pack_rows(folder)
+    whole = packed.read_bytes()
+    key = next(iter(before.rows))
+    for damaged in (whole[: len(whole) // 2], b"nothing"):
+        packed.write_bytes(damaged)
+        assert_unreadable(folder, PACKED)
+        assert PACKED in [problem.file for problem in verify(folder).problems]
+    write_archive(packed, f"{key}.json", b'{"schema": "saltflat.row/2"}')
+    assert_unreadable(folder, key)
+    write_archive(packed, "../outside.txt", b"")
+    assert_unreadable(folder, "not a row")
+    packed.write_bytes(whole[: len(whole) // 2])
+    again = study_cases.study().run(folder, progress=False)
+    assert again.csv() == before.csv()
+    assert packed.with_name(f"{PACKED}.damaged").exists()
+
+
+def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="Expected a folder with rows"):
+        pack_rows(tmp_path)
