@@ -52,19 +52,20 @@ def _iterate_windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
             yield join_batches(held)
             held, room = [], size
         held.append(batch)
-        room -= _count_bytes(batch)
+        room -= count_batch_bytes(batch)
     if held:
         yield join_batches(held)
 
 
 def _cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
     """Yield parts of a batch of about ``size`` bytes each."""
-    step = -(-batch.examples // max(1, -(-_count_bytes(batch) // max(1, size))))
+    step = -(-batch.examples // max(1, -(-count_batch_bytes(batch) // max(1, size))))
     for start in range(0, batch.examples, step):
         yield batch if step == batch.examples else batch.cut(start, start + step)
 
 
-def _count_bytes(batch: Batch) -> int:
+def count_batch_bytes(batch: Batch) -> int:
+    """Return the bytes of the inputs and targets of a batch."""
     return sum(each.numel() * each.element_size() for each in [*batch.list_tensors(), batch.targets])
 
 

@@ -32,6 +32,13 @@ class ExampleGroups:
         if examples is not None:
             self._numbers = torch.from_numpy(np.random.default_rng(0).permutation(examples) % self.count)
 
+    @classmethod
+    def from_numbers(cls, numbers: Tensor, count: int) -> ExampleGroups:
+        """Return a split into ``count`` groups, some of which may be empty, from the group of every example."""
+        groups = cls(len(numbers))
+        groups.count, groups._numbers = count, numbers
+        return groups
+
     def find_groups(self, places: Tensor) -> Tensor:
         """Return the groups of the examples at these positions in the data."""
         known = 0 if self._numbers is None else len(self._numbers)

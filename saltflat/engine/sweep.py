@@ -67,8 +67,7 @@ class Sweep:
         self.groups, self.group, self.precision = groups, 0, precision
         # Only statistics of rows or columns need to know what the axes count.
         by_unit = any(each.kind == "matrix" for each in wanted)
-        shapes = context.geometries if by_unit else find_geometries(self.problem.network)
-        deviations = deviations or {}
+        shapes, deviations = context.geometries if by_unit else find_geometries(self.problem.network), deviations or {}
         self.sites = {
             name: ParameterSite(name, value, shapes.get(name), deviations.get(name))
             for name, value in self.problem.network.measured.items()
@@ -115,7 +114,7 @@ class Sweep:
     def add_batch(self, batch: Batch) -> Iterator[None]:
         """Split a batch into chunks that fit in memory, and add them one by one."""
         found = self.context.get_probe(batch)
-        start, size = 0, self._compute_chunk_size(batch, found)
+        start, size = 0, self.compute_chunk_size(batch, found)
         size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small last one would cost as much
         while start < batch.examples:
             chunk, counted = batch.cut(start, start + size), self.emitted
@@ -163,7 +162,8 @@ class Sweep:
             self.context.get_probe(batch)
             yield batch
 
-    def _compute_chunk_size(self, batch: Batch, found: Probe) -> int:
+    def compute_chunk_size(self, batch: Batch, found: Probe) -> int:
+        """Return the largest number of examples of a batch to process at once."""
         if found.strategy.startswith("single"):
             return 1
         # The number of columns is known once one example of these shapes has been run.

@@ -78,6 +78,7 @@ class Measurer:
         tick: Tick = ignore_progress,
         structure: Structure | None = None,
         brief: bool = False,
+        predicted: Mapping[str, float] | None = None,
     ) -> StatisticCollector:
         """Compute the statistics of a model that a session lends.
 
@@ -88,13 +89,26 @@ class Measurer:
             tick: reports progress.
             structure: what is known of the model whatever its weights.
             brief: collect only what the measures need; see :class:`StatisticCollector`.
+            predicted: seconds that steps will take, for the progress bar, where they are known.
         """
         problem = Problem.build(model, data, self.loss, self.layers, self.dtype, self.mode)
-        before = _parse_initial(initial, problem)
-        context = Context(problem, self.plan, self.seed, self.room, before, tick, self.sampling, structure)
-        search = StatisticCollector(context, DIAGONALS[self.diagonal], self.certificate, brief, self.precision)
+        context = self.make_context(problem, initial, tick, structure)
+        search = StatisticCollector(
+            context, DIAGONALS[self.diagonal], self.certificate, brief, self.precision, predicted
+        )
         search.gather(self.asked)
         return search
+
+    def make_context(
+        self,
+        problem: Problem,
+        initial: nn.Module | Mapping[str, Tensor] | None,
+        tick: Tick = ignore_progress,
+        structure: Structure | None = None,
+    ) -> Context:
+        """Return the context of a measurement of a problem."""
+        before = _parse_initial(initial, problem)
+        return Context(problem, self.plan, self.seed, self.room, before, tick, self.sampling, structure)
 
 
 def parse_normalized_loss(loss: LossLike, logits: str) -> Loss:

@@ -24,6 +24,7 @@ from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import move_to_device, select_examples
 from saltflat.engine.session import check_module, open_session
 from saltflat.engine.structure import Preparation
+from saltflat.gradients.base import HeapTrimmer
 from saltflat.measures.measurer import (
     Measurer,
     add_certificate_notes,
@@ -32,6 +33,8 @@ from saltflat.measures.measurer import (
     make_legend,
     parse_normalized_loss,
 )
+from saltflat.measures.plan import make_plan
+from saltflat.results.plan import MeasurementPlan
 from saltflat.results.report import Report, describe_run
 from saltflat.validation import parse_device, take_turns
 
@@ -139,6 +142,7 @@ class Meter:
         self._logits, self._initial, self._progress, self._limit = logits, initial, progress, limit
         self._device = None if device is None else parse_device(device)
         self._preparation = Preparation()
+        self._predicted: Mapping[str, float] = {}
 
     @property
     def num_preparations(self) -> int:
@@ -148,6 +152,29 @@ class Meter:
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what was prepared, which holds for this model in this process only."""
         return {**vars(self), "_preparation": Preparation()}
+
+    @take_turns
+    def plan(self, data: Data) -> MeasurementPlan:
+        """Find out what a measurement of these data will do and take, as :func:`saltflat.plan` does.
+
+        The next measurement shows the remaining time by it.
+
+        Args:
+            data: as for :meth:`measure`.
+        """
+        measurer = replace(self._measurer, loss=parse_normalized_loss(self.loss, self._logits))
+        model, data = self._prepare_inputs(data)
+        with open_session(model, measurer.mode, data) as notes:
+            found = make_plan(measurer, model, data, self._initial, self._logits)
+        HeapTrimmer(0).trim()  # of what was tried, so that the measurement starts as the trial did
+        self._predicted = found.predicted_seconds_by_step
+        return replace(found, notes=(*notes, *found.notes))
+
+    def _prepare_inputs(self, data: Data) -> tuple[nn.Module, Data]:
+        """Return the model and the examples to take, on the device to measure on."""
+        data = data if self._limit is None else select_examples(data, limit=self._limit)
+        check_module(self.model)
+        return (self.model, data) if self._device is None else _move_to_device(self.model, data, self._device)
 
     @take_turns
     def measure(self, data: Data) -> Report:
@@ -160,22 +187,19 @@ class Meter:
         started = time.perf_counter()
         measurer = replace(self._measurer, loss=parse_normalized_loss(self.loss, self._logits))
         asked = measurer.asked
-        data = data if self._limit is None else select_examples(data, limit=self._limit)
-        model, preparation = self.model, self._preparation
-        check_module(model)
-        if self._device is not None:
-            model, data = _move_to_device(model, data, self._device)
-            if model is not self.model:
-                preparation = Preparation()  # a copy is never measured twice
+        model, data = self._prepare_inputs(data)
+        # A copy is never measured twice.
+        preparation = self._preparation if model is self.model else Preparation()
         modes = list_modes(model)
         agreement = None
+        predicted, self._predicted = self._predicted, {}
         with open_session(model, measurer.mode, data) as notes:
             loss = getattr(measurer.loss, "inner", measurer.loss)
             conditions = modes, SameObject(self.loss), format_loss(loss)
             with preparation.lend_structure(model, *conditions) as structure:
                 hidden = self._progress is False or (self._progress is None and not sys.stderr.isatty())
                 with nullcontext(ignore_progress) if hidden else show_steps(self._progress) as tick:
-                    search = measurer.collect(model, data, self._initial, tick, structure)
+                    search = measurer.collect(model, data, self._initial, tick, structure, predicted=predicted)
                     context = search.context
                     readings, left_out = search.compute_readings(asked)
                     examples, mean_loss = context.examples, context.mean_loss
