@@ -43,6 +43,7 @@ RATES = {
 }
 TWO_PASSES = 2.1  # SAM and ASAM, in plain epochs
 FLOOR = 1e-3  # seconds of a step, however small: assumed, not measured
+GRADIENTS = 0.25  # measures of gradients and inputs alone, in those of curvature: assumed, not measured
 KAPPA = 1.0  # seconds for the eigenvalues of all layers' blocks of a LeNet: assumed, not measured
 
 
@@ -55,14 +56,14 @@ class Part:
         command: the words after ``run.py`` that run it.
         folder: of its rows.
         study: its definition.
-        passes: how many times its networks are measured again.
+        again: images on which its networks are measured again, in another form.
     """
 
     title: str
     command: str
     folder: Path
     study: Study
-    passes: int = 0
+    again: int = 0
 
     @property
     def left(self) -> dict[str, dict[str, Any]]:
@@ -71,13 +72,13 @@ class Part:
         return {key: config for key, config in self.study.runs().items() if key not in rows}
 
 
-def estimate_seconds(study: Study, configs: Iterable[Mapping[str, Any]], passes: int = 0) -> float:
+def estimate_seconds(study: Study, configs: Iterable[Mapping[str, Any]], again: int = 0) -> float:
     """Return how many seconds it would take to train and measure networks, at most, where a target stops them.
 
     Args:
         study: the study.
         configs: settings of the networks.
-        passes: how many times they are measured again.
+        again: images on which they are measured again.
     """
     configs = list(configs)
     sizes = Counter(config["batch_size"] for config in configs)
@@ -92,8 +93,10 @@ def estimate_seconds(study: Study, configs: Iterable[Mapping[str, Any]], passes:
         epoch = images / config["batch_size"] * max(step, FLOOR) / at_once
         slower = rate.penalty if config["fisher_penalty"] else TWO_PASSES if config["sam"] or config["asam"] else 1.0
         examples = min(study.measure_options["examples"] or measured, measured)
-        measuring = rate.measuring * examples / 1000 + (KAPPA if "kappa" in study.measures else 0.0)
-        total += config["epochs"] * epoch * slower + (1 + passes) * measuring
+        eigenvalues = KAPPA * (1 + bool(again)) if "kappa" in study.measures else 0.0
+        alone = all(name.startswith(("fisher_", "input_", "squared_norm")) for name in study.measures)
+        measuring = rate.measuring * (examples * (GRADIENTS if alone else 1.0) + again) / 1000 + eigenvalues
+        total += config["epochs"] * epoch * slower + measuring
     return total
 
 
@@ -112,7 +115,7 @@ def write_left(parts: Iterable[Part]) -> Iterator[str]:
     yield ""
     yield make_head("what", "networks left", "command", "estimated GPU minutes")
     for part, configs in left:
-        minutes = estimate_seconds(part.study, configs.values(), part.passes) / 60
+        minutes = estimate_seconds(part.study, configs.values(), part.again) / 60
         count = f"{len(configs)} of {len(part.study.runs())}"
         yield make_row([part.title, count, f"`run.py {part.command}`", f"{max(minutes, 1):.0f}"])
     yield ""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from saltflat.landscape.landscape import compute_landscape as compute_landscape
     from saltflat.measures.catalog import list_measures as list_measures
     from saltflat.measures.compute import measure as measure
+    from saltflat.measures.compute import plan as plan
     from saltflat.measures.meter import Meter as Meter
     from saltflat.results.comparison import compare as compare
     from saltflat.results.report import Report as Report
@@ -49,6 +50,7 @@ _HOMES = {
     "fold": "saltflat.symmetry.fold",
     "list_measures": "saltflat.measures.catalog",
     "measure": "saltflat.measures.compute",
+    "plan": "saltflat.measures.compute",
     "rebalance": "saltflat.symmetry.minimize",
     "rescale": "saltflat.symmetry.rescale",
 }
@@ -88,6 +90,7 @@ __all__ = [
     "fold",
     "list_measures",
     "measure",
+    "plan",
     "rebalance",
     "rescale",
 ]

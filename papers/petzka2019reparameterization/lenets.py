@@ -23,6 +23,7 @@ TARGET_LOSS = 0.5
 BATCHES = {"large": ((32, 0.008), (64, 0.02), (512, 0.1)), "small": ((4, 0.001),)}
 EPOCHS = {"epochs": {"large": 150, "small": 40}, "loss": {"large": 150, "small": 80}}
 SEEDS = 9
+EXAMPLES = 2000  # images that are measured
 LAST = 2  # linear layers that the paper rescales: those of 84 and of 10 units
 NAMES = tuple(f"lenets-{rule}-{size}" for size in BATCHES for rule in RULES)  # in the order of their value
 
@@ -43,7 +44,7 @@ def build_study(name: str, scale: str) -> Study:
         settings={"optimizer": "sgd", "dtype": "float32" if small else "tf32", **tiny},
         stop={"epochs": 20 if small else EPOCHS[rule][size], **stop},
         measures=MEASURES,
-        measure={"examples": 6 if small else 2000, "dtype": "float64", "memory": "16GiB"},
+        measure={"examples": 6 if small else EXAMPLES, "dtype": "float64", "memory": "16GiB"},
         together=len(INITS) * SEEDS,
     )
 
@@ -60,7 +61,7 @@ def list_parts(out: Path, scale: str = "full") -> Iterator[Part]:
         study = build_study(name, scale)
         batches = ", ".join(str(batch) for batch, _ in study.axes["batch_size, lr"])
         title = f"Figures 1 and 2, {RULES[rule]}: batches of {batches}"
-        yield Part(title, f"lenets --study {name}", out / name, study, passes=1)
+        yield Part(title, f"lenets --study {name}", out / name, study, again=EXAMPLES)
 
 
 def run_studies(names: Sequence[str], out: Path, scale: str, device: str, data: Path) -> None:

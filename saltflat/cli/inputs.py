@@ -17,6 +17,7 @@ from saltflat.cli.program import (
     open_cli_session,
     parse_names,
     print_result,
+    write_figure,
     write_result,
     write_result_page,
 )
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from saltflat.bounds.bound import Bound
     from saltflat.engine.data import Data
     from saltflat.landscape.result import Landscape
+    from saltflat.results.plan import MeasurementPlan
     from saltflat.results.report import Report
     from saltflat.spectrum.result import Spectrum
 
-Result = TypeVar("Result", "Report", "Audit", "Landscape", "Spectrum", "Bound")
+Result = TypeVar("Result", "Report", "Audit", "Landscape", "Spectrum", "Bound", "MeasurementPlan")
 
 Columns: TypeAlias = Annotated[str, typer.Option(help="exact, top (top:5) or sampled (sampled:16).")]
 Layers: TypeAlias = Annotated[list[str] | None, typer.Option(help="Names of modules or parameters. Default: all.")]
@@ -262,8 +264,8 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """Where a result goes."""
+class FileOptions:
+    """Where a result goes that cannot be drawn."""
 
     heading: ClassVar[str] = "Output"
 
@@ -271,6 +273,22 @@ class OutputOptions:
     out: Annotated[
         Path | None, typer.Option(help="Write the result to this file, as JSON; saltflat show prints it.")
     ] = None
+
+    def check(self) -> None:
+        """Check before the work starts that its results can be written."""
+        check_outputs(self.out, None, self.quiet)
+
+    def write(self, result: MeasurementPlan) -> None:
+        """Print and write the result."""
+        if not self.quiet:
+            print_result(result)
+        write_result(result, self.out, self.quiet)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(FileOptions):
+    """Where a result goes."""
+
     plot: Plot = None
 
     @property
@@ -282,11 +300,13 @@ class OutputOptions:
         """Check before the work starts that its results can be written."""
         check_outputs(self.out, self.plot, self.quiet)
 
-    def write(self, result: Report | Audit | Landscape | Spectrum | Bound) -> None:
+    def write(self, result: Report | Audit | Landscape | Spectrum | Bound) -> None:  # type: ignore[override]
         """Print, write and draw the result."""
         if not self.quiet:
             print_result(result)
-        write_result(result, self.out, self.plot, self.quiet)
+        write_result(result, self.out, self.quiet)
+        if self.plot is not None:
+            write_figure(result.plot(), self.plot, self.quiet)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +329,7 @@ def compute_result(
     function: Callable[..., Result],
     source: NetworkOptions,
     sweep: LossOptions,
-    output: OutputOptions,
+    output: FileOptions,
     chosen: MeasureOptions | None = None,
     **options: Any,
 ) -> Result:
@@ -324,7 +344,9 @@ def compute_result(
         options: keyword arguments for the function.
     """
     output.check()
-    arguments = {**sweep.make_arguments(), "seed": source.seed, "progress": output.progress, **options}
+    arguments = {**sweep.make_arguments(), "seed": source.seed, **options}
+    if isinstance(output, OutputOptions):
+        arguments["progress"] = output.progress
     with source.open(arguments.get("dtype")) as loaded:
         names, more, notes = chosen.make_arguments(loaded.network) if chosen is not None else ([], {}, [])
         found = function(loaded.network, loaded.examples, sweep.loss, *names, **arguments, **more)

@@ -1,15 +1,24 @@
-"""Measure a network, and print, compare and list results: saltflat measure, compare, list and show."""
+"""Measure a network, and print, compare and list results: saltflat measure, doctor, compare, list and show."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 import saltflat
-from saltflat.cli.inputs import Html, MeasureOptions, NetworkOptions, PageOptions, Plot, SweepOptions, compute_result
+from saltflat.cli.inputs import (
+    FileOptions,
+    Html,
+    MeasureOptions,
+    NetworkOptions,
+    PageOptions,
+    Plot,
+    SweepOptions,
+    compute_result,
+)
 from saltflat.cli.program import (
     add_command,
     app,
@@ -18,6 +27,7 @@ from saltflat.cli.program import (
     check_page_path,
     parse_names,
     print_result,
+    reword_reasons,
     reword_report,
     write_figure,
     write_result_page,
@@ -31,6 +41,11 @@ if TYPE_CHECKING:
     from saltflat.results.report import Report
     from saltflat.spectrum.result import Spectrum
 
+Certificate: TypeAlias = Annotated[bool, typer.Option(help="Check whether the curvature is that of the Hessian.")]
+Precision: TypeAlias = Annotated[
+    str, typer.Option(help="Of float32 products: ieee, or tf32 for three digits, faster on an NVIDIA GPU.")
+]
+
 
 @add_command(app)
 def measure(
@@ -38,16 +53,32 @@ def measure(
     sweep: SweepOptions,
     chosen: MeasureOptions,
     output: PageOptions,
-    certificate: Annotated[bool, typer.Option(help="Check whether the curvature is that of the Hessian.")] = True,
-    precision: Annotated[
-        str, typer.Option(help="Of float32 products: ieee, or tf32 for three digits, faster on an NVIDIA GPU.")
-    ] = "ieee",
+    certificate: Certificate = True,
+    precision: Precision = "ieee",
 ) -> None:
     """Measure a network on data: print a table, write a report."""
     report = compute_result(
         saltflat.measure, source, sweep, output, chosen, certificate=certificate, precision=precision
     )
     output.write(reword_report(report))
+
+
+@add_command(app)
+def doctor(
+    source: NetworkOptions,
+    sweep: SweepOptions,
+    chosen: MeasureOptions,
+    output: FileOptions,
+    certificate: Certificate = True,
+    precision: Precision = "ieee",
+) -> None:
+    """Find out what measure would do with the same options, and what it would take, before any long work.
+
+    Prints the way of each parameter and why, which measures are computed and which are left out, the symmetries, and
+    the predicted time and memory.
+    """
+    found = compute_result(saltflat.plan, source, sweep, output, chosen, certificate=certificate, precision=precision)
+    output.write(reword_reasons(found))
 
 
 FACTS = ("name", "meaning", "formula", "invariant_to", "smaller", "needs", "reference", "options", "cost")
@@ -87,11 +118,11 @@ def list_measures(
 @add_command(app)
 def show(
     report: Annotated[
-        Path, typer.Argument(help="A saved report, audit, landscape, spectrum, bound or feature robustness.")
+        Path, typer.Argument(help="A saved report, audit, landscape, spectrum, bound, feature robustness or plan.")
     ],
     html: Html = None,
 ) -> None:
-    """Print a saved report, audit, landscape, spectrum, bound or feature robustness again."""
+    """Print a saved report, audit, landscape, spectrum, bound, feature robustness or plan again."""
     from saltflat.audit.result import Audit
     from saltflat.bounds.bound import Bound
     from saltflat.bounds.robustness_result import FeatureRobustness
@@ -101,28 +132,33 @@ def show(
         BOUND,
         FEATURE_ROBUSTNESS,
         LANDSCAPE,
+        PLAN,
         REPORT,
         SPECTRUM,
         find_file_format,
     )
+    from saltflat.results.plan import MeasurementPlan
     from saltflat.results.report import Report
     from saltflat.spectrum.result import Spectrum
 
     check_page_path(html)
-    kinds: dict[FileFormat, type[Report | Audit | Landscape | Spectrum | Bound | FeatureRobustness]] = {
+    kinds: dict[
+        FileFormat, type[Report | Audit | Landscape | Spectrum | Bound | FeatureRobustness | MeasurementPlan]
+    ] = {
         REPORT: Report,
         AUDIT: Audit,
         LANDSCAPE: Landscape,
         SPECTRUM: Spectrum,
         BOUND: Bound,
         FEATURE_ROBUSTNESS: FeatureRobustness,
+        PLAN: MeasurementPlan,
     }
     form = find_file_format(report, *kinds)
     found = kinds[form].load(report)
-    if html is not None and isinstance(found, Landscape | Spectrum | FeatureRobustness):
+    if html is not None and isinstance(found, Landscape | Spectrum | FeatureRobustness | MeasurementPlan):
         raise OptionError(
             f"Expected a report, an audit or a bound, but got {form.what} with --html. Try drawing it with its plot()."
         )
     print_result(found)
-    if not isinstance(found, Landscape | Spectrum | FeatureRobustness):
+    if not isinstance(found, Landscape | Spectrum | FeatureRobustness | MeasurementPlan):
         write_result_page(found, html)

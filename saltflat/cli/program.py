@@ -14,7 +14,7 @@ from copy import copy
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from saltflat.audit.result import Audit
     from saltflat.bounds.bound import Bound
     from saltflat.results.comparison import Comparison
+    from saltflat.results.files import JsonFile
+    from saltflat.results.plan import MeasurementPlan
     from saltflat.results.report import Report
+
+
+HasReasons = TypeVar("HasReasons", "Report", "MeasurementPlan")
 
 
 def print_message(text: str, style: str = "dim") -> None:
@@ -109,8 +114,12 @@ def reword_report(report: Report) -> Report:
         name: dataclasses.replace(each, notes=tuple(map(reword_message, each.notes)))
         for name, each in report.readings.items()
     }
-    left_out = {name: reword_message(why) for name, why in report.left_out.items()}
-    return dataclasses.replace(report, readings=readings, left_out=left_out)
+    return dataclasses.replace(reword_reasons(report), readings=readings)
+
+
+def reword_reasons(result: HasReasons) -> HasReasons:
+    """Return the result with reasons that name options."""
+    return dataclasses.replace(result, left_out={name: reword_message(why) for name, why in result.left_out.items()})
 
 
 def reword_audit(audit: Audit) -> Audit:
@@ -300,16 +309,6 @@ PICTURE_FORMATS = ("png", "svg", "pdf")
 PAGE_SUFFIXES = (".html", ".htm")
 
 
-class SavableResult(Protocol):
-    """A result that can be written and drawn."""
-
-    def save(self, path: Path) -> Path:
-        """Write the result."""
-
-    def plot(self) -> Figure:
-        """Draw the result."""
-
-
 def check_outputs(out: Path | None, plot: Path | None, quiet: bool, html: Path | None = None) -> None:
     """Check before the work starts that its results can be written."""
     from saltflat.results.files import check_writable_path
@@ -343,15 +342,13 @@ def check_picture_path(plot: Path | None, option: str = "--plot") -> None:
         raise OptionError(f"Expected a name that ends in {formats}, but got {option} {str(plot)!r}. Try figure.png.")
 
 
-def write_result(result: SavableResult, out: Path | None, plot: Path | None, quiet: bool) -> None:
-    """Write and draw the result, and print where."""
+def write_result(result: JsonFile, out: Path | None, quiet: bool) -> None:
+    """Write the result, and print where."""
     if out is not None:
         done = choose_verb(out)
         result.save(out)
         if not quiet:
             print_message(f"{done} {out}.")
-    if plot is not None:
-        write_figure(result.plot(), plot, quiet)
 
 
 def write_figure(figure: Figure, plot: Path, quiet: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,36 @@ def certify_context(context: Context) -> Certificate:
     return _compare_curvatures(context.problem.to_float64(), EXAMPLES, context.seed, context.limit)
 
 
+def estimate_certificate_seconds(context: Context, timed: int = 2) -> float:
+    """Estimate how long :func:`certify_context` takes, from the second derivatives of a few parameters.
+
+    Args:
+        context: what is measured.
+        timed: the number of parameters to differentiate twice.
+    """
+    started = time.perf_counter()
+    problem = context.problem.to_float64()
+    batch = next(iter(problem.read_batches())).cut(0, EXAMPLES)
+    _, noticed = compute_checked_outputs(problem, batch.cut(0, 2))
+    parts = -(-batch.examples // _count_fitting(context.limit, noticed.bytes, min(batch.examples, 2)))
+    batch = batch.cut(0, -(-batch.examples // parts))
+    prepared = time.perf_counter() - started
+    names = list(problem.network.measured)
+    few = names[:: -(-len(names) // timed)]
+    seconds = []
+    for only in ((), few):
+        started = time.perf_counter()
+        _compute_curvatures(problem, batch, context.seed, only)
+        seconds.append(time.perf_counter() - started)
+    # Derivatives that all parameters share, then those of each.
+    return prepared + parts * (seconds[0] + max(seconds[1] - seconds[0], 0.0) * len(names) / len(few))
+
+
+def _count_fitting(limit: int, pair_bytes: int, examples: int) -> int:
+    """Return how many examples can be differentiated twice at once; ``examples`` of them have ``pair_bytes``."""
+    return max(1, limit // max(1, GRAPHS * pair_bytes // examples))
+
+
 def _compare_curvatures(problem: Problem, examples: int, seed: int, limit: int) -> Certificate:
     """Compare the curvatures of a problem in float64 on its first ``examples``, within ``limit`` bytes."""
     heap = HeapTrimmer(limit // 4)
@@ -138,7 +169,7 @@ def _compare_curvatures(problem: Problem, examples: int, seed: int, limit: int) 
         few = batch.cut(0, examples - seen)
         pair = few.cut(0, 2)
         _, noticed = compute_checked_outputs(problem, pair)
-        step = max(1, limit // max(1, GRAPHS * noticed.bytes // pair.examples))
+        step = _count_fitting(limit, noticed.bytes, pair.examples)
         for start in range(0, few.examples, step):
             both, part = _compute_curvatures(problem, few.cut(start, start + step), seed)
             for name, found in both.items():
@@ -169,10 +200,18 @@ def draw_direction(shape: torch.Size, seed: int) -> Tensor:
     return unit
 
 
-def _compute_curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+def _compute_curvatures(
+    problem: Problem, batch: Batch, seed: int, only: Collection[str] | None = None
+) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
     """Return v'Hv and v'Gv of every parameter, by differentiating twice and without the layers' rules.
 
     Both belong to the sum over the examples. The second result is the divisor of that sum.
+
+    Args:
+        problem: model, loss and data.
+        batch: the examples.
+        seed: of the directions.
+        only: the parameters; all that are measured if None.
     """
     leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
     targets = cast_targets(batch.targets)
@@ -193,6 +232,8 @@ def _compute_curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict
             )
         found = {}
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            if only is not None and name not in only:
+                continue
             v = draw_direction(leaf.shape, seed).to(leaf.device)
             second = None
             if gradient is not None and gradient.requires_grad:
@@ -204,4 +245,4 @@ def _compute_curvatures(problem: Problem, batch: Batch, seed: int) -> tuple[dict
             else:
                 found[name] = (second * v).sum() if variable is None else curvature.compute_quadratic_form(second)
         results.append(found)
-    return {name: (results[0][name], results[1][name]) for name in leaves}, float(share)
+    return {name: (results[0][name], results[1][name]) for name in results[0]}, float(share)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -37,21 +37,23 @@ class ParameterRoute:
 
 
 def find_routes(
-    names: Sequence[str], strategy: str, outside: Mapping[str, str], is_tried: bool
+    names: Sequence[str], strategy: str, outside: Collection[str], blocked: Mapping[str, str], is_tried: bool
 ) -> tuple[ParameterRoute, ...]:
     """Return the route of each parameter.
 
     Args:
         names: of the parameters.
         strategy: of the sweep.
-        outside: parameters with uses outside of layers with a rule, and why these are not quick.
+        outside: parameters with uses outside of layers with a rule.
+        blocked: those with uses that do not allow a copy for each example, and why.
         is_tried: whether strategies for several examples were tried.
     """
-    if strategy == "together":
-        return tuple(ParameterRoute(name, "layer") for name in names)
+    if strategy.startswith("together"):
+        return tuple(ParameterRoute(name, "expanded" if name in outside else "layer") for name in names)
     if strategy == "mapped":
-        blocked = ", ".join(map(repr, list(outside)[:3]))
-        whole = f"the model is mapped as a whole, because of {blocked}" if outside else SPLIT
-        return tuple(ParameterRoute(name, "mapped", outside.get(name, whole)) for name in names)
+        listed = ", ".join(map(repr, list(blocked or outside)[:3]))
+        whole = f"the model is mapped as a whole, because of {listed}" if listed else SPLIT
+        reasons = {**(dict.fromkeys(outside, OUTSIDE) if not blocked else {}), **blocked}
+        return tuple(ParameterRoute(name, "mapped", reasons.get(name, whole)) for name in names)
     reason = VECTORIZED if is_tried else PATHS
     return tuple(ParameterRoute(name, "single", reason) for name in names)

@@ -1,11 +1,13 @@
 """Factored per-example gradients of every parameter, for a chunk of examples and columns.
 
-Three strategies compute the same numbers:
+Four strategies compute the same numbers:
 
 * ``single``: one example at a time. Everything a layer receives belongs to that example, so this is correct for any
-  model and defines the other two.
+  model and defines the other three.
 * ``together``: the examples of a chunk in one forward and one backward pass. It requires that the first axis of every
   layer's input counts the examples, and that every measured parameter is used by a layer with a rule.
+* ``together, expanded``: the same, with a copy for each example of what is used outside of such layers
+  (:mod:`saltflat.engine.expanded`).
 * ``mapped``: the pass for one example, vectorized by ``torch.func.vmap``. It requires operations that can be
   vectorized, and nothing of the layers.
 
@@ -15,7 +17,7 @@ Which of them a model allows is determined by running it: see :mod:`saltflat.eng
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,16 +49,32 @@ class LayerCalls:
     Attributes:
         inputs: the shapes of the model's inputs.
         shapes: the ids of the modules called, and the shapes of their inputs.
+        uses: of parameters outside of layers, by kind and shape; None if they are not followed.
+        blocked: the parameters among them that do not allow a copy for each example, and why.
     """
 
     inputs: tuple[torch.Size, ...]
     shapes: tuple[tuple[int, torch.Size], ...]
+    uses: tuple[tuple[str, torch.Size], ...] | None = None
+    blocked: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def from_batch(cls, batch: Batch, calls: Sequence[tuple[nn.Module, torch.Size]]) -> LayerCalls:
         """Return the calls of modules with inputs of these shapes for one example of a batch."""
         inputs = tuple(t.shape[1:] if batch.has_example_axis(t) else t.shape for t in batch.list_tensors())
         return cls(inputs, tuple((id(module), shape) for module, shape in calls))
+
+    def count_elements(self) -> int:
+        """Return the elements of the copies of parameters for one example."""
+        return sum(shape.numel() for _, shape in self.uses or ())
+
+    def agrees_with(self, other: LayerCalls) -> bool:
+        """Return whether inputs of the same shapes led to the same calls and uses."""
+        if self.inputs != other.inputs:
+            return True
+        if self.uses is None or other.uses is None:
+            return self.shapes == other.shapes
+        return self == other
 
 
 @dataclass
@@ -72,21 +90,21 @@ class PassRecord:
     outside: list[str] = field(default_factory=list)
 
 
-class _TapContext(FunctionCtx):
+class TapContext(FunctionCtx):
     receive: Receive
 
 
-class _GradientTap(torch.autograd.Function):
+class GradientTap(torch.autograd.Function):
     """The identity, which passes the gradients of the backward pass to a function."""
 
     @staticmethod
-    def forward(ctx: _TapContext, y: Tensor, anchor: Tensor, receive: Receive) -> Tensor:
+    def forward(ctx: TapContext, y: Tensor, anchor: Tensor, receive: Receive) -> Tensor:
         ctx.receive = receive
         # A copy, because the model may overwrite this in place, which an identity does not allow.
         return y.clone()
 
     @staticmethod
-    def backward(ctx: _TapContext, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: TapContext, g: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.receive(unwrap_columns(g))
         return g, g.new_zeros(()), None
 
@@ -159,9 +177,9 @@ def run_batched(
             # The same for all examples, such as positions in a table.
             x, y = x.expand(examples, *x.shape[1:]), y.expand(examples, *y.shape[1:])
         number = len(calls)
-        calls.append((module, _split_examples(x.detach(), examples, 0)))
+        calls.append((module, split_examples(x.detach(), examples, 0)))
         versions.append(x._version)
-        _split_examples(y, examples, 0)
+        split_examples(y, examples, 0)
         if record is not None:
             record.calls.append((module, x.detach(), y.detach()))
         receivers.append(None)
@@ -171,12 +189,12 @@ def run_batched(
             if receiver is not None:  # the forward pass itself may differentiate
                 receiver(g)
 
-        watched: Tensor = _GradientTap.apply(y, anchor, receive)  # type: ignore[no-untyped-call]
+        watched: Tensor = GradientTap.apply(y, anchor, receive)  # type: ignore[no-untyped-call]
         return watched
 
     outputs = network(batch, tap if rules else None, leaves)
     found = LayerCalls.from_batch(batch, [(module, x.shape[1:]) for module, x in calls])
-    if expected is not None and found.inputs == expected.inputs and found.shapes != expected.shapes:
+    if expected is not None and not expected.agrees_with(found):
         raise NotBatchableError("the layers see other shapes than for one example alone")
     tapped = bool(find_reached_leaves(outputs, {"": anchor}))
     direct = find_reached_leaves(outputs, leaves)
@@ -202,13 +220,7 @@ def run_batched(
     def backward(columns: Tensor, emit: Emit, last: bool) -> None:
         if not tapped and not direct:
             return
-        for (module, x), version in zip(calls, versions, strict=True):
-            if x._version != version:
-                raise ModelError(
-                    "Expected a layer's input to stay unchanged until the backward pass, as in training, but got a "
-                    f"model that overwrites the input of a {type(module).__name__} in place. Try replacing the "
-                    "in-place operation."
-                )
+        check_unchanged((type(m).__name__, x, version) for (m, x), version in zip(calls, versions, strict=True))
         gradients = GradientCollector(network, emit)
         for module, _ in calls:
             gradients.expect_call(module)
@@ -221,18 +233,28 @@ def run_batched(
             else:
                 receivers[number] = (
                     lambda g, module=module, x=x: gradients.receive_gradient(  # type: ignore[misc]
-                        module, x, _split_examples(g.expand(len(columns), *g.shape[1:]), examples, 1)
+                        module, x, split_examples(g.expand(len(columns), *g.shape[1:]), examples, 1)
                     )
                 )
         values = pull(columns, last)
         for (module, x), parts in zip(calls, held, strict=True):
             if parts:
-                gradients.receive_gradient(module, x, _split_examples(torch.cat(parts), examples, 1))
+                gradients.receive_gradient(module, x, split_examples(torch.cat(parts), examples, 1))
         for name, value in zip(direct, values, strict=True):
             gradients.add(name, DenseGradient(value.unsqueeze(1)))
         gradients.finish()
 
     return outputs.detach(), backward
+
+
+def check_unchanged(inputs: Iterable[tuple[str, Tensor, int]]) -> None:
+    """Check that the inputs of layers have the versions they had in the forward pass."""
+    for layer, x, version in inputs:
+        if x._version != version:
+            raise ModelError(
+                "Expected a layer's input to stay unchanged until the backward pass, as in training, but got a "
+                f"model that overwrites the input of a {layer} in place. Try replacing the in-place operation."
+            )
 
 
 Backward = Callable[[Tensor, Emit, bool], None]
@@ -336,7 +358,7 @@ class UnanimousBranching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _split_examples(values: Tensor, examples: int, axis: int) -> Tensor:
+def split_examples(values: Tensor, examples: int, axis: int) -> Tensor:
     """Give the examples an axis of their own, in front of the axes that a batch of one has."""
     if examples == 1:
         return values.unsqueeze(axis)

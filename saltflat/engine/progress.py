@@ -32,18 +32,25 @@ class Forecast:
         passes: about how many forward passes over the data each step takes, by its name and in order; None if only the
             step itself can tell.
         clock: returns the time in seconds.
+        seconds: the seconds that steps take, by name, where they are known better than by passes.
 
     Attributes:
         per_example: seconds that a forward pass takes per example; None if unknown.
         examples: number of examples; None if unknown.
     """
 
-    def __init__(self, passes: Mapping[str, float | None], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        passes: Mapping[str, float | None],
+        clock: Callable[[], float] = time.perf_counter,
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:
         self.per_example: float | None = None
         self.examples: int | None = None
-        self._waiting, self._clock = dict(passes), clock
+        self._seconds = dict(seconds or {})
+        self._passes = {**dict(passes), **dict.fromkeys(self._seconds.keys() - passes.keys(), 0.0)}
+        self._waiting, self._clock = list(self._passes), clock
         self._step = ""
-        self._passes: float | None = None
         self._done, self._started = 0, clock()
         self._total: int | None = None
         # Of the finished steps: the expected and the actual number of seconds.
@@ -51,7 +58,9 @@ class Forecast:
 
     def begin(self, step: str) -> None:
         """Start a step."""
-        self._step, self._passes = step, self._waiting.pop(step, 0.0)
+        self._step = step
+        if step in self._waiting:
+            self._waiting.remove(step)
         self._done, self._total, self._started = 0, None, self._clock()
 
     def advance(self, done: int, total: int | None) -> None:
@@ -60,15 +69,15 @@ class Forecast:
 
     def end(self) -> None:
         """Finish the current step."""
-        expected = self._estimate_seconds(self._passes)
+        expected = self._estimate_seconds(self._step)
         if expected:
             self._expected += expected
             self._taken += self._clock() - self._started
-        self._step, self._passes = "", 0.0
+        self._step = ""
 
     def estimate_seconds_left(self) -> float | None:
         """Return about how many seconds all remaining steps take together, or None if that is not known yet."""
-        later = [self._estimate_seconds(passes) for passes in self._waiting.values()]
+        later = [self._estimate_seconds(step) for step in self._waiting]
         now = self._estimate_step_left() if self._step else 0.0
         if now is None or any(each is None for each in later):
             return None
@@ -76,7 +85,10 @@ class Forecast:
         pace = self._taken / self._expected if self._expected else 1.0
         return now + pace * sum(each for each in later if each is not None)
 
-    def _estimate_seconds(self, passes: float | None) -> float | None:
+    def _estimate_seconds(self, step: str) -> float | None:
+        if step in self._seconds:
+            return self._seconds[step]
+        passes = self._passes.get(step, 0.0)
         if not passes:
             return passes
         if self.per_example is None or self.examples is None:
@@ -87,7 +99,7 @@ class Forecast:
         elapsed = self._clock() - self._started
         if self._done and self._total:
             return elapsed * max(self._total / self._done - 1, 0.0)
-        expected = self._estimate_seconds(self._passes)
+        expected = self._estimate_seconds(self._step)
         # A step that takes longer than expected is unlikely to be near its end.
         return None if expected is None else max(expected - elapsed, 0.1 * elapsed)
 

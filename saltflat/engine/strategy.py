@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +12,7 @@ from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
 from saltflat.engine.model_loss import check_model_loss
 from saltflat.engine.operation_recorder import OperationRecorder
-from saltflat.engine.parameter_routes import OUTSIDE, ParameterRoute, find_routes
+from saltflat.engine.parameter_routes import ParameterRoute, find_routes
 from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.engine.reference_gradients import (
     GROUP,
@@ -28,7 +27,16 @@ from saltflat.engine.reference_gradients import (
     split_singles,
     verify_reference,
 )
-from saltflat.engine.strategy_trial import LOOPED, PLAIN, STRATEGIES, Outcome, measure_example_cost, try_strategy
+from saltflat.engine.strategy_trial import (
+    EXPANDED,
+    LOOPED,
+    PLAIN,
+    TOGETHER,
+    choose_strategy,
+    measure_example_cost,
+    run_strategy,
+    try_strategies,
+)
 from saltflat.errors import (
     ModelError,
     NondeterministicError,
@@ -49,7 +57,7 @@ class Probe:
     """How to sweep inputs of one kind, and the memory that needs.
 
     Attributes:
-        strategy: a key of :data:`STRATEGIES`.
+        strategy: a key of :data:`saltflat.engine.strategy_trial.STRATEGIES`.
         fallback: the same for single examples of a chunk for which ``strategy`` turns out not to work.
         fixed: bytes per example that do not depend on the number of columns.
         moving: bytes per example and column.
@@ -95,11 +103,7 @@ class Probe:
         self, problem: Problem, batch: Batch, strategy: str | None = None
     ) -> tuple[Tensor, per_example.Backward]:
         """Return the outputs, checked, and the backward pass."""
-        strategy = strategy or self.strategy
-        if strategy == "together" and batch.examples > 1:
-            outputs, backward = per_example.run_batched(problem.network, batch, expected=self.calls)
-        else:
-            outputs, backward = STRATEGIES[strategy](problem.network, batch)
+        outputs, backward = run_strategy(problem, strategy or self.strategy, batch, self.calls)
         problem.check_outputs(outputs, batch)
         return outputs, backward
 
@@ -187,22 +191,21 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     ran_together = _check_uncoupled(problem, group, noticed.coarsest)
     if strategies and group.examples > 2:
         checks += make_group_references(problem, group, found.truths[0])
-    outcomes = _try_strategies(problem, strategies, checks)
-    if "right" not in outcomes.values() and fallback == LOOPED:
-        outcomes |= _try_strategies(problem, ["single"], [first])
-    strategy = next((each for each, outcome in outcomes.items() if outcome == "right"), fallback)
-    moving = columns + (few if strategy in ("together", "single") else all_of_them)
-    routes = find_routes(
-        list(problem.network.measured), strategy, dict.fromkeys(needs.outside, OUTSIDE), bool(strategies)
-    )
-    by_values = noticed.sizes or noticed.order or noticed.reads or "wrong" in outcomes.values() or fallback == PLAIN
+    alone = [first] if fallback == LOOPED else []
+    choice = choose_strategy(problem, strategies, checks, alone, needs.calls)
+    strategy, calls = choice.strategy or fallback, choice.calls
+    # Copies of parameters hold their gradients until the end of the pass.
+    held_copies = calls.count_elements() * outputs.element_size()
+    moving = columns + (few + held_copies if strategy in (*TOGETHER, "single") else all_of_them)
+    routes = find_routes(list(problem.network.measured), strategy, needs.outside, choice.blocked, bool(strategies))
+    by_values = noticed.sizes or noticed.order or noticed.reads or choice.was_wrong or fallback == PLAIN
     return Probe(
         strategy,
         fallback,
         int(held * needs.fixed),
         int(held * moving),
         needs.widest,
-        needs.calls,
+        calls,
         first.tolerance,
         is_lasting=decided and not by_values,
         together=group.examples,
@@ -226,24 +229,12 @@ def confirm_probe(problem: Problem, batch: Batch, earlier: Probe) -> Probe | Non
     operations = found.noticed.operations, _run_together(problem, batch.cut(0, earlier.together))[1]
     if operations != earlier.operations or not found.can_decide(problem):
         return None
-    several = earlier.strategy in ("together", "mapped")
-    checks = found.checks if several else [found.truths[0].select_example(0)]
-    if _try_strategies(problem, [earlier.strategy], checks)[earlier.strategy] != "right":
+    checks = found.checks if not earlier.strategy.startswith("single") else []
+    if not checks or earlier.strategy == EXPANDED:
+        checks = [*checks, found.truths[0].select_example(0)]
+    if try_strategies(problem, [earlier.strategy], checks, earlier.calls)[earlier.strategy] != "right":
         return None
     return replace(earlier, indices=found.noticed.indices)
-
-
-def _try_strategies(
-    problem: Problem, strategies: Sequence[str], checks: Sequence[ReferenceGradients]
-) -> dict[str, Outcome]:
-    """Try strategies in this order until one passes all checks; return what came of each that was tried."""
-    outcomes: dict[str, Outcome] = {}
-    for strategy in strategies:
-        tried = (try_strategy(problem, strategy, check) for check in checks)
-        outcomes[strategy] = next((outcome for outcome in tried if outcome != "right"), "right")
-        if outcomes[strategy] == "right":
-            break
-    return outcomes
 
 
 def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from saltflat.engine import per_example
+from saltflat.engine.data import Batch
+from saltflat.engine.expanded import find_uses, run_expanded
 from saltflat.engine.problem import Problem
 from saltflat.engine.reference_gradients import (
     ReferenceGradients,
@@ -21,13 +23,17 @@ from saltflat.engine.reference_gradients import (
 from saltflat.errors import SaltflatError
 from saltflat.gradients.base import FactoredGradient
 
-Strategy = Callable[..., tuple[Tensor, per_example.Backward]]  # called with a network and a batch
+# Called with a network and a batch; strategies of several examples together also with the calls of layers to expect.
+Strategy = Callable[..., tuple[Tensor, per_example.Backward]]
 
 # How to compute a chunk's gradients, the fastest strategy first; `single` is `together` with chunks of one example.
+EXPANDED = "together, expanded"
+TOGETHER = ("together", EXPANDED)
 LOOPED = "single, columns in a loop"
 PLAIN = "single, without rules of layers"
 STRATEGIES: dict[str, Strategy] = {
     "together": per_example.run_batched,
+    EXPANDED: run_expanded,
     "mapped": per_example.run_vmapped,
     "single": per_example.run_batched,
     LOOPED: partial(per_example.run_batched, loop=True),
@@ -39,17 +45,93 @@ STRATEGIES: dict[str, Strategy] = {
 Outcome: TypeAlias = Literal["right", "wrong", "fails"]
 
 
-def try_strategy(problem: Problem, strategy: str, truth: ReferenceGradients) -> Outcome:
+def run_strategy(
+    problem: Problem, strategy: str, batch: Batch, calls: per_example.LayerCalls
+) -> tuple[Tensor, per_example.Backward]:
+    """Return the outputs and the backward pass; ``calls`` are those of layers for one example of the same shapes."""
+    if (strategy in TOGETHER and batch.examples > 1) or strategy == EXPANDED:
+        return STRATEGIES[strategy](problem.network, batch, expected=calls)
+    return STRATEGIES[strategy](problem.network, batch)
+
+
+def try_strategy(problem: Problem, strategy: str, truth: ReferenceGradients, calls: per_example.LayerCalls) -> Outcome:
     """Return whether a strategy computes the reference gradients of every example, for each parameter."""
     comparison = GradientComparison(problem, truth)
     try:
-        _, backward = STRATEGIES[strategy](problem.network, truth.batch)
+        _, backward = run_strategy(problem, strategy, truth.batch, calls)
         backward(truth.columns, comparison.emit, True)
     except SaltflatError:
         raise
     except Exception:
         return "fails"
     return "right" if comparison.is_consistent() else "wrong"
+
+
+def try_strategies(
+    problem: Problem, strategies: Sequence[str], checks: Sequence[ReferenceGradients], calls: per_example.LayerCalls
+) -> dict[str, Outcome]:
+    """Try strategies in this order until one passes all checks; return what came of each that was tried."""
+    outcomes: dict[str, Outcome] = {}
+    for strategy in strategies:
+        tried = (try_strategy(problem, strategy, check, calls) for check in checks)
+        outcomes[strategy] = next((outcome for outcome in tried if outcome != "right"), "right")
+        if outcomes[strategy] == "right":
+            break
+    return outcomes
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """The fastest strategy that is right.
+
+    Attributes:
+        strategy: its name; None if none is right.
+        calls: the calls of layers and the uses of parameters that it expects.
+        blocked: the parameters with uses that do not allow a copy for each example, and why.
+        was_wrong: whether one that was tried gave wrong gradients.
+    """
+
+    strategy: str | None
+    calls: per_example.LayerCalls
+    blocked: dict[str, str]
+    was_wrong: bool
+
+
+def choose_strategy(
+    problem: Problem,
+    strategies: Sequence[str],
+    checks: Sequence[ReferenceGradients],
+    alone: Sequence[ReferenceGradients],
+    calls: per_example.LayerCalls,
+) -> StrategyChoice:
+    """Return the fastest strategy that reproduces the reference gradients.
+
+    Args:
+        problem: the model, loss and data.
+        strategies: those for several examples that the model's operations allow.
+        checks: the references for them.
+        alone: the reference for one example alone; none if its columns have to be propagated in a loop.
+        calls: of layers, for one example.
+    """
+    outcomes: dict[str, Outcome] = {}
+    blocked: dict[str, str] = {}
+    for strategy in strategies:
+        outcomes |= try_strategies(problem, [strategy], checks, calls)
+        if strategy == "together" and outcomes[strategy] != "right":
+            # Parameters are used outside of layers with a rule, or in layers that do not see the examples.
+            uses = find_uses(problem.network, [each.batch for each in checks], calls)
+            if uses is not None:
+                blocked = dict(uses.blocked)
+            if uses is not None and not uses.blocked:
+                strategy = EXPANDED
+                outcomes |= try_strategies(problem, [strategy], [*checks, *alone], uses)
+                calls = uses if outcomes[strategy] == "right" else calls
+        if outcomes[strategy] == "right":
+            break
+    if alone and "right" not in outcomes.values():
+        outcomes |= try_strategies(problem, ["single"], alone, calls)
+    right = next((each for each, outcome in outcomes.items() if outcome == "right"), None)
+    return StrategyChoice(right, calls, blocked, "wrong" in outcomes.values())
 
 
 class GradientComparison:

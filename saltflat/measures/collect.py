@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from saltflat.balance.matrix import share_balances
+from saltflat.engine.certificate import estimate_certificate_seconds
 from saltflat.engine.context import Context, StatisticResult
+from saltflat.engine.data import Batch
 from saltflat.engine.precision import make_error_note, make_no_effect_note, supports_tf32
 from saltflat.engine.progress import Forecast, StepProgress
 from saltflat.engine.statistic import COMPUTED, NEARLY_FREE, STATISTICS, ParameterSite, Statistic, count_sum_bytes
@@ -55,6 +57,7 @@ class StatisticCollector:
         brief: collect only what the measures need, without an overview or groups of examples, and apply the measures
             on the CPU if the network is small.
         precision: of the products in the shared sweep. All else is computed in full precision.
+        predicted: seconds that steps will take, for the progress bar, where they are known.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class StatisticCollector:
         certificate: bool = False,
         brief: bool = False,
         precision: str = "ieee",
+        predicted: Mapping[str, float] | None = None,
     ) -> None:
         self.context, self.diagonal, self.certificate, self.brief = context, diagonal, certificate, brief
-        self.precision = precision
+        self.precision, self.predicted = precision, dict(predicted or {})
         self.found: dict[str, StatisticResult] = {}
         self.reasons: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
@@ -74,9 +78,12 @@ class StatisticCollector:
         self.notes: list[str] = []
         self.settings: dict[str, Any] = {}
         self.forecast: Forecast | None = None  # only if progress is shown
+        self.totals: Sweep | None = None
 
-    def gather(self, asked: Sequence[MeasureRequest]) -> None:
-        """Compute everything the measures need: one shared sweep, then statistics with passes of their own."""
+    def _parse_needs(
+        self, asked: Sequence[MeasureRequest]
+    ) -> tuple[list[Statistic], list[Statistic], list[StatisticRequest], set[str]]:
+        """Return the sweep's statistics, those to sum, those with passes of their own, and keys that must not fail."""
         needs = {need.key: need for request in asked for need in request.needs.values()}
         strict = {need.key for request in asked if request.named for need in request.needs.values()}
         if self.diagonal is not None and "curvature_diagonal" in needs:
@@ -84,7 +91,6 @@ class StatisticCollector:
             needs[self.diagonal.key] = self.diagonal
             if "curvature_diagonal" in strict:
                 strict.add(self.diagonal.key)
-        self._add_given_weights()
         swept = [
             STATISTICS[need.name].bind(key, dict(need.options)) if need.options else STATISTICS[need.name]
             for key, need in needs.items()
@@ -94,6 +100,26 @@ class StatisticCollector:
         extra = ("gradient_norms",) if self.brief else ("mean_gradient", "gradient_norms")
         swept += [STATISTICS[name] for name in extra if name not in needs]
         computed = [need for need in needs.values() if need.name in COMPUTED]
+        # A trace need not be summed by itself if it is the sum of a diagonal that is summed.
+        has_diagonal = {"curvature_diagonal", "curvature_trace"} <= {each.name for each in swept}
+        if self.brief and not self.context.plan.is_random and has_diagonal:
+            return swept, [each for each in swept if each.name != "curvature_trace"], computed, strict
+        return swept, swept, computed, strict
+
+    def compute_chunk_size(self, asked: Sequence[MeasureRequest], batch: Batch) -> int:
+        """Return how many examples of a batch the sweep takes at once."""
+        sweep = self._make_sweep(self._parse_needs(asked)[1], {})
+        return sweep.compute_chunk_size(batch, self.context.get_probe(batch))
+
+    def _make_sweep(self, summed: Sequence[Statistic], deviations: Mapping[str, Tensor]) -> Sweep:
+        kind = Sweep if self.brief else ReportSweep
+        groups, precision = self.context.groups, self.precision
+        return kind(self.context, summed, deviations, replicate=True, groups=groups, precision=precision)
+
+    def gather(self, asked: Sequence[MeasureRequest]) -> None:
+        """Compute everything the measures need: one shared sweep, then statistics with passes of their own."""
+        self._add_given_weights()
+        swept, summed, computed, strict = self._parse_needs(asked)
         self.context.warn_of_results(self._estimate_result_bytes(swept, computed, asked))
         self._make_forecast(computed)
         # The shared sweep may use what is known of the features.
@@ -102,22 +128,18 @@ class StatisticCollector:
                 self._compute_statistic(need, need.key in strict)
         deviations = self.found["feature_deviation"].value if "feature_deviation" in self.found else {}
         with self.time_step("sweep"):
-            kind = Sweep if self.brief else ReportSweep
-            summed = [each for each in swept if each.name != "curvature_trace"] if self._has_diagonal(swept) else swept
             if self.precision != "ieee":
                 self._compare_precisions(summed, deviations)
-            groups, precision = self.context.groups, self.precision
-            totals = kind(self.context, summed, deviations, replicate=True, groups=groups, precision=precision)
+            totals = self.totals = self._make_sweep(summed, deviations)
             total = self.context.problem.num_examples
-            own = self.context.processes.count_own(total)
-            totals.run(lambda done: self.context.tick("Sweeping examples", done, own))
+            totals.run(lambda done: self.context.tick("Sweeping examples", done, total))
             values = totals.compute_values(self._select_device())
             if summed is not swept:
                 diagonal = values["curvature_diagonal"]
                 values["curvature_trace"] = {name: value.sum() for name, value in diagonal.items()}
             self.context.store_counts(totals.examples, totals.share, totals.loss)
             if self.forecast is not None:
-                self.forecast.examples = self.context.processes.count_own(totals.examples)
+                self.forecast.examples = totals.examples
         exact = not self.context.plan.is_random
         for each in swept:
             notes = (*_find_silence_notes(each, values), *_find_concentration_notes(each, values))
@@ -157,11 +179,6 @@ class StatisticCollector:
         errors = {name: _compute_relative_error(other[name], values) for name, values in full.items()}
         self.settings = {"precision": self.precision, "precision_errors": errors}
         self.notes.append(make_error_note(self.precision, errors, sweeps["ieee"].examples))
-
-    def _has_diagonal(self, swept: Sequence[Statistic]) -> bool:
-        """Return whether the trace need not be summed by itself, since it is the sum of a diagonal that is summed."""
-        names = {each.name for each in swept}
-        return self.brief and not self.context.plan.is_random and {"curvature_diagonal", "curvature_trace"} <= names
 
     def _select_device(self) -> torch.device | None:
         """Return the device to apply measures on, if not that of the network."""
@@ -212,8 +229,11 @@ class StatisticCollector:
         steps: dict[str, float | None] = {need.key: _estimate_passes(need) for need in first}
         steps |= {"sweep": None}
         steps |= {need.key: _estimate_passes(need) for need in computed}
-        self.forecast = tick.forecast = Forecast(steps)
-        self.forecast.examples = self.context.processes.count_own(self.context.problem.num_examples)
+        if self.certificate and "certificate" not in self.predicted:
+            with suppress(Exception):  # what is wrong is said where the certificate is made
+                self.predicted["certificate"] = estimate_certificate_seconds(self.context)
+        self.forecast = tick.forecast = Forecast(steps, seconds=self.predicted)
+        self.forecast.examples = self.context.problem.num_examples
         self.forecast.per_example = _time_example(self.context)
 
     def _add_given_weights(self) -> None:
@@ -228,8 +248,7 @@ class StatisticCollector:
     def _compute_statistic(self, need: StatisticRequest, strict: bool) -> None:
         with self.time_step(need.key):
             try:
-                with self.context.processes.join():
-                    self.found[need.key] = COMPUTED[need.name].function(self.context, **dict(need.options))
+                self.found[need.key] = COMPUTED[need.name].function(self.context, **dict(need.options))
             except NotDefinedError as reason:
                 self.reasons[need.key] = str(reason)
             except SaltflatError:

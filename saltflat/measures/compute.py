@@ -1,9 +1,8 @@
-"""From a model and data to a report."""
+"""From a model and data to a report, or to the plan of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,11 @@ from torch import Tensor, nn
 from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike
 from saltflat.measures.meter import Meter
+from saltflat.results.plan import MeasurementPlan
 from saltflat.results.report import Report
 from saltflat.validation import take_turns
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["measure"]
+__all__ = ["measure", "plan"]
 
 
 @take_turns
@@ -42,7 +39,6 @@ def measure(
     limit: int | None = None,
     device: str | torch.device | None = None,
     precision: str = "ieee",
-    process_group: ProcessGroup | None = None,
 ) -> Report:
     """Measure how flat the minimum is that a trained network sits in.
 
@@ -83,10 +79,6 @@ def measure(
         precision: of float32 products in the sweep over the data: ``"ieee"`` for all digits, or ``"tf32"`` for three,
             faster on an NVIDIA GPU. The error this makes is measured on the first examples, and stated in the report's
             notes and settings. Elsewhere, and in float64, ``"tf32"`` has no effect, and the report says so.
-        process_group: processes that share the measurement, such as ``torch.distributed.group.WORLD`` in a script that
-            ``torchrun`` starts; this process alone if None. Each of them makes the same call, with the same weights and
-            *all* of the data, computes on its part of the examples, and returns the same report; see
-            :mod:`saltflat.engine.processes`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -115,6 +107,84 @@ def measure(
         limit=limit,
         device=device,
         precision=precision,
-        process_group=process_group,
     )
     return meter.measure(data)
+
+
+@take_turns
+def plan(
+    model: nn.Module,
+    data: Data,
+    loss: LossLike = "cross_entropy",
+    measures: str | Sequence[str] | None = None,
+    *,
+    columns: str = "exact",
+    layers: Sequence[str] | str | None = None,
+    memory: str | int = "1GiB",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    mode: str = "eval",
+    logits: str = "none",
+    diagonal: str = "exact",
+    initial: nn.Module | Mapping[str, Tensor] | None = None,
+    certificate: bool = True,
+    sampling: bool = True,
+    limit: int | None = None,
+    device: str | torch.device | None = None,
+    precision: str = "ieee",
+) -> MeasurementPlan:
+    """Find out what :func:`saltflat.measure` will do with these arguments, and what it will take, before any long work.
+
+    A few examples are measured in the chunks that all of them will be cut into. From the time of a chunk, of a pass and
+    of a few derivatives, the time of every step is predicted by counting chunks, passes, groups of examples and
+    parameters; memory is what the few examples took, and what is known to grow with their number. Searches may take
+    fewer or more steps on all examples. What would be an error of ``saltflat.measure`` is the same error here, as far
+    as the first examples show it.
+
+    Args:
+        model: as for :func:`saltflat.measure`, like all other arguments.
+        data: the examples.
+        loss: the loss.
+        measures: names of measures.
+        columns: how the loss's curvature is taken.
+        layers: names of modules or parameters to measure.
+        memory: working memory beyond the model and the results.
+        dtype: precision to work in.
+        seed: of everything random.
+        mode: ``"eval"`` or ``"keep"``.
+        logits: how outputs are normalized.
+        diagonal: where measures take the curvature diagonal from.
+        initial: the model, or its ``state_dict``, before training.
+        certificate: whether there will be a certificate.
+        sampling: whether there will be standard errors over examples.
+        limit: take at most so many examples.
+        device: where to measure.
+        precision: of float32 products in the sweep.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> found = plan(net, (torch.randn(20, 2), torch.randint(3, (20,))), measures="hessian_trace")
+        >>> found.measures, [each.way for each in found.parameters]
+        (('hessian_trace',), ['together', 'together', 'together', 'together'])
+    """
+    meter = Meter(
+        model,
+        loss,
+        measures,
+        columns=columns,
+        layers=layers,
+        memory=memory,
+        dtype=dtype,
+        seed=seed,
+        mode=mode,
+        logits=logits,
+        diagonal=diagonal,
+        initial=initial,
+        certificate=certificate,
+        sampling=sampling,
+        limit=limit,
+        device=device,
+        precision=precision,
+    )
+    return meter.plan(data)

@@ -17,7 +17,6 @@ from saltflat.engine.losses import Loss, LossLike, parse_loss
 from saltflat.engine.output_curvature import ColumnPlan, parse_column_plan
 from saltflat.engine.precision import parse_precision
 from saltflat.engine.problem import Problem, is_finite
-from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.engine.statistic import STATISTICS
 from saltflat.engine.structure import Structure
 from saltflat.errors import NonFiniteError, OptionError, format_error_line, make_unknown_name_error
@@ -79,7 +78,7 @@ class Measurer:
         tick: Tick = ignore_progress,
         structure: Structure | None = None,
         brief: bool = False,
-        processes: Processes = SINGLE_PROCESS,
+        predicted: Mapping[str, float] | None = None,
     ) -> StatisticCollector:
         """Compute the statistics of a model that a session lends.
 
@@ -90,22 +89,26 @@ class Measurer:
             tick: reports progress.
             structure: what is known of the model whatever its weights.
             brief: collect only what the measures need; see :class:`StatisticCollector`.
-            processes: that share the measurement.
+            predicted: seconds that steps will take, for the progress bar, where they are known.
         """
         problem = Problem.build(model, data, self.loss, self.layers, self.dtype, self.mode)
-        before = _parse_initial(initial, problem)
-        settings = {
-            "measures": [each.key for each in self.asked],
-            "diagonal": self.diagonal,
-            "certificate": self.certificate,
-            "sampling": self.sampling,
-            "precision": self.precision,
-        }
-        context = Context(problem, self.plan, self.seed, self.room, before, tick, self.sampling, structure, processes)
-        context.check_same_inputs(settings)
-        search = StatisticCollector(context, DIAGONALS[self.diagonal], self.certificate, brief, self.precision)
+        context = self.make_context(problem, initial, tick, structure)
+        search = StatisticCollector(
+            context, DIAGONALS[self.diagonal], self.certificate, brief, self.precision, predicted
+        )
         search.gather(self.asked)
         return search
+
+    def make_context(
+        self,
+        problem: Problem,
+        initial: nn.Module | Mapping[str, Tensor] | None,
+        tick: Tick = ignore_progress,
+        structure: Structure | None = None,
+    ) -> Context:
+        """Return the context of a measurement of a problem."""
+        before = _parse_initial(initial, problem)
+        return Context(problem, self.plan, self.seed, self.room, before, tick, self.sampling, structure)
 
 
 def parse_normalized_loss(loss: LossLike, logits: str) -> Loss:

@@ -54,6 +54,7 @@ LANDSCAPE = FileFormat("saltflat.landscape/1", "a landscape", "Landscape.save")
 SPECTRUM = FileFormat("saltflat.spectrum/1", "a spectrum", "Spectrum.save")
 BOUND = FileFormat("saltflat.bound/1", "a bound", "Bound.save")
 FEATURE_ROBUSTNESS = FileFormat("saltflat.feature_robustness/1", "a feature robustness", "FeatureRobustness.save")
+PLAN = FileFormat("saltflat.plan/1", "a plan", "MeasurementPlan.save")
 # Reading a file takes a few stack frames per level, and their limit differs between versions of Python.
 MAX_DEPTH = 100
 
@@ -157,7 +158,7 @@ def check_schema(content: JsonValue | Mapping[str, Any], source: str, form: File
             f"Expected {form.schema!r}, but got {source} with the schema {schema!r}. Try the version of "
             "saltflat that wrote it."
         )
-    known = (REPORT, AUDIT, LANDSCAPE, SPECTRUM, BOUND, FEATURE_ROBUSTNESS)
+    known = (REPORT, AUDIT, LANDSCAPE, SPECTRUM, BOUND, FEATURE_ROBUSTNESS, PLAN)
     other = next((each for each in known if schema == each.schema), None)
     if other is not None:
         raise ReportError(

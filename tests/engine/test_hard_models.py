@@ -272,17 +272,17 @@ def test_checkpoints_of_the_older_kind_are_measured_and_left_as_they_were() -> N
 
 
 class Encoder(nn.Module):
-    """Leaves a mask aside where nothing is masked, as libraries of transformers do."""
+    """Leaves a mask aside where nothing is masked, as libraries of transformers do; examples are at the second axis."""
 
     def __init__(self, looks: bool) -> None:
         super().__init__()
         self.looks = looks
-        self.layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5)
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         hidden = None if self.looks and mask.all() else ~mask
-        out: Tensor = self.head(self.layer(x, src_key_padding_mask=hidden).mean(1))
+        out: Tensor = self.head(self.layer(x.transpose(0, 1), src_key_padding_mask=hidden).mean(0))
         return out
 
 

@@ -21,7 +21,7 @@ def find_routes(name: str) -> dict[str, ParameterRoute]:
     ("name", "route"),
     [
         ("attention_by_hand", "layer"),
-        ("embedding_tied_by_a_functional_call", "mapped"),
+        ("transformer_layer_with_examples_in_dimension_one", "mapped"),
         ("lstm_in_two_directions", "single"),
     ],
 )

@@ -88,10 +88,10 @@ def test_layers_that_see_a_subset_of_the_examples_are_not_confused() -> None:
     [
         ("residual_with_batch_norm", "together"),
         ("attention_by_hand", "together"),
-        ("position_embedding_without_an_example_dimension", "mapped"),
-        ("class_token_and_position_parameters", "mapped"),
+        ("position_embedding_without_an_example_dimension", "together, expanded"),
+        ("class_token_and_position_parameters", "together, expanded"),
         ("transformer_layer_with_examples_in_dimension_one", "mapped"),
-        ("embedding_tied_by_a_functional_call", "mapped"),
+        ("embedding_tied_by_a_functional_call", "together, expanded"),
         ("lstm_in_two_directions", "single"),
     ],
 )

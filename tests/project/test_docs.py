@@ -22,7 +22,7 @@ from saltflat.studies.recipe import SETTINGS
 ROOT = Path(__file__).parent.parent.parent
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES = [
-    *(ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *(*sorted((ROOT / "docs").glob("*.md")), *TUTORIALS),
 ]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

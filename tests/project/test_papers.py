@@ -78,20 +78,6 @@ def test_the_smallest_scale_of_the_estimators_goes_on_where_it_was(tmp_path: Pat
     assert run(paper, *words).count("seed 0: trace") == 1, "only what was lost is measured again"
 
 
-@pytest.mark.skipif(not (DATA / "cifar-10-batches-py").exists(), reason="needs CIFAR-10 in SALTFLAT_DATA")
-def test_the_smallest_scale_trains_measures_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    (paper,) = (each for each in PAPERS if each.name == "jia2020information")
-    words = ("train", "--scale", "smoke", "--seeds", "0", "--out", str(tmp_path))
-    assert "3 runs are done, 0 of them were before" in run(paper, *words)
-    rows = {path.name.partition("_")[0]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert rows.keys() == {"sgd", "fisher", "sam"}
-    for row in rows.values():
-        assert row["epochs_done"] == 2
-        assert row["measures"].keys() == {"fisher_logdet", "fisher_trace", "normalized_sharpness", "minimum_sharpness"}
-    assert len({row["measures"]["fisher_trace"] for row in rows.values()}) == 3, "three methods, three networks"
-    assert "3 runs are done, 3 of them were before" in run(paper, *words)
-
-
 @pytest.mark.skipif(not (DATA / "MNIST").exists(), reason="needs MNIST in SALTFLAT_DATA")
 @pytest.mark.parametrize(
     ("name", "studies", "networks", "measure"),

@@ -53,7 +53,7 @@ def test_costs_are_epochs_at_the_measured_rates(shared: dict[str, ModuleType]) -
     # The last batch of an epoch is not full: a fraction of a step.
     assert costs.estimate_seconds(study, study.runs().values()) == pytest.approx(plain, rel=1e-3)
     fewer = make_study(data={"name": "cifar10", "held_out": 5000}, axes={"fisher_penalty": [0.0]})
-    found = costs.estimate_seconds(fewer, fewer.runs().values(), passes=1)
+    found = costs.estimate_seconds(fewer, fewer.runs().values(), again=1000)
     assert found == pytest.approx(2 * (90 * rate.epoch + 2 * rate.measuring), rel=1e-3)
 
 
