@@ -1,14 +1,16 @@
 """What is left to run, and what it would take on one H200: estimates from rates that were measured."""
 
+import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pages import make_head, make_row
 
-from saltflat.studies import Study
+from saltflat.studies import Results, Study
 
 TITLE = "## Not run yet"
 SIZES = {"mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000}  # training images of the data sets
@@ -72,6 +74,24 @@ class Part:
         return {key: config for key, config in self.study.runs().items() if key not in rows}
 
 
+def list_left(results: Results, done: Container[str]) -> list[str]:
+    """Return the keys of the finished networks that a further measurement lacks and whose weights are there.
+
+    Args:
+        results: of the study.
+        done: keys of the networks that were measured again before.
+    """
+    left = [key for key, row in results.rows.items() if row.readings and key not in done]
+    there = [key for key in left if (results.folder / "weights" / f"{key}.safetensors").exists()]
+    if len(there) < len(left):
+        print(
+            f"{results.study.name}: {len(left) - len(there)} networks cannot be measured again without their weights, "
+            "which are not here. Delete their rows to train them again.",
+            flush=True,
+        )
+    return there
+
+
 def estimate_seconds(study: Study, configs: Iterable[Mapping[str, Any]], again: int = 0) -> float:
     """Return how many seconds it would take to train and measure networks, at most, where a target stops them.
 
@@ -100,6 +120,22 @@ def estimate_seconds(study: Study, configs: Iterable[Mapping[str, Any]], again: 
     return total
 
 
+def write_spent(out: Path) -> Iterator[str]:
+    """Yield how many networks of studies have rows, and how long they took on GPUs."""
+    seconds: Counter[str] = Counter()
+    networks: Counter[str] = Counter()
+    for path in sorted(out.rglob("rows/*.json")):
+        row = json.loads(path.read_text(encoding="utf-8"))
+        device = re.fullmatch(r"cuda\S* \((.*)\)", row["made_with"].get("device", ""))
+        if device is not None:
+            seconds[device[1]] += sum(row["seconds"].values())
+            networks[device[1]] += 1
+    for name, number in networks.items():
+        took = seconds[name] / 60
+        yield f"Rows so far: {number} networks, trained and measured in {took:.1f} minutes of an {name}."
+        yield ""
+
+
 def write_left(parts: Iterable[Part]) -> Iterator[str]:
     """Yield what is left to run, with its command and its estimated cost; nothing if nothing is."""
     left = [(part, configs) for part in parts if (configs := part.left)]
@@ -108,9 +144,9 @@ def write_left(parts: Iterable[Part]) -> Iterator[str]:
     yield TITLE
     yield ""
     yield (
-        "In the order of their value. Minutes are estimates for one H200, from measured rates "
-        "([figures](../../docs/figures.md#studies), `papers/costs.py`); where a target stops networks, all epochs are "
-        "counted. An interrupted command resumes where it stopped."
+        "In the order of their value. Minutes are estimates for one H200: from measured rates "
+        "([figures](../../docs/figures.md#studies)) and, where there is none, from assumptions that `papers/costs.py` "
+        "names; where a target stops networks, all epochs are counted. An interrupted command resumes where it stopped."
     )
     yield ""
     yield make_head("what", "networks left", "command", "estimated GPU minutes")

@@ -86,8 +86,8 @@ def write_left() -> Iterator[str]:
     yield TITLE
     yield ""
     yield (
-        f"{len(left)} studies, about {total} minutes of one H200 in all. Minutes are estimates from measured rates, as "
-        "each page says. An interrupted command resumes where it stopped."
+        f"{len(left)} studies, about {total} minutes of one H200 in all. Minutes are estimates, as each page "
+        "says. An interrupted command resumes where it stopped."
     )
     yield ""
     yield make_head("study", "networks left", "command", "estimated GPU minutes")

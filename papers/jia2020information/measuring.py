@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from costs import list_left
 from studies import FEW, FOLDED, INVARIANT, LOGDET, TUNED, build_study, choose_methods, list_passes
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,7 +70,7 @@ def measure_again(results: Results, name: str, device: str, data: Path) -> None:
     """
     path = results.folder / f"{name}.json"
     done: dict[str, dict[str, float | None]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    left = [key for key, row in results.rows.items() if row.readings and key not in done]
+    left = list_left(results, done)
     if not left:
         return
     options, examples = results.study.measure_options, results.study.data.examples(data)

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # what the papers share
 import earlier
 import scenarios
 import tables
-from costs import write_left
+from costs import write_left, write_spent
 from measuring import run_studies
 from pages import make_head, write_page, write_warning
 from studies import NAMES, list_parts
@@ -72,6 +72,7 @@ def write_tables(out: Path, scale: str) -> Iterator[str]:
     yield from tables.write_verdicts(out)
     yield from scenarios.write_verdicts(networks)
     yield ""
+    yield from write_spent(out)
     yield from write_left(list_parts(out, scale))
     yield from scenarios.write_tables(networks)
     yield from tables.write_tables(out)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from costs import list_left
 from torch import nn
 
 import saltflat
@@ -53,7 +54,8 @@ def measure_rescaled(
     """
     done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     finished = [key for key, row in results.rows.items() if row.outcome is not None and row.readings]
-    left = [(number, key) for number, key in enumerate(finished) if key not in done]
+    wanted = list_left(results, done)
+    left = [(number, key) for number, key in enumerate(finished) if key in wanted]
     if not left:
         return
     most = results.study.measure["examples"]

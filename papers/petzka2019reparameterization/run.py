@@ -33,7 +33,7 @@ import lenet_tables
 import lenets
 import robustness
 from analysis import CLAIMS, FILTERS, HESSIAN, MEASURES, NETWORK_WISE, PANELS, Found
-from costs import write_left
+from costs import write_left, write_spent
 from pages import make_head, write_page, write_warning
 from rescaling import measure_rescaled
 
@@ -111,6 +111,7 @@ def write_tables(folder: Path, scale: str) -> Iterator[str]:
     yield from analysis.write_verdicts(readings)
     yield from lenet_tables.write_verdicts(networks)
     yield ""
+    yield from write_spent(folder)
     yield from write_left(lenets.list_parts(folder, scale))
     if readings:
         yield from analysis.write_table(readings)

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,30 @@ def test_what_has_a_row_is_not_left(shared: dict[str, ModuleType], tmp_path: Pat
     for key in others:
         (tmp_path / "rows" / f"{key}.json").touch()
     assert list(costs.write_left([part])) == []
+
+
+def test_what_was_spent_is_the_sum_of_the_rows(shared: dict[str, ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "one" / "rows").mkdir(parents=True)
+    devices = ("cuda:0 (NVIDIA H200)", "cuda:0 (NVIDIA H200)", "cpu")
+    for number, device in enumerate(devices):
+        row = {"made_with": {"device": device}, "seconds": {"training": 100.0, "measuring": 20.0}}
+        (tmp_path / "one" / "rows" / f"{number}.json").write_text(json.dumps(row))
+    (line,) = filter(None, shared["costs"].write_spent(tmp_path))
+    assert line == "Rows so far: 2 networks, trained and measured in 4.0 minutes of an NVIDIA H200."
+
+
+def test_a_further_measurement_needs_weights(
+    shared: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = make_study(network="mlp", data={"name": "digits", "train_limit": 40}, axes={"width": [2, 3]}, seeds=1,
+                       stop={"epochs": 1}, measures=["squared_norm"], settings={"batch_size": 20})  # fmt: skip
+    results = study.run(tmp_path, progress=False)
+    first, second = results.rows
+    assert shared["costs"].list_left(results, {}) == [first, second]
+    (tmp_path / "weights" / f"{first}.safetensors").unlink()
+    assert shared["costs"].list_left(results, {}) == [second]
+    assert "1 networks cannot be measured again" in capsys.readouterr().out
+    assert shared["costs"].list_left(results, {first}) == [second]
 
 
 def test_differences_of_means_are_those_of_welch(shared: dict[str, ModuleType]) -> None:

@@ -66,10 +66,12 @@ def test_files_of_version_1_are_read_and_continued(digests: bool, tmp_path: Path
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_the_committed_studies_keep_their_keys(folder: Path) -> None:
     found = Results.load(folder)
-    assert found.counts["missing"] == 0
-    assert list(found.study.runs()) == list(found.rows)
-    for key, config in found.study.runs().items():
-        assert {name: found.rows[key].config[name] for name in config} == config
+    runs = found.study.runs()
+    # A study may be committed before all its networks are trained; every row that is there is read.
+    assert len(found.rows) == len(list((folder / "rows").iterdir())) > 0
+    assert [key for key in runs if key in found.rows] == list(found.rows)
+    for key, row in found.rows.items():
+        assert {name: row.config[name] for name in runs[key]} == runs[key]
     assert not verify(folder).problems
 
 
