@@ -176,7 +176,7 @@ def plan(
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> found = plan(net, (torch.randn(20, 2), torch.randint(3, (20,))), measures="hessian_trace")
         >>> found.measures, [each.way for each in found.parameters]
-        (('hessian_trace',), ['together', 'together', 'together', 'together'])
+        (('hessian_trace',), ['layer', 'layer', 'layer', 'layer'])
     """
     meter = Meter(
         model,
