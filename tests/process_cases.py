@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import saltflat
+from saltflat import cli
 from saltflat.engine.statistic import COMPUTED, STATISTICS
 from saltflat.statistics.compute import Statistics
 
@@ -293,17 +295,52 @@ def run(folder: Path, rank: int) -> None:
     kill_one(recorder)
 
 
-def main() -> int:
-    folder = Path(sys.argv[1])
-    net, data = make_mlp(3)
-    saltflat.measure(net, data, measures=["quick"], progress=False)  # imports what a measurement needs, once
+def run_program(folder: Path, rank: int) -> None:
+    """Measure on the command line, as torchrun would start it; then with a process that ends before it measures."""
+    given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= {**given, "MASTER_ADDR": "127.0.0.1"}
+    weights = str(folder / "weights.pt")
+    net = ["--model", "process_cases:make_classifier", "--data", "process_cases:make_data"]
+    options = ["--weights", weights, "--measures", "hessian_trace,rho", "--dtype", "float64"]
+    for step, more in enumerate((["--out", str(folder / "report.json")], ["--skip", "1" if rank else "0"])):
+        os.environ["MASTER_PORT"] = (folder / "ports").read_text().split()[step]
+        sys.argv = ["saltflat", "measure", *net, *options, *more]
+        with (folder / f"program{rank}.{step}").open("w") as said:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            try:
+                cli.main()
+            except SystemExit as leaving:
+                print("exit", leaving.code, flush=True)
+
+
+def make_classifier() -> nn.Module:
+    return make_mlp()[0]
+
+
+def make_data() -> Pair:
+    return make_mlp()[1]
+
+
+def find_free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def fork(call: Callable[[Path, int], None], folder: Path, count: int) -> list[int]:
+    """Return the exit codes of processes that make a call with their ranks."""
     processes = []
-    for rank in range(4):
+    for rank in range(count):
         process = os.fork()
         if process == 0:
             code = 1
             try:
-                run(folder, rank)
+                call(folder, rank)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -312,8 +349,16 @@ def main() -> int:
                 sys.stderr.flush()
                 os._exit(code)
         processes.append(process)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    print(json.dumps(codes))
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    net, data = make_mlp(3)
+    saltflat.measure(net, data, measures=["quick"], progress=False)  # imports what a measurement needs, once
+    torch.save(make_classifier().state_dict(), folder / "weights.pt")
+    (folder / "ports").write_text(" ".join(map(str, find_free_ports(2))))
+    print(json.dumps([*fork(run, folder, 4), *fork(run_program, folder, 2)]))
     return 0
 
 

@@ -141,10 +141,9 @@ class Context:
         problem = self.problem
         own = {"columns": str(self.plan), "seed": self.seed, "memory": self.limit, "mode": problem.mode}
         own |= {"loss": format_loss(problem.loss), "layers": list(problem.network.measured)}
-        own |= {"number of examples": problem.num_examples}
         initial = {f"the initial {name}": value for name, value in (self.initial or {}).items()}
         check_same_model(self.processes, problem.model, problem.network.constants | initial, {**own, **settings})
-        digest = DataDigest()
+        digest = DataDigest(problem.num_examples)
         digest.add(next(iter(read_batches(problem.data))))
         digest.check(self.processes)
 
@@ -275,7 +274,7 @@ class Context:
         if self._first is None and self.processes.count > 1:
             # What is determined on the first examples is the same in all processes, whichever they take.
             self.get_probe(next(iter(self.problem.read_batches())))
-        total, digest = self.problem.num_examples, None if self._is_same_data else DataDigest()
+        total, digest = self.problem.num_examples, None if self._is_same_data else DataDigest(self.problem.num_examples)
 
         def select_own(batch: Batch) -> Batch | None:
             if digest is not None:

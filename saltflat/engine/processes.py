@@ -229,7 +229,8 @@ class Processes:
                     f"Expected {self.count} processes that measure together, but got {how}: one has ended, or makes "
                     "other calls. Try looking for the first error among their logs; one that was killed may have run "
                     "out of memory."
-                )
+                ),
+                is_connected=False,
             )
 
     def _get_channel(self) -> Channel:
@@ -301,9 +302,14 @@ def _iterate_pieces(shapes: Mapping[Key, tuple[int, ...]]) -> Iterator[list[Key]
         yield held
 
 
-def _mark_known(error: Exception) -> Exception:
-    setattr(error, KNOWN, True)
+def _mark_known(error: Exception, is_connected: bool = True) -> Exception:
+    setattr(error, KNOWN, "connected" if is_connected else "closed")
     return error
+
+
+def is_announced(error: BaseException) -> bool:
+    """Return whether all processes know of an error, and are still connected."""
+    return getattr(error, KNOWN, "") == "connected"
 
 
 def _rank_gravity(kind: str, message: str) -> int:

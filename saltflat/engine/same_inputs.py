@@ -49,10 +49,14 @@ def check_same_model(
 
 
 class DataDigest:
-    """Identifies the examples of a pass over the data, and how they are batched."""
+    """Identifies the examples of a pass over the data, and how they are batched.
 
-    def __init__(self) -> None:
-        self._hash = blake2b(digest_size=16)
+    Args:
+        total: the number of examples that the data say they hold; None if they do not.
+    """
+
+    def __init__(self, total: int | None) -> None:
+        self._hash = blake2b(str(total).encode(), digest_size=16)
 
     def add(self, batch: Batch) -> None:
         """Add a batch, as it was read."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_cases import TIMEOUT
+from process_cases import TIMEOUT, make_mlp
 from torch import nn
 
 import saltflat
@@ -25,8 +25,8 @@ ODD = ("fewer examples", "one example", "unknown length", "shuffled", "limit")
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the four processes saw."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each process wrote what it saw."""
     folder = tmp_path_factory.mktemp("processes")
     tests = Path(__file__).parent.parent
     finished = subprocess.run(
@@ -38,8 +38,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         check=False,
     )
     *_, codes = finished.stdout.splitlines() or [""]
-    # The last one was killed. All others have left by themselves.
-    assert codes == "[0, 0, 0, -9]", finished.stdout + finished.stderr
+    # The fourth was killed. All others have left by themselves.
+    assert codes == "[0, 0, 0, -9, 0, 0]", finished.stdout + finished.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[dict[str, Any]]:
+    """What each of four processes saw."""
     return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
 
 
@@ -109,6 +115,25 @@ def test_a_killed_process_gives_all_others_one_error_in_time(seen: list[dict[str
         assert each["killed"].startswith("ProcessError: Expected 4 processes that measure together, but got a closed")
         assert each["killed in seconds"] < TIMEOUT / 2
     assert "killed" not in seen[3]
+
+
+def test_the_first_process_prints_and_writes_the_report_of_the_command_line(folder: Path) -> None:
+    said, nothing = ((folder / f"program{rank}.0").read_text(encoding="utf-8") for rank in (0, 1))
+    report = saltflat.Report.load(folder / "report.json")
+    alone = saltflat.measure(*make_mlp(), measures=["hessian_trace", "rho"], progress=False)
+    for name, reading in alone.readings.items():
+        assert report[name].value == pytest.approx(reading.value, rel=1e-12)
+        assert report[name].sampling_stderr == pytest.approx(reading.sampling_stderr, rel=1e-12)
+    assert "hessian_trace" in said
+    assert said.endswith("report.json.\nexit 0\n")
+    assert nothing == "exit 0\n"
+
+
+def test_the_command_line_refuses_other_examples_in_a_process(folder: Path) -> None:
+    for rank in (0, 1):
+        said = (folder / f"program{rank}.1").read_text(encoding="utf-8")
+        assert said.startswith("Expected the same data in every process, but got other examples in process 1")
+        assert said.endswith("exit 2\n")
 
 
 def test_every_example_belongs_to_one_process() -> None:
