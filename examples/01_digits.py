@@ -4,7 +4,8 @@ The data are the 8 x 8 digits that ship with scikit-learn, so nothing is downloa
 partly random labels, which it can only memorize. Another is trained again with SAM: did that find a flatter minimum, by
 more than chance? Then its layers are rescaled by a factor of 1000. It computes the same function, so a measure that
 changes can be fooled. Finally all three are audited: their own rescalings are found, and some measures are computed
-again after random ones. Writes reports and audits, the comparisons as web pages, and pictures.
+again after random ones. Prints the answers, and writes all measures, comparisons and audits as web pages, pictures and
+files.
 """
 
 import os
@@ -38,6 +39,10 @@ SHOWN = (
     "normalized_sharpness",
     "rho",
     "fisher_rao_norm",
+)
+JUDGED = (
+    *("normalized_sharpness", "rho", "rho_max", "minimum_unit_sharpness", "fisher_rao_diagonal", "fisher_rao_norm"),
+    *("hessian_trace", "squared_norm"),
 )
 AUDITED = (
     *("adaptive_sharpness", "fisher_rao_norm", "minimum_unit_sharpness", "normalized_sharpness", "rho"),
@@ -170,6 +175,7 @@ def split_by_change(comparison: Comparison) -> tuple[list[str], list[str]]:
 
 def audit_networks(models: dict[str, nn.Sequential], data: dict[str, tuple[Tensor, Tensor]], out: Path) -> None:
     """Measure every network again after random rescalings, which do not change its function."""
+    print(f"\nAll three under {DRAWS} random rescalings of each kind ({out}/audit_*.png)\n")
     for name, model in models.items():
         # Without BatchNorm, whose running statistics absorb the scale of the layers before it.
         folded = saltflat.fold(model)
@@ -179,7 +185,10 @@ def audit_networks(models: dict[str, nn.Sequential], data: dict[str, tuple[Tenso
         )
         audit.save(out / f"audit_{name.lower()}.json")
         audit.plot().savefig(out / f"audit_{name.lower()}.png")
-        print(f"\nThe {name} under random rescalings ({out}/audit_{name.lower()}.json)\n\n{audit}")
+        decades = max(map(abs, audit["hessian_trace"].compute_draw_decades("unit")))
+        claims = sum(bool(line.claims) for line in audit.values())
+        kept = f"kept the claims of all {claims} measures that have one" if audit.holds else "BROKE A CLAIM"
+        print(f"{name}: {kept}; the Hessian trace moved by factors of up to {10**decades:,.0f}")
 
 
 def main() -> None:
@@ -206,14 +215,13 @@ def main() -> None:
         data[plan.name] = inputs[:MEASURED].double(), own[:MEASURED]
         reports[plan.name] = saltflat.measure(model.double(), data[plan.name], measures="all", seed=seed)
         reports[plan.name].save(out / f"report_{plan.name.lower()}.json")
+        reports[plan.name].to_html(out / f"report_{plan.name.lower()}.html")
         models[plan.name] = model
-
-    print(f"\nOne network, all measures ({out}/report_mlp.json)\n\n{reports['MLP']}")
-    print(f"\nThree networks, some measures\n\n{saltflat.compare(reports, names=SHOWN)}")
 
     epochs = 3 if QUICK else PLANS[0].epochs
     sam = compare_with_sam(reports["MLP"], data["MLP"], inputs, labels, epochs, seed)
-    print(f"\nDid SAM find a flatter minimum?\n\n{sam}")
+    print(f"\nDid SAM find a flatter minimum? ({out}/compare_sam.html)\n")
+    print(saltflat.compare(sam.reports, names=JUDGED))
 
     model, twin, images = models["MLP"], multiply_layers(models["MLP"]), inputs[:MEASURED].double()
     with torch.no_grad():
@@ -223,8 +231,11 @@ def main() -> None:
     report.save(out / "report_mlp_rescaled.json")
     two = saltflat.compare({"MLP": reports["MLP"], "rescaled": report})
     changed, same = split_by_change(two)
-    print(f"\nThe MLP and its twin with layers rescaled by {FACTOR:g} (outputs differ by {off:.0e})\n\n{two}")
-    print(f"\nFooled by rescaling: {', '.join(changed)}.\n\nNot fooled: {', '.join(same)}.")
+    print(
+        "\nCan that be trusted? It can by measures that give the same number to the same function. Here are the MLP and"
+    )
+    print(f"its twin with layers rescaled by {FACTOR:g} (outputs differ by {off:.0e}). ({out}/compare_rescaled.html)\n")
+    print(f"Fooled by rescaling: {', '.join(changed)}.\n\nNot fooled: {', '.join(same)}.")
 
     three = saltflat.compare(reports)
     for name, comparison in {"compare": three, "compare_sam": sam, "compare_rescaled": two}.items():
@@ -232,7 +243,7 @@ def main() -> None:
     sam.plot().savefig(out / "compare_sam.png", dpi=150)
     three.plot(SHOWN, by="layer").savefig(out / "compare.png")
     audit_networks(models, data, out)
-    print(f"\nReports, comparisons, audits and pictures are in {out}.")
+    print(f"\nOne network with all measures: {out}/report_mlp.html. All three beside each other: {out}/compare.html.")
 
 
 if __name__ == "__main__":

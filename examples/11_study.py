@@ -33,8 +33,14 @@ def main() -> None:
     if QUICK:
         definition |= {"stop": {"epochs": 3}, "measure": {"examples": 50}}
     results = Study.from_dict(definition).run(out / "study")
-    print(results)
-    print(f"\n{results.scores()}")
+    scores = results.scores()
+    print(f"{results}\n\nKendall's tau with the gap between test and training error, 95 %\n")
+    found = [score for score in scores.scores.values() if "kendall_b" in score.intervals]
+    for score in sorted(found, key=lambda score: -abs(score.kendall_b)):
+        low, high = score.intervals["kendall_b"]
+        kind = "" if score.kind == "measure" else "   control"
+        print(f"{score.name:<22}{score.kendall_b:>6.2f}{low:>9.2f} to {high:5.2f}{kind}")
+    print(f"By chance alone, the best of as many measures would have {scores.chance:.2f} or more half of the time.")
 
     # The loss around the networks with the smallest and the largest gap.
     finished = [row for row in results.rows.values() if row.readings]
@@ -49,7 +55,7 @@ def main() -> None:
         data = (network.inputs[:200].double(), network.labels[:200])
         landscapes[name] = saltflat.compute_landscape(network.model.double(), data, points=21, progress=False)
     page = results.write_html(out / "study.html", audits=AUDITED, landscapes=landscapes, progress=False)
-    print(f"\nRuns are in {results.folder}, the web page is {page}.")
+    print(f"\nAll scores, effects, audits and landscapes are on one page: {page}. The runs are in {results.folder}.")
 
 
 if __name__ == "__main__":
