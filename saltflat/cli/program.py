@@ -105,8 +105,7 @@ def reword_message(text: str) -> str:
         >>> reword_message("needs the parameters before training: pass initial=")
         'needs the parameters before training: pass --initial'
     """
-    text = text.replace("pass initial=", "pass --initial").replace("Try device='cpu'", "Try --device cpu")
-    return text.replace("passing dtype=torch.float32", "--dtype float32")
+    return text.replace("pass initial=", "pass --initial").replace("Try device='cpu'", "Try --device cpu")
 
 
 def reword_report(report: Report) -> Report:

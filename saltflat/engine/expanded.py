@@ -216,7 +216,8 @@ class _ExpandedPass:
         others = {n: each for n, each in enumerate(args) if n not in common and n not in separate}
         for each in separate.values():
             self._note_input("function", each)
-        self._note_use("operation", torch.Size(()), len(y))
+        for each in common.values():
+            self._note_use("operation", each.shape, len(y))
 
         def differentiate(given: dict[int, Tensor], g: Tensor) -> dict[int, Tensor]:
             def run(values: dict[int, Tensor]) -> Tensor:
@@ -296,10 +297,13 @@ class _ExpandedPass:
         self, kind: str, value: Tensor, first: int, y: Tensor, factor: Callable[[Tensor], FactoredGradient]
     ) -> Tensor:
         name = self.names.get(id(value))
-        self._note_use(kind, value.shape, first)
-        if name is not None:
+        if name is None:
+            number = self._number_value(value)
+            self._note_use(kind, value.shape, first)
+        else:
+            number = -1
             self.factored.append(name)
-        number = self._number_value(value) if name is None else -1
+            self._note_use(f"{kind} of {name}", torch.Size((0,)), first)
         return _watch(y, self.anchor, partial(self.receiver.receive_factored, name, number, factor))
 
     def _number_value(self, value: Tensor) -> int:

@@ -13,6 +13,9 @@ Route: TypeAlias = Literal["layer", "expanded", "mapped", "single"]
 OUTSIDE = "used outside of layers with a rule"
 PATHS = "examples take different paths through the model, so they are run one at a time"
 VECTORIZED = "an operation of the model cannot be vectorized over examples, so they are run one at a time"
+SORTED = "the model sorts or selects by values, which may reorder examples, so they are run one at a time"
+SILENT = "the first examples have no gradients to compare strategies by, so they are run one at a time"
+UNRULED = "a layer uses its parameters in a way that its rule does not cover, so examples are run one at a time"
 SPLIT = "the layers' inputs cannot be split into examples along their first axis"
 
 
@@ -37,7 +40,7 @@ class ParameterRoute:
 
 
 def find_routes(
-    names: Sequence[str], strategy: str, outside: Collection[str], blocked: Mapping[str, str], is_tried: bool
+    names: Sequence[str], strategy: str, outside: Collection[str], blocked: Mapping[str, str], alone: str
 ) -> tuple[ParameterRoute, ...]:
     """Return the route of each parameter.
 
@@ -46,7 +49,7 @@ def find_routes(
         strategy: of the sweep.
         outside: parameters with uses outside of layers with a rule.
         blocked: those with uses that do not allow a copy for each example, and why.
-        is_tried: whether strategies for several examples were tried.
+        alone: why examples are run one at a time, if they are.
     """
     if strategy.startswith("together"):
         return tuple(ParameterRoute(name, "expanded" if name in outside else "layer") for name in names)
@@ -55,5 +58,4 @@ def find_routes(
         whole = f"the model is mapped as a whole, because of {listed}" if listed else SPLIT
         reasons = {**(dict.fromkeys(outside, OUTSIDE) if not blocked else {}), **blocked}
         return tuple(ParameterRoute(name, "mapped", reasons.get(name, whole)) for name in names)
-    reason = VECTORIZED if is_tried else PATHS
-    return tuple(ParameterRoute(name, "single", reason) for name in names)
+    return tuple(ParameterRoute(name, "single", alone) for name in names)

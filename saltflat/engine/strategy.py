@@ -12,7 +12,7 @@ from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
 from saltflat.engine.model_loss import check_model_loss
 from saltflat.engine.operation_recorder import OperationRecorder
-from saltflat.engine.parameter_routes import ParameterRoute, find_routes
+from saltflat.engine.parameter_routes import PATHS, SILENT, SORTED, UNRULED, VECTORIZED, ParameterRoute, find_routes
 from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
 from saltflat.engine.reference_gradients import (
     GROUP,
@@ -34,6 +34,7 @@ from saltflat.engine.strategy_trial import (
     TOGETHER,
     choose_strategy,
     measure_example_cost,
+    measure_gradient_bytes,
     run_strategy,
     try_strategies,
 )
@@ -164,19 +165,20 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     """
     found = _FirstExamples.run(problem, batch)
     noticed, outputs, checks, decided = found.noticed, found.outputs, found.checks, found.can_decide(problem)
-    strategies = ["together", "mapped"]
+    strategies, alone = ["together", "mapped"], VECTORIZED
     if not decided or noticed.sizes:
         # Examples that take different paths through the layers have to be run alone.
-        strategies = []
+        strategies, alone = [], PATHS if decided else SILENT
     elif noticed.order:
         # Examples that are reordered can be mapped.
-        strategies.remove("together")
+        strategies, alone = ["mapped"], SORTED
     first = found.truths[0].select_example(0)
     results = noticed.bytes // found.pairs[0].examples
     needs, fallback = measure_example_cost(problem, first, LOOPED, results), LOOPED
     if needs is None:
         # The model uses a layer's parameters in a way that its rule does not cover.
         needs, fallback, strategies = measure_example_cost(problem, first, PLAIN, results), PLAIN, []
+        alone = UNRULED
     assert needs is not None
     # On a CPU the heap holds up to four times the memory in use, since arrays of many sizes leave gaps. On a GPU the
     # kernels of convolutions need working memory of their own.
@@ -191,13 +193,14 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     ran_together = _check_uncoupled(problem, group, noticed.coarsest)
     if strategies and group.examples > 2:
         checks += make_group_references(problem, group, found.truths[0])
-    alone = [first] if fallback == LOOPED else []
-    choice = choose_strategy(problem, strategies, checks, alone, needs.calls)
+    choice = choose_strategy(problem, strategies, checks, [first] if fallback == LOOPED else [], needs.calls)
     strategy, calls = choice.strategy or fallback, choice.calls
-    # Copies of parameters hold their gradients until the end of the pass.
     held_copies = calls.count_elements() * outputs.element_size()
+    if strategy == EXPANDED:
+        # Copies hold their gradients until the end of the pass, but products and lookups of parameters are factored.
+        columns += 2 * (measure_gradient_bytes(problem, strategy, first, calls) - needs.moving)
     moving = columns + (few + held_copies if strategy in (*TOGETHER, "single") else all_of_them)
-    routes = find_routes(list(problem.network.measured), strategy, needs.outside, choice.blocked, bool(strategies))
+    routes = find_routes(list(problem.network.measured), strategy, needs.outside, choice.blocked, alone)
     by_values = noticed.sizes or noticed.order or noticed.reads or choice.was_wrong or fallback == PLAIN
     return Probe(
         strategy,

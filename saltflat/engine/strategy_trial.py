@@ -161,6 +161,16 @@ class GradientComparison:
         return not find_differences(along, truth.projections, truth.sizes, truth, truth.tolerance)
 
 
+def measure_gradient_bytes(
+    problem: Problem, strategy: str, truth: ReferenceGradients, calls: per_example.LayerCalls
+) -> int:
+    """Return the bytes of the largest gradient of a parameter that a strategy computes, by example and column."""
+    sizes = [0]
+    _, backward = run_strategy(problem, strategy, truth.batch, calls)
+    backward(truth.columns, lambda name, form: sizes.append(form.count_bytes()[1]), True)
+    return max(sizes)
+
+
 @dataclass(frozen=True)
 class ExampleCost:
     """The memory one example needs, in bytes, the calls of layers, and the parameters used outside of them."""

@@ -213,6 +213,17 @@ def test_uses_that_do_not_allow_copies_have_a_reason(function: Function) -> None
     check_statistics(case)
 
 
+def test_a_table_that_is_read_takes_no_memory_of_its_size() -> None:
+    case = make_case(
+        lambda net, x: x + F.embedding(x.argmax(-1), net.words) + net.words[x.argmin(-1)],
+        lambda: {"words": draw(5000, WIDTH)},
+    )
+    found = probe(case)
+    assert found.strategy == "together, expanded"
+    assert found.calls.count_elements() == 0
+    assert found.moving < 5000 * WIDTH * 8
+
+
 def test_frozen_parameters_outside_of_layers_cost_nothing() -> None:
     case = make_case(*NETS["class token and positions"])
     for name in ("token", "positions"):
