@@ -94,8 +94,3 @@ def stream() -> DataLoader[Any]:
 def words() -> dict[str, Tensor]:
     inputs, targets = pair()
     return {"input": inputs, "labels": targets}
-
-
-def half_mlp() -> nn.Module:
-    """Return the network in half precision."""
-    return mlp().half()
