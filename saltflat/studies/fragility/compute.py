@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from saltflat.errors import OptionError, StudyError, make_unknown_name_error
+from saltflat.results.json_codec import JsonValue
 from saltflat.results.text import format_count, join_words
 from saltflat.studies.canonical import dump_canonical_json
 from saltflat.studies.effects.compute import (
@@ -22,7 +23,7 @@ from saltflat.studies.effects.compute import (
     find_axis,
     make_finite,
 )
-from saltflat.studies.effects.results import Estimate, Quantity
+from saltflat.studies.effects.results import Estimate, Quantity, find_value
 from saltflat.studies.fragility.results import ALIKE, LESS, MORE, TOO_FEW, Fragility, ShiftSurvival, Survival
 from saltflat.studies.grid import split_axis_names
 from saltflat.studies.scores.correlation import resample_kendall
@@ -44,6 +45,7 @@ def compute_fragility(
     *,
     axes: Sequence[str] | None = None,
     measures: Sequence[str] | None = None,
+    pairs: Mapping[str, Sequence[tuple[JsonValue, JsonValue]]] | None = None,
     against: Mapping[str, Results | Readings] | None = None,
     gap: str = "error",
     missed: str = "leave out",
@@ -72,6 +74,7 @@ def compute_fragility(
         axes: the settings to change, or ``"seed"``; all that vary if None.
         measures: the names of the measures; all of the study if None. The norm of the weights, their distance from the
             initial ones, the training loss and the gap are always included.
+        pairs: by setting, the pairs of its values to compare; all by default.
         against: by name, the results of another study with the same axes and seeds, or further values of measures by
             the key of the run.
         gap: ``"error"`` or ``"loss"``.
@@ -91,10 +94,13 @@ def compute_fragility(
     grid = build_grid(results, statuses)
     quantities, numbers = _collect_numbers(results, grid, measures, gap)
     wanted = _list_axes(grid) if axes is None else [axes] if isinstance(axes, str) else axes
-    shifts = [
-        _match_seeds(grid, numbers) if name == SEED else _match_values(grid, find_axis(grid, name), numbers)
-        for name in dict.fromkeys(wanted)
-    ]
+    chosen = _parse_pairs(grid, pairs or {})
+    shifts = []
+    for name in dict.fromkeys(wanted):
+        axis = SEED if name == SEED else find_axis(grid, name)
+        shifts.append(
+            _match_seeds(grid, numbers) if axis == SEED else _match_values(grid, axis, numbers, chosen.get(axis))
+        )
     for name, other in (against or {}).items():
         shifts.append(_match_measurement(name, results, grid, other, numbers, statuses, gap))
     found = {shift.name: _compare(shift, list(quantities), f"gap_{gap}", resamples, seed) for shift in shifts}
@@ -145,28 +151,51 @@ def _collect_numbers(
     return found, {name: np.where(grid.used, numbers[name], np.nan) for name in found}
 
 
-def _match_values(grid: Grid, axis: str, numbers: Mapping[str, Floats]) -> _Shift:
+def _parse_pairs(
+    grid: Grid, given: Mapping[str, Sequence[tuple[JsonValue, JsonValue]]]
+) -> dict[str, list[tuple[int, int]]]:
+    """Return the places of the values to compare, by axis."""
+    found = {}
+    for name, pairs in given.items():
+        axis = find_axis(grid, name)
+        places = [[find_value(axis, grid.values[axis], value) for value in pair] for pair in pairs]
+        if not places or any(len(pair) != 2 or pair[0] == pair[1] for pair in places):
+            raise OptionError(
+                f"Expected pairs of two different values, but got pairs={{{name!r}: {pairs!r}}}. Try [(0.1, 0.2)]."
+            )
+        found[axis] = [(pair[0], pair[1]) for pair in places]
+    return found
+
+
+def _match_values(
+    grid: Grid, axis: str, numbers: Mapping[str, Floats], pairs: Sequence[tuple[int, int]] | None
+) -> _Shift:
     """Match runs that differ in one axis alone."""
     others = combine_codes([grid.levels[each] for each in grid.values if each != axis], len(grid.seeds))
-    return _match_levels(
-        axis, "setting", combine_codes([others, grid.seeds], len(others)), others, grid.levels[axis], numbers
-    )
+    cells = combine_codes([others, grid.seeds], len(others))
+    return _match_levels(axis, "setting", cells, others, grid.levels[axis], numbers, pairs)
 
 
 def _match_seeds(grid: Grid, numbers: Mapping[str, Floats]) -> _Shift:
     """Match runs that differ in the seed alone."""
     others = combine_codes(list(grid.levels.values()), len(grid.seeds))
-    return _match_levels(SEED, "seed", others, others, grid.seeds, numbers)
+    return _match_levels(SEED, "seed", others, others, grid.seeds, numbers, None)
 
 
 def _match_levels(
-    name: str, kind: str, cells: Ints, configurations: Ints, levels: Ints, numbers: Mapping[str, Floats]
+    name: str,
+    kind: str,
+    cells: Ints,
+    configurations: Ints,
+    levels: Ints,
+    numbers: Mapping[str, Floats],
+    chosen: Sequence[tuple[int, int]] | None,
 ) -> _Shift:
-    """Match runs of the same cell at every two levels."""
+    """Match runs of the same cell at the chosen pairs of levels, or every two."""
     table = np.full((int(cells.max(initial=-1)) + 1, int(levels.max(initial=-1)) + 1), -1, dtype=np.int64)
     table[cells, levels] = np.arange(len(cells))
     pairs = []
-    for first, second in combinations(range(table.shape[1]), 2):
+    for first, second in combinations(range(table.shape[1]), 2) if chosen is None else chosen:
         both = table[(table[:, [first, second]] >= 0).all(1)][:, [first, second]]
         pairs.append(
             (configurations[both[:, 0]], {key: (each[both[:, 0]], each[both[:, 1]]) for key, each in numbers.items()})
