@@ -158,6 +158,18 @@ def test_the_smallest_scale_of_the_certificates_goes_on_where_it_was(tmp_path: P
 
 
 @pytest.mark.skipif(not (DATA / "MNIST").exists(), reason="needs MNIST in SALTFLAT_DATA")
+def test_the_smallest_scale_of_the_atlas_packs_its_rows_and_answers(tmp_path: Path) -> None:
+    paper = ROOT / "papers" / "atlas"
+    words = ("--scale", "smoke", "--device", "cpu", "--work", str(tmp_path))
+    assert "12 done" in run(paper, "train", "--part", "2", *words)
+    published = tmp_path / "results" / "mlp_small-mnist-equal-epochs"
+    found = json.loads((published / "analysis.json").read_text())
+    assert found["scored"] == 12
+    assert {"path_norm", "input_margin", "noise"} <= found["scores"].keys()
+    assert len(json.loads((published / "costs.json").read_text())["seconds"]) == len(found["leads"]) + 1
+
+
+@pytest.mark.skipif(not (DATA / "MNIST").exists(), reason="needs MNIST in SALTFLAT_DATA")
 def test_feature_robustness_is_measured_in_both_states_of_both_networks(tmp_path: Path) -> None:
     paper = ROOT / "papers" / "petzka2019reparameterization"
     words = ("robustness", "--scale", "smoke", "--out", str(tmp_path))
