@@ -164,6 +164,11 @@ def test_the_code_for_those_who_come_from_other_libraries_runs() -> None:
         ast.parse(block)  # their calls
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/site/index.md"])
+def test_the_number_of_measures_is_right(name: str) -> None:
+    assert re.findall(r"computes (\d+) measures", (ROOT / name).read_text(encoding="utf-8")) == [str(len(MEASURES))]
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
 def test_every_measure_is_named(name: str) -> None:
     told = set(CODE.findall((ROOT / name).read_text(encoding="utf-8")))

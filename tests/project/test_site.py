@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     with FileLock(f"{shared}.lock"):
         if not (shared / "built").exists():
             build = [sys.executable, "docs/site/build.py", "--out", str(shared)]
-            done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, done.stdout + done.stderr
             (shared / "built").touch()
     return shared / "html"
