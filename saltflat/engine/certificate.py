@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,21 @@ from torch import Tensor, nn
 from saltflat.engine.context import Context
 from saltflat.engine.data import Batch, Data
 from saltflat.engine.losses import LossLike
+from saltflat.engine.operation_derivatives import ReplacementMode, write_out_weight_norm
 from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.reference_gradients import RUN_ERRORS
 from saltflat.engine.session import open_session
 from saltflat.engine.strategy import compute_checked_outputs
-from saltflat.errors import EmptyDataError, OptionError
+from saltflat.engine.tangents import DerivativeTrace, TangentPass, Tangents
+from saltflat.errors import EmptyDataError, NotDefinedError, OptionError
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.validation import check_seed, parse_bytes, take_turns
 
 EXAMPLES = 8  # compared unless the caller says otherwise
+PAIR = 2  # examples that refute a certificate in a report, and on which differentiation forward is checked
+TOLERANCE = 1e-6  # largest relative difference that counts as rounding
+AGREE = 1e-7  # largest relative difference between differentiation forward and backward
+ROW = 16  # memory to carry one direction forward, in multiples of the largest result of an operation
 GRAPHS = 32  # memory to differentiate twice, in multiples of a forward pass's results, gaps in the heap included
 
 
@@ -53,7 +60,7 @@ class Certificate(Mapping[str, CurvatureComparison]):
 
     agreements: Mapping[str, CurvatureComparison]
     examples: int
-    tolerance: float = 1e-6
+    tolerance: float = TOLERANCE
 
     @property
     def gap(self) -> float:
@@ -119,77 +126,226 @@ def certify(
         raise OptionError(f"Expected at least 1, but got examples={examples!r}. Try leaving it out for {EXAMPLES}.")
     room = parse_bytes(memory)
     with open_session(model, mode, data):
-        return _compare_curvatures(Problem.build(model, data, loss, layers, torch.float64, mode), examples, seed, room)
+        problem = Problem.build(model, data, loss, layers, torch.float64, mode)
+        found = _compare_curvatures(problem, examples, seed, room)
+    gaps = found.find_gaps()
+    agreements = {
+        name: CurvatureComparison(found.sums[name][0] / found.share, found.sums[name][1] / found.share, gap)
+        for name, gap in gaps.items()
+    }
+    return Certificate(agreements, found.examples)
 
 
-def certify_context(context: Context) -> Certificate:
-    """Return the certificate of a context, in the session that is already open.
+def compute_gaps(context: Context) -> tuple[dict[str, float], int]:
+    """Return the gap of each parameter of a context, and how many examples all were compared on.
 
-    Model and data have been checked with the context's problem, and are not checked again.
+    Parameters that no operation is curved along have none. The others are compared on two examples, and those that have
+    no gap there on as many as :func:`certify` takes. The session has to be open. Model and data have been checked with
+    the context's problem, and are not checked again.
     """
-    return _compare_curvatures(context.problem.to_float64(), EXAMPLES, context.seed, context.limit)
+    problem, seed, limit = context.problem.to_float64(), context.seed, context.limit
+    try:
+        found = _compare_curvatures(problem, PAIR, seed, limit, set())
+    except EmptyDataError:  # the first two targets do not count
+        found = _compare_curvatures(problem, EXAMPLES, seed, limit, set())
+    gaps = found.find_gaps()
+    doubtful = {name for name in found.curved if gaps[name] <= TOLERANCE}
+    if doubtful and found.examples < EXAMPLES:
+        more = _compare_curvatures(problem, EXAMPLES, seed, limit, set(gaps) - doubtful, found.forward).find_gaps()
+        gaps |= {name: more[name] for name in doubtful}
+    return gaps, found.examples
 
 
 def estimate_certificate_seconds(context: Context, timed: int = 2) -> float:
-    """Estimate how long :func:`certify_context` takes, from the second derivatives of a few parameters.
+    """Estimate how long :func:`compute_gaps` takes, from the derivatives along a few parameters.
 
     Args:
         context: what is measured.
-        timed: the number of parameters to differentiate twice.
+        timed: the number of parameters to differentiate along.
     """
-    started = time.perf_counter()
     problem = context.problem.to_float64()
-    batch = next(iter(problem.read_batches())).cut(0, EXAMPLES)
-    _, noticed = compute_checked_outputs(problem, batch.cut(0, 2))
-    parts = -(-batch.examples // _count_fitting(context.limit, noticed.bytes, min(batch.examples, 2)))
-    batch = batch.cut(0, -(-batch.examples // parts))
-    prepared = time.perf_counter() - started
     names = list(problem.network.measured)
-    few = names[:: -(-len(names) // timed)]
+    few = set(names[:: -(-len(names) // timed)])
     seconds = []
-    for only in ((), few):
+    for chosen in (set(), few):
         started = time.perf_counter()
-        _compute_curvatures(problem, batch, context.seed, only)
+        try:
+            found = _compare_curvatures(problem, PAIR, context.seed, context.limit, set(names) - chosen)
+        except EmptyDataError:
+            found = _compare_curvatures(problem, EXAMPLES, context.seed, context.limit, set(names) - chosen)
         seconds.append(time.perf_counter() - started)
-    # Derivatives that all parameters share, then those of each.
-    return prepared + parts * (seconds[0] + max(seconds[1] - seconds[0], 0.0) * len(names) / len(few))
+    # Derivatives that all parameters share, then those of each; in reverse mode, on more examples afterwards.
+    each = max(seconds[1] - seconds[0], 0.0) / max(1, len(few & found.curved))
+    repeats = 1.0 if found.forward else 1 + EXAMPLES / PAIR
+    return seconds[0] + repeats * each * len(found.curved if found.forward else names)
 
 
-def _count_fitting(limit: int, pair_bytes: int, examples: int) -> int:
-    """Return how many examples can be differentiated twice at once; ``examples`` of them have ``pair_bytes``."""
-    return max(1, limit // max(1, GRAPHS * pair_bytes // examples))
+@dataclass
+class _Comparison:
+    """Sums over examples.
+
+    Attributes:
+        sums: v'Hv, v'Gv and their difference, of each parameter and, under an empty name, of all of them together.
+        curved: the parameters whose difference is not known to be zero.
+        examples: how many were compared.
+        share: the divisor of the sums.
+        forward: whether differentiation forward is right, as found on the first examples; None before.
+    """
+
+    sums: dict[str, tuple[float, float, float]]
+    curved: set[str] = field(default_factory=set)
+    examples: int = 0
+    share: float = 0.0
+    forward: bool | None = None
+
+    def add(self, name: str, hessian: float, gauss_newton: float, gap: float) -> None:
+        """Add the values of some examples."""
+        h, g, difference = self.sums.get(name, (0.0, 0.0, 0.0))
+        self.sums[name] = h + hessian, g + gauss_newton, difference + gap
+
+    def find_gaps(self) -> dict[str, float]:
+        """Return the relative difference of each parameter."""
+        # Where a parameter has no effect at all, both are rounding.
+        floor = 1e-9 * max(abs(each) for of in self.sums.values() for each in of[:2])
+        return {
+            name: abs(gap) / max(abs(h), abs(g), floor) if gap else 0.0
+            for name, (h, g, gap) in self.sums.items()
+            if name
+        }
 
 
-def _compare_curvatures(problem: Problem, examples: int, seed: int, limit: int) -> Certificate:
-    """Compare the curvatures of a problem in float64 on its first ``examples``, within ``limit`` bytes."""
+def _compare_curvatures(
+    problem: Problem,
+    examples: int,
+    seed: int,
+    limit: int,
+    settled: Collection[str] | None = None,
+    forward: bool | None = None,
+) -> _Comparison:
+    """Compare the curvatures of a problem in float64 on its first ``examples``, within ``limit`` bytes.
+
+    The values of parameters that are ``settled``, or that no operation is curved along, may be left out, unless it is
+    None. ``forward`` says whether differentiation forward is known to be right.
+    """
     heap = HeapTrimmer(limit // 4)
-    seen, share = 0, 0.0
-    sums = {name: [0.0, 0.0] for name in problem.network.measured}
+    found = _Comparison(dict.fromkeys(problem.network.measured, (0.0, 0.0, 0.0)), forward=forward)
     for batch in problem.read_batches():
-        few = batch.cut(0, examples - seen)
-        pair = few.cut(0, 2)
+        few = batch.cut(0, examples - found.examples)
+        pair = few.cut(0, PAIR)
         _, noticed = compute_checked_outputs(problem, pair)
-        step = _count_fitting(limit, noticed.bytes, pair.examples)
-        for start in range(0, few.examples, step):
-            both, part = _compute_curvatures(problem, few.cut(start, start + step), seed)
-            for name, found in both.items():
-                sums[name] = [total + float(value) for total, value in zip(sums[name], found, strict=True)]
-            share += part
+        step = max(1, limit // max(1, GRAPHS * noticed.bytes // pair.examples))
+        start = 0
+        while start < few.examples:
+            # The first examples tell whether differentiation forward is right.
+            count = min(step, PAIR) if found.forward is None else step
+            _add_examples(found, problem, few.cut(start, start + count), seed, limit, settled)
+            start += count
             heap.release()
-        seen += few.examples
-        if seen >= examples:
+        found.examples += few.examples
+        if found.examples >= examples:
             break
-    if share <= 0:
+    if found.share <= 0:
         raise EmptyDataError(
-            f"Expected at least one target that counts, but got {seen} first examples whose targets are all ignored "
-            "or have no weight. Try raising examples=, or putting other examples first."
+            f"Expected at least one target that counts, but got {found.examples} first examples whose targets are all "
+            "ignored or have no weight. Try raising examples=, or putting other examples first."
         )
-    pairs = {name: (h / share, g / share) for name, (h, g) in sums.items()}
-    # Where a parameter has no effect at all, both are rounding.
-    floor = 1e-9 * max(abs(value) for pair in pairs.values() for value in pair)
-    gaps = {name: abs(h - g) / max(abs(h), abs(g), floor) if h != g else 0.0 for name, (h, g) in pairs.items()}
-    agreements = {name: CurvatureComparison(h, g, gaps[name]) for name, (h, g) in pairs.items()}
-    return Certificate(agreements, seen)
+    return found
+
+
+def _add_examples(
+    found: _Comparison, problem: Problem, batch: Batch, seed: int, limit: int, settled: Collection[str] | None
+) -> None:
+    """Add the curvatures of the sum over some examples, by differentiating forward where that is right."""
+    if found.forward is not False:
+        try:
+            found.forward = _add_forward_curvatures(found, problem, batch, seed, limit, settled)
+        except (*RUN_ERRORS, NotDefinedError):  # if it is the model's own, it will be found again
+            found.forward = False
+    if not found.forward:
+        only = problem.network.measured.keys() - (settled or ())
+        both, share = _compute_reverse_curvatures(problem, batch, seed, only)
+        for name, (h, g) in both.items():
+            found.add(name, float(h), float(g), float(h) - float(g))
+        found.curved |= both.keys()
+        found.share += share
+
+
+def _run_loss(problem: Problem, batch: Batch, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets, checked."""
+    targets = cast_targets(batch.targets)
+    outputs = problem.network(batch, leaves=leaves)
+    problem.check_outputs(outputs, batch)
+    problem.loss.check(outputs, targets)
+    return outputs, targets
+
+
+def _add_forward_curvatures(
+    found: _Comparison, problem: Problem, batch: Batch, seed: int, limit: int, settled: Collection[str] | None
+) -> bool:
+    """Add the curvatures by differentiating forward; return False if that disagrees with differentiating twice.
+
+    What is compared, on the first examples, is the second derivative along all parameters' directions together.
+    """
+    names = list(problem.network.measured)
+    leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
+    directions = [draw_direction(leaf.shape, seed).to(leaf.device) for leaf in leaves.values()]
+    with DerivativeTrace(list(leaves.values())) as trace:
+        outputs, targets = _run_loss(problem, batch, leaves)
+    share = float(problem.loss.share(outputs.detach(), targets).sum())
+    curvature = problem.loss.curvature(outputs.detach(), targets)
+    total = problem.loss.total(outputs, targets).sum()
+    expected, joint = None, [0] if found.forward is None else []
+    if joint:
+        expected = _differentiate_twice(total, list(leaves.values()), directions)
+    gradients = trace.compute_gradients(total)
+    curved = [number for number in range(len(names)) if trace.curved >> number & 1]
+    chosen = list(range(len(names))) if settled is None else [each for each in curved if names[each] not in settled]
+    del outputs, total
+    # Row 0 moves all parameters together, the others one parameter each.
+    step = max(1, limit // (ROW * trace.widest + trace.bytes // 4))
+    parts = [chosen[start : start + step] for start in range(0, len(chosen), step)]
+    parts = parts or [[]] if joint else parts
+    values: list[tuple[str, float, float, float]] = []
+    for part in parts:
+        rows = dict(zip(part, range(len(joint), len(joint) + len(part)), strict=True))
+        tangents = {}
+        for number, direction in enumerate(directions):
+            own = (*joint, *([rows[number]] if number in rows else []))
+            if own:
+                tangents[number] = Tangents(own, direction.expand(len(own), *direction.shape))
+        constants = {name: leaf.detach() for name, leaf in leaves.items()}
+        with TangentPass(list(constants.values()), tangents, gradients, len(joint) + len(part)) as moved:
+            outputs, _ = _run_loss(problem, batch, constants)
+        first = moved.get_tangents(outputs)
+        quadratic = {row: float(curvature.compute_quadratic_form(each)) for row, each in first.items()}
+        second = moved.second.tolist()
+        if joint:
+            g = quadratic.get(0, 0.0)
+            if expected is None or not abs(g + second[0] - expected) <= AGREE * max(abs(g), abs(second[0])):
+                return False
+            values.append(("", expected, g, second[0]))
+        for number, row in rows.items():
+            g = quadratic.get(row, 0.0)
+            values.append((names[number], g + second[row], g, second[row]))
+        joint = []
+    for value in values:
+        found.add(*value)
+    found.curved |= {names[number] for number in curved}
+    found.share += share
+    return True
+
+
+def _differentiate_twice(total: Tensor, leaves: Sequence[Tensor], directions: Sequence[Tensor]) -> float | None:
+    """Return the second derivative of a sum along all directions together, by reverse mode."""
+    if not total.requires_grad:
+        return 0.0
+    gradients = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+    parts = [(each * v).sum() for each, v in zip(gradients, directions, strict=True) if each is not None]
+    inner = sum(parts, torch.zeros((), dtype=torch.float64, device=total.device))
+    if not inner.requires_grad:
+        return 0.0
+    second = torch.autograd.grad(inner, leaves, retain_graph=True, allow_unused=True)
+    return float(sum((each * v).sum() for each, v in zip(second, directions, strict=True) if each is not None))
 
 
 def draw_direction(shape: torch.Size, seed: int) -> Tensor:
@@ -200,24 +356,16 @@ def draw_direction(shape: torch.Size, seed: int) -> Tensor:
     return unit
 
 
-def _compute_curvatures(
-    problem: Problem, batch: Batch, seed: int, only: Collection[str] | None = None
+def _compute_reverse_curvatures(
+    problem: Problem, batch: Batch, seed: int, only: Collection[str]
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
-    """Return v'Hv and v'Gv of every parameter, by differentiating twice and without the layers' rules.
+    """Return v'Hv and v'Gv of some parameters, by differentiating twice and without the layers' rules.
 
     Both belong to the sum over the examples. The second result is the divisor of that sum.
-
-    Args:
-        problem: model, loss and data.
-        batch: the examples.
-        seed: of the directions.
-        only: the parameters; all that are measured if None.
     """
     leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
-    targets = cast_targets(batch.targets)
-    outputs = problem.network(batch, leaves=leaves)
-    problem.check_outputs(outputs, batch)
-    problem.loss.check(outputs, targets)
+    with ReplacementMode({torch._weight_norm: write_out_weight_norm}):
+        outputs, targets = _run_loss(problem, batch, leaves)
     share = problem.loss.share(outputs.detach(), targets).sum()
     curvature = problem.loss.curvature(outputs.detach(), targets)
     # The gradient of <w, outputs> is J'w, linear in w: its derivative along v with respect to w is Jv.
@@ -232,7 +380,7 @@ def _compute_curvatures(
             )
         found = {}
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-            if only is not None and name not in only:
+            if name not in only:
                 continue
             v = draw_direction(leaf.shape, seed).to(leaf.device)
             second = None

@@ -70,7 +70,8 @@ def measure(
             ``"finite_difference"``, ``"finite_difference_printed"``, ``"gaussian"`` and ``"hutchinson"`` of the true
             Hessian's.
         initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
-        certificate: whether to measure how far the Gauss-Newton blocks are from the Hessian's.
+        certificate: whether to measure how far the Gauss-Newton blocks are from the Hessian's, if a measure is made of
+            them.
         sampling: whether to estimate how far each number depends on the choice of the examples
             (``sampling_stderr``), by leaving out groups of them.
         limit: take at most so many examples, the first ones; all if None.

@@ -70,7 +70,8 @@ class Meter:
         logits: how outputs are normalized.
         diagonal: where measures take the curvature diagonal from.
         initial: the model, or its ``state_dict``, before training.
-        certificate: whether to measure how far the Gauss-Newton blocks are from the Hessian's.
+        certificate: whether to measure how far the Gauss-Newton blocks are from the Hessian's, if a measure is made of
+            them.
         sampling: whether to estimate how far each number depends on the choice of the examples.
         limit: take at most so many examples.
         device: where to measure. If that is another device than the model's, it is copied and prepared every time.
@@ -206,7 +207,7 @@ class Meter:
                     if context.first is not None:
                         notes += find_input_notes(context.problem, context.first, mean_loss)
                     notes += search.notes
-                if measurer.certificate:
+                if measurer.needs_certificate:
                     with search.time_step("certificate"):
                         agreement = compute_certificate(context)
         readings = add_certificate_notes(asked, readings, agreement)

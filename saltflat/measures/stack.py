@@ -78,7 +78,7 @@ class NetworkStack:
         with open_session(self.model, measurer.mode, member.data):
             search = measurer.collect(self.model, member.data, member.initial, structure=structure, brief=True)
             readings, _ = search.compute_readings(measurer.asked)
-            if measurer.certificate:
+            if measurer.needs_certificate:
                 agreement = compute_certificate(search.context)
         structure.keep_certain()
         self.structure = structure

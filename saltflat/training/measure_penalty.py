@@ -9,7 +9,7 @@ products.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -18,12 +18,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from saltflat.engine.context import find_geometries
 from saltflat.engine.custom_losses import normalize_logits
 from saltflat.engine.data import Batch
 from saltflat.engine.losses import LossLike, parse_loss
+from saltflat.engine.operation_derivatives import ReplacementMode, write_out_prelu, write_out_weight_norm
 from saltflat.engine.output_curvature import ExampleRNG, parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.reference_gradients import TOLERANCE
@@ -49,26 +49,6 @@ from saltflat.training.differentiable import COMPUTED_WITH_GRAPH, Differentiable
 from saltflat.training.part_gradients import PassStrategy, check_strategy
 from saltflat.training.parts import TrainingBatch
 from saltflat.validation import check_seed, is_choice, take_turns
-
-
-class DecomposedLayersMode(TorchFunctionMode):
-    """Decompose these layers inside, without changing their values."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call the decomposition of a function, or the function itself."""
-        chosen: Callable[..., Any] = DECOMPOSED.get(func, func)
-        return chosen(*args, **(kwargs or {}))
-
-
-def _decompose_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()] if dim != -1 else list(range(v.dim()))
-    return v * (g / v.square().sum(axes, keepdim=True).sqrt())
 
 
 def _decompose_layer_norm(
@@ -100,15 +80,10 @@ def _decompose_instance_norm(
     return y if bias is None else y + bias.reshape(channels)
 
 
-def _decompose_prelu(input: Tensor, weight: Tensor) -> Tensor:
-    per_unit = weight.numel() > 1 and input.dim() > 2
-    return input.where(input > 0, input * (weight.reshape(-1, *(1 for _ in input.shape[2:])) if per_unit else weight))
-
-
 DECOMPOSED: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    torch._weight_norm: _decompose_weight_norm,
-    torch.prelu: _decompose_prelu,
-    F.prelu: _decompose_prelu,
+    torch._weight_norm: write_out_weight_norm,
+    torch.prelu: write_out_prelu,
+    F.prelu: write_out_prelu,
     torch.layer_norm: _decompose_layer_norm,
     F.layer_norm: _decompose_layer_norm,
     F.instance_norm: _decompose_instance_norm,
@@ -218,7 +193,7 @@ class Penalty:
             problem = Problem.build(model, [batch], self.loss, self.layers, self.dtype, self.mode)
             examples = next(problem.read_batches())
             shapes = self._find_geometries(problem, examples)
-            with DecomposedLayersMode():
+            with ReplacementMode(DECOMPOSED):
                 value = self._compute_penalty(DifferentiableProblem.build(problem, examples, shapes))
         self.seed += 1
         return value if wants_graph else value.detach()

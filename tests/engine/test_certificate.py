@@ -64,12 +64,46 @@ def test_the_examples_beyond_the_first_few_are_not_touched() -> None:
 
 
 @pytest.mark.parametrize("name", ["gelu_mlp", "residual_with_batch_norm"])
-def test_a_report_has_the_certificate_of_its_model_in_float64(name: str) -> None:
+def test_a_report_has_the_certificate_of_its_first_two_examples_in_float64(name: str) -> None:
     case = CASES[name]()
-    alone = saltflat.certify(case.model.float(), case.batches, loss=case.loss, seed=3)
+    alone = saltflat.certify(case.model.float(), case.batches, loss=case.loss, seed=3, examples=2)
     report = saltflat.measure(case.model, case.batches, case.loss, ["hessian_trace"], seed=3, dtype=torch.float32)
     assert report.certificate is not None
-    assert report.certificate["gaps"] == {parameter: each.gap for parameter, each in alone.items()}
+    assert report.certificate["examples"] == 2
+    assert report.certificate["gaps"].keys() == alone.keys()
+    for parameter, gap in report.certificate["gaps"].items():
+        assert gap == pytest.approx(alone[parameter].gap, rel=1e-9, abs=1e-12)
+
+
+class Bent(nn.Module):
+    """Squares what is positive; the last of five inputs decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        scores: Tensor = self.outer(h + 1e-2 * (x[:, :1].clamp(min=0) * h) ** 2)
+        return scores
+
+
+def test_a_report_looks_at_more_examples_where_two_show_no_gap() -> None:
+    torch.manual_seed(0)
+    inputs = -torch.rand(8, 2)
+    model, labels = Bent(), torch.arange(8) % 3
+    for last, holds in ((-1.0, True), (1.0, False)):
+        inputs[-1, 0] = last
+        report = saltflat.measure(model, (inputs, labels), measures=["hessian_trace"])
+        assert report.certificate is not None
+        assert report.certificate["holds"] is holds
+        assert saltflat.certify(model, (inputs, labels)).holds is holds
+
+
+@pytest.mark.parametrize("measures", [["squared_norm"], ["sharpness", "fisher_trace"]])
+def test_a_report_of_measures_without_curvature_has_no_certificate(measures: list[str]) -> None:
+    report = saltflat.measure(nn.Linear(2, 3), (torch.randn(4, 2), torch.arange(4) % 3), measures=measures)
+    assert report.certificate is None
 
 
 class CountedBatches:
