@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from scipy.sparse import coo_array, csr_array
 from torch import Tensor
 
 from saltflat.balance.solver import (
@@ -167,12 +167,18 @@ def _compute_component_levels(parts: Integers, tails: Integers, heads: Integers)
 
     The level of a component is the length of the longest path to it.
     """
-    tails, heads = parts[tails], parts[heads]
-    # There are no cycles between components. Most edges lie inside a component, and many join the same two.
-    tails, heads = np.divmod(np.unique((tails * len(parts) + heads)[tails != heads]), len(parts))
-    level = np.zeros(len(parts))
-    while (low := level[heads] < level[tails] + 1).any():
-        np.maximum.at(level, heads[low], level[tails[low]] + 1)
+    tails, heads, nodes = parts[tails], parts[heads], len(parts)
+    outside = tails != heads  # most edges lie inside a component, and many of the others join the same two
+    tails, heads = tails[outside], heads[outside]
+    edges = coo_array((np.ones(len(tails), dtype=bool), (tails, heads)), shape=(nodes, nodes)).tocsr()
+    # There are no cycles between components: level by level, those are removed that no edge leads to any more.
+    level, waiting = np.zeros(nodes), np.bincount(edges.indices, minlength=nodes)
+    ready, step = np.flatnonzero(waiting == 0), 0
+    while len(ready):
+        level[ready] = step
+        met = np.bincount(edges[ready].indices, minlength=nodes)
+        waiting -= met
+        ready, step = np.flatnonzero((met > 0) & (waiting == 0)), step + 1
     return np.asarray(level[parts[:-1:2]] - level[parts[1::2]]) / 2
 
 
@@ -282,16 +288,17 @@ def balance_forms(
     """
     check_solver_options(tolerance, limit)
     A, b = _check_terms(forms, weights)
-    there = np.flatnonzero(b > 0)
-    A = A[there]
-    A.sum_duplicates()
-    A.eliminate_zeros()
-    moving = np.diff(A.indptr) > 0
-    A, there = A[moving], there[moving]
+    if not A.has_canonical_format or not A.data.all():
+        A = A.copy()
+        A.sum_duplicates()
+        A.eliminate_zeros()
+    there = np.flatnonzero((b > 0) & (np.diff(A.indptr) > 0))
+    A = _select_rows(A, there)
     vanishing_rows, direction = find_recession_direction(A)
     vanishing = np.zeros(len(b), dtype=bool)
     vanishing[there[vanishing_rows]] = True
-    A, there = A[~vanishing_rows], there[~vanishing_rows]
+    there = there[~vanishing_rows]
+    A = _select_rows(A, np.flatnonzero(~vanishing_rows))
     live = np.flatnonzero(np.bincount(A.indices, minlength=A.shape[1]))
     terms, potentials = np.where(vanishing, 0.0, b), np.zeros(A.shape[1])
     residual, sweeps = 0.0, 0
@@ -320,6 +327,11 @@ def balance_forms(
         sweeps=sweeps,
         notes=(*notes, *format_convergence_notes(residual, tolerance, sweeps)),
     )
+
+
+def _select_rows(A: csr_array, rows: Integers) -> csr_array:
+    selected: csr_array = A if len(rows) == A.shape[0] else A[rows]
+    return selected
 
 
 def _check_terms(forms: csr_array, weights: Array | Tensor) -> tuple[csr_array, Array]:

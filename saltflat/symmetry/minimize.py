@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import coo_array, csr_array
 from torch import Tensor, nn
 
 from saltflat.balance.exponentials import FormBalanceResult, balance_forms
@@ -72,27 +72,40 @@ def minimize_trace_by_unit(group: Symmetries, diagonal: Mapping[str, Tensor]) ->
     """Minimize the trace over one scale per unit, given the curvature of every entry."""
     # Entries between the same two units have the same factor: only their sum matters.
     rows = group.forms.shape[0]
-    keys = {name: _compute_pair_keys(group, name, rows) for name in diagonal}
-    each = [np.unique(key, return_inverse=True) for key in keys.values()]
-    pairs = np.unique(np.concatenate([different for different, _ in each])) if each else np.array([], dtype=np.int64)
-    weights = np.zeros(len(pairs))
-    # The index of the pair that each entry belongs to.
-    places = {name: np.searchsorted(pairs, found)[inverse] for name, (found, inverse) in zip(keys, each, strict=True)}
     values = {name: _flatten_values(diagonal[name]) for name in diagonal}
-    for name, place in places.items():
-        weights += np.bincount(place, values[name], minlength=len(pairs))
-    found = balance_forms(_compute_curvature_forms(group, pairs // rows, pairs % rows), weights)
-    share = np.divide(found.terms, weights, out=np.zeros_like(weights), where=weights > 0)
-    layers = {name: float((values[name] * share[place]).sum()) for name, place in places.items()}
-    vanishing = {name: int((found.vanishing[place] & (values[name] > 0)).sum()) for name, place in places.items()}
-    factors = {name: torch.from_numpy(share[place]).to(diagonal[name].device) for name, place in places.items()}
+    summed = [_sum_over_positions(group, name, values[name]) for name in diagonal]
+    none = np.zeros(0, dtype=np.int64)
+    heads = np.concatenate([none, *(head for head, _, _ in summed)])
+    tails = np.concatenate([none, *(tail for _, tail, _ in summed)])
+    sums = np.concatenate([np.zeros(0), *(each for _, _, each in summed)])
+    pairs = coo_array((sums, (heads, tails)), shape=(rows, rows)).tocsr()
+    pairs.eliminate_zeros()
+    heads, tails = np.repeat(np.arange(rows), np.diff(pairs.indptr)), pairs.indices.astype(np.int64)
+    found = balance_forms(_compute_curvature_forms(group, heads, tails), pairs.data)
+    # The factors of rows at the infimum, and whether they vanish against each other.
+    logs, direction = (-2 * (group.forms @ each) for each in (found.potentials, found.recession_direction))
+    layers, vanishing, factors = {}, {}, {}
+    for name, value in values.items():
+        head, tail = (getattr(group.members[name], end).reshape(-1) for end in ("head", "tail"))
+        fades = direction[head] - direction[tail] < -0.5  # -1 at most, or 0
+        share = np.where((value > 0) & ~fades, np.exp(np.where(fades, 0.0, logs[head] - logs[tail])), 0.0)
+        layers[name], vanishing[name] = float(value @ share), int((fades & (value > 0)).sum())
+        factors[name] = torch.from_numpy(share).to(diagonal[name].device)
     smallest = _make_smallest_trace(group, found, layers, {name: count for name, count in vanishing.items() if count})
     return replace(smallest, factors=factors)
 
 
-def _compute_pair_keys(group: Symmetries, name: str, rows: int) -> NDArray[np.int64]:
-    member = group.members[name]
-    return (member.head.astype(np.int64) * rows + member.tail).reshape(-1)
+def _sum_over_positions(
+    group: Symmetries, name: str, values: Array
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
+    """Return the rows that a parameter leads to and from, and its values, summed over positions of a kernel."""
+    head, tail = group.members[name].head, group.members[name].tail
+    if head.ndim > 2:
+        flat = [each.reshape(*head.shape[:2], -1) for each in (head, tail)]
+        if all((each == each[:, :, :1]).all() for each in flat):
+            head, tail = (each[:, :, 0] for each in flat)
+            values = values.reshape(*head.shape, -1).sum(-1)
+    return head.reshape(-1), tail.reshape(-1), values.reshape(-1)
 
 
 def _flatten_values(values: Tensor) -> Array:
@@ -102,8 +115,25 @@ def _flatten_values(values: Tensor) -> Array:
 
 def _compute_curvature_forms(group: Symmetries, heads: NDArray[np.int64], tails: NDArray[np.int64]) -> csr_array:
     # A factor of e^a divides the curvature by its square.
-    forms: csr_array = -2.0 * (group.forms[heads] - group.forms[tails])
-    return forms
+    rows = group.forms
+    counts = np.diff(rows.indptr)
+    if not len(heads) or counts.max(initial=0) > 1:
+        forms: csr_array = -2.0 * (rows[heads] - rows[tails])
+        return forms
+    # Rows of one scale or none, as in most networks: the same, without intermediate matrices.
+    scale, factor = np.zeros(len(counts), dtype=np.int64), np.zeros(len(counts))
+    scale[counts > 0], factor[counts > 0] = rows.indices, rows.data
+    columns = np.stack([scale[heads], scale[tails]], 1)
+    entries = np.stack([-2 * factor[heads], 2 * factor[tails]], 1)
+    equal = columns[:, 0] == columns[:, 1]
+    entries[equal, 0] += entries[equal, 1]
+    entries[equal, 1] = 0
+    there = entries != 0
+    starts = np.append(0, np.cumsum(there.sum(1)))
+    made = csr_array((entries[there], columns[there], starts), shape=(len(heads), rows.shape[1]))
+    made.sort_indices()
+    made.has_canonical_format = True
+    return made
 
 
 def _make_smallest_trace(
