@@ -56,7 +56,7 @@ def make_plan(
             **describe_context(context),
             "logits": logits,
             "diagonal": measurer.diagonal,
-            "certificate": measurer.certificate,
+            "certificate": measurer.needs_certificate,
             "results_bytes": tried.results_bytes,
             "tried_examples": tried.examples,
         },

@@ -129,7 +129,7 @@ class Trial:
             context.groups = ExampleGroups.from_numbers(numbers, groups.count)
         context.tick = _make_recorder(self._ticks)
         self.search = search = StatisticCollector(
-            context, DIAGONALS[measurer.diagonal], measurer.certificate, precision=measurer.precision
+            context, DIAGONALS[measurer.diagonal], measurer.needs_certificate, precision=measurer.precision
         )
         search.gather(measurer.asked)
         readings, reasons = search.compute_readings(measurer.asked)
@@ -140,7 +140,7 @@ class Trial:
         undefined = {key: each.notes[0] for key, each in readings.items() if math.isnan(each.value) and each.notes}
         self.left_out = {**reasons, **undefined}
         self.measures = [key for key in readings if key not in undefined]
-        if measurer.certificate:
+        if measurer.needs_certificate:
             try:
                 search.seconds["certificate"] = estimate_certificate_seconds(context, TIMED_PARAMETERS)
             except RuntimeError:  # no second derivatives, as the report will say
