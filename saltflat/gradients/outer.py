@@ -182,14 +182,22 @@ class OuterProductGradient(FactoredGradient):
                 (compute_squared_lengths(self.left, (3, 4)) * compute_squared_lengths(self.right, (3, 4))).sum(2),
                 groups,
             )
-        width = self.columns * self.rows if self.right.shape[0] == 1 else self.columns * self.entries
-        still = self.entries if self.right.shape[0] == 1 else self.rows
-        # |sum_t g_t a_t'|^2 = sum_tt' (g_t . g_t') (a_t . a_t'): cheaper when there are few positions.
-        few = self.positions * (width + still) < width * still
-        if len(groups) == 1 and few and vars(self).get("_product") is None:
+        if self._has_few_positions(groups):
             return self._compute_norms_by_position(groups[0])
         parts = [compute_squared_lengths(product, (1, 3, 4)) for product in self._iterate_products()]
         return sum_groups(torch.cat(parts).T, groups)
+
+    def _has_single_right(self) -> bool:
+        """Return whether it is the left factor that depends on the column."""
+        return self.right.shape[0] == 1
+
+    def _has_few_positions(self, groups: Sequence[slice]) -> bool:
+        """Return whether norms are computed fastest from the inner products between positions."""
+        still, moving = (self.entries, self.rows) if self._has_single_right() else (self.rows, self.entries)
+        width = self.columns * moving
+        # |sum_t g_t a_t'|^2 = sum_tt' (g_t . g_t') (a_t . a_t'): cheaper when there are few positions.
+        few = self.positions * (width + still) < width * still
+        return len(groups) == 1 and few and vars(self).get("_product") is None
 
     def _compute_norms_by_position(self, group: slice) -> Tensor:
         whole = self._replace_factors(

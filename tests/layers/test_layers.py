@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 import saltflat
 from saltflat import layers
-from saltflat.gradients import DenseGradient, OuterProductGradient
-from saltflat.layers import convolution
+from saltflat.gradients import DenseGradient, OuterProductGradient, base
+from saltflat.gradients.base import ColumnLayout, FactoredGradient
+from saltflat.layers import convolution, infer_geometry
 
 NAMES = ["curvature_diagonal", "curvature_trace", "gradient_second_moment"]
 NETS = {name: CASES[name] for name in CASES}
@@ -137,3 +139,53 @@ def test_gradients_by_kernels_are_those_by_patches(name: str, images: int, monke
     assert isinstance(slow["weight"], OuterProductGradient)
     for key in ("weight", "bias"):
         torch.testing.assert_close(quick[key].to_dense(), slow[key].to_dense())
+
+
+MANY = {
+    "a quadratic kernel": lambda: nn.Conv2d(3, 5, 3, padding=1),
+    "no bias": lambda: nn.Conv2d(2, 3, 3, bias=False),
+    "strides and dilation": lambda: nn.Conv2d(2, 3, (3, 5), stride=(1, 2), padding=(0, 2), dilation=(2, 1)),
+    "the same size, circular": lambda: nn.Conv2d(3, 4, 4, padding="same", padding_mode="circular"),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_kernels_for_many_columns_compute_what_patches_do(
+    name: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution, "KEPT_CPU", kept)
+    monkeypatch.setattr(base, "CPU_PIECE", 500)  # several pieces of examples
+    torch.manual_seed(0)
+    module = MANY[name]()
+    x = torch.randn(5, 1, module.in_channels, 14, 25)
+    y = module(x.flatten(0, 1)).unflatten(0, (5, 1))
+    g = torch.randn(4, *y.shape)
+
+    def compute(forms: dict[str, FactoredGradient]) -> list[Any]:
+        weight = forms["weight"]
+        whole = [slice(0, 4)], [slice(0, 1), slice(1, 4)]
+        unit = torch.arange(len(module.weight)).reshape(-1, 1, 1, 1).expand(module.weight.shape)
+        part = weight.select_columns(slice(1, 3)).select_examples(slice(2, 5))
+        return [
+            forms["bias"].to_dense() if module.bias is not None else None,
+            *(weight.compute_squared_norms(groups) for groups in whole),
+            weight.sum_squares(),
+            weight.compute_spread(ColumnLayout(2, 2, 1)),
+            weight.sum_unit_squares(module.weight.detach(), unit, len(module.weight)),
+            weight.compute_row_products(infer_geometry(module, module.weight.shape), None),
+            weight.project(module.weight.detach()),
+            weight.sum_weighted(torch.arange(20.0).reshape(4, 5)),
+            part.sum_squares(),
+            part.to_dense(),
+            weight.add(weight).sum_squares(),
+            weight.count_bytes(),
+        ]
+
+    quick = compute(convolution.factor_convolution(module, x, g))
+    assert convolution.is_kernel_faster_for_columns(module, g)
+    monkeypatch.setattr(convolution, "is_kernel_faster_for_columns", lambda module, g: False)
+    double = module.double()
+    slow = compute(convolution.factor_convolution(double, x.double(), g.double()))
+    assert quick.pop() == tuple(size // 2 for size in slow.pop())
+    torch.testing.assert_close(quick, slow, check_dtype=False, rtol=1e-4, atol=1e-4)
