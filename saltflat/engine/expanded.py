@@ -7,6 +7,7 @@ second, small backward pass through what the values were computed by.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -259,7 +260,9 @@ class _ExpandedPass:
         state = self.receiver.state = _BackwardState(gradients, len(columns))
         try:
             vmap(lambda column: torch.autograd.grad(self.outputs, self.anchor, column, retain_graph=not last))(columns)
-            self._pull_shared(state)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")  # of small operations, in a loop
+                self._pull_shared(state)
         finally:
             self.receiver.state = None
         gradients.finish()
