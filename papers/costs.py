@@ -34,14 +34,15 @@ class Rate:
 
 
 # Measured (docs/figures.md#studies): the epochs of the first three, the LeNets' measuring, the penalty of ResNet-20 and
-# that of cnn6 (rows of Jia and Su's CNN). Estimated from them: the epoch of WRN-28-2, between those of ResNet-20 and
-# WRN-16-4 by its convolutions and multiplications; measuring, from the diagonal of a ResNet-20 in float32, four times
+# that of cnn6 (rows of Jia and Su). Estimated: the epochs of WRN-28-2 and DenseNet-BC, from ResNet-20 and WRN-16-4
+# by the numbers of convolutions and multiplications; measuring, from the diagonal of a ResNet-20 in float32, four times
 # as long for float64 and further measures, and in proportion to multiplications.
 RATES = {
     "lenet5": Rate(0.98, 48, 0.11, 5.0),
     "cnn6": Rate(0.45, 1, 2.2, 5.0),
     "resnet20": Rate(0.99, 1, 0.7, 5.5),
     "wrn_28_2": Rate(1.4, 1, 3.6, 5.5),
+    "densenet_bc": Rate(5.2, 1, 5.1, 5.5),
 }
 TWO_PASSES = 2.1  # SAM and ASAM, in plain epochs
 FLOOR = 1e-3  # seconds of a step, however small: assumed, not measured

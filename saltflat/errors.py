@@ -74,6 +74,10 @@ class OptionError(SaltflatError, ValueError):
     """Raised for an argument or option with an invalid value."""
 
 
+class ProcessError(SaltflatError):
+    """Raised if processes cannot measure together: one has ended, has failed, or makes other calls."""
+
+
 class TrainingError(SaltflatError, RuntimeError):
     """Raised for training calls in an invalid order. No step was taken."""
 

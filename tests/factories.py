@@ -94,3 +94,8 @@ def stream() -> DataLoader[Any]:
 def words() -> dict[str, Tensor]:
     inputs, targets = pair()
     return {"input": inputs, "labels": targets}
+
+
+def half_mlp() -> nn.Module:
+    """Return the network in half precision."""
+    return mlp().half()

@@ -95,12 +95,21 @@ NETWORKS = {
         (0.02, 100),
         {"fisher_start_epoch": 18},
     ),
+    "densenet": Network(
+        "DenseNet-BC",
+        "densenet_bc",
+        60,
+        {"lr": 0.1, "weight_decay": 1e-4, "nesterov": True, "batch_size": 64, "milestones": [0.5, 0.75]},
+        {"growth": 2, "depth": 10},
+        (0.02, 100),
+        {"fisher_start_epoch": 18},
+    ),
 }
 # In the order of their value.
 NAMES = (
     "scenario-i", "tune-cnn", "table1-cnn-cifar10", "error-cnn", "scenarios-ii-iii", "table1-resnet20-cifar10",
     "table1-wrn-cifar10", "loss-resnet20", "loss-wrn", "error-resnet20", "error-wrn", "table1-cnn-cifar100",
-    "table1-wrn-cifar100",
+    "table1-wrn-cifar100", "table1-densenet-cifar10", "table1-densenet-cifar100", "loss-densenet",
 )  # fmt: skip
 TITLES = {
     "scenario": "Scenario I",

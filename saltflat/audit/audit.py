@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +17,11 @@ from saltflat.audit.result import Audit, AuditLine
 from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike
 from saltflat.engine.network import Network
+from saltflat.engine.processes import Processes, parse_process_group
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
-from saltflat.errors import OptionError, SaltflatError, format_error_line, make_unknown_name_error
+from saltflat.errors import OptionError, ProcessError, SaltflatError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.compute import measure
 from saltflat.measures.meter import Meter
@@ -31,6 +32,9 @@ from saltflat.symmetry.find import find_output_symmetries
 from saltflat.symmetry.group import Array, Symmetries
 from saltflat.symmetry.rescale import apply_rescaling, check_same_function
 from saltflat.validation import check_count, check_positive, check_seed, is_choice, take_turns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # The invariance that a measure claims, for each kind of rescaling.
 KINDS = {"layer": "layer_scale", "unit": "unit_scale"}
@@ -58,6 +62,7 @@ def audit_invariance(
     diagonal: str = "exact",
     initial: nn.Module | Mapping[str, Tensor] | None = None,
     limit: int | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Audit:
     """Measure how much each measure changes when the weights are rescaled without changing the function.
 
@@ -85,6 +90,7 @@ def audit_invariance(
         diagonal: how the curvature diagonal is computed.
         initial: the model, or its ``state_dict``, before training, for ``distance_from_init``.
         limit: maximum number of examples, taken from the start; all if None.
+        process_group: processes that share the measurements, as for :func:`saltflat.measure`; this one alone if None.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -109,10 +115,12 @@ def audit_invariance(
         "logits": logits,
         "diagonal": diagonal,
         "initial": initial,
+        "process_group": process_group,
     }
+    processes = parse_process_group(process_group)
     with open_session(model, "eval", data) as notes:
         exact, example = copy_model(model).double(), take_example(data, torch.float64)
-    with show_steps(progress) as tick:
+    with processes.join(), show_steps(progress if processes.rank == 0 else False) as tick:
         # Outputs that the loss does not use may change; parameters that are not measured must not.
         measured = Network(exact, layers, None).measured
         group = find_output_symmetries(exact, example, select_logits).restrict_to_parameters(measured)
@@ -127,7 +135,7 @@ def audit_invariance(
                 assert measure_copy is not None
                 # Seeds wrap around at the largest one.
                 logs = each.sample((seed + draw) % 2**63, spread)
-                after[kind].append(_measure_rescaled(exact, each, logs, example, report.loss, measure_copy))
+                after[kind].append(_measure_rescaled(exact, each, logs, example, report.loss, measure_copy, processes))
                 tick(STEP, 1 + sum(map(len, after.values())), 1 + sum(tried.values()))
     return Audit(
         report=report,
@@ -188,12 +196,15 @@ def _measure_rescaled(
     example: Example,
     loss: float,
     measure_copy: Callable[[nn.Module], Report],
+    processes: Processes,
 ) -> Report | str:
     """Return the report of the rescaled network, or the reason why it could not be measured."""
     try:
-        with np.errstate(over="ignore"):  # infinite factors show in the weights
+        with np.errstate(over="ignore"), processes.join():  # infinite factors show in the weights
             check_same_function(model, group, logs, example, select_logits)
             found = measure_copy(apply_rescaling(model, group, logs))
+    except ProcessError:
+        raise
     except SaltflatError as error:
         return str(error)
     except (RuntimeError, ArithmeticError, np.linalg.LinAlgError) as error:

@@ -28,8 +28,8 @@ from saltflat.bounds.stochastic import (
     compute_bounded_losses,
     estimate_risk,
 )
-from saltflat.engine.context import can_join, join_batches
 from saltflat.engine.data import Batch
+from saltflat.engine.example_groups import can_join, join_batches
 from saltflat.engine.problem import cast_targets
 from saltflat.errors import NonFiniteError
 

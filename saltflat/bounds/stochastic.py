@@ -27,8 +27,9 @@ from saltflat.bounds.losses import BoundedLoss as BoundedLoss
 from saltflat.bounds.losses import check_bounded_loss as check_bounded_loss
 from saltflat.bounds.losses import compute_bounded_losses as compute_bounded_losses
 from saltflat.bounds.pac_bayes import MonteCarlo, bound_monte_carlo
-from saltflat.engine.context import Context, can_join, join_batches
+from saltflat.engine.context import Context
 from saltflat.engine.data import Batch
+from saltflat.engine.example_groups import can_join, join_batches
 from saltflat.engine.problem import Problem
 from saltflat.errors import NotDefinedError, make_unknown_name_error
 

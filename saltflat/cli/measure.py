@@ -32,6 +32,7 @@ from saltflat.cli.program import (
     write_figure,
     write_result_page,
 )
+from saltflat.cli.torchrun import is_first, open_process_group
 from saltflat.errors import OptionError
 
 if TYPE_CHECKING:
@@ -56,11 +57,15 @@ def measure(
     certificate: Certificate = True,
     precision: Precision = "ieee",
 ) -> None:
-    """Measure a network on data: print a table, write a report."""
-    report = compute_result(
-        saltflat.measure, source, sweep, output, chosen, certificate=certificate, precision=precision
-    )
-    output.write(reword_report(report))
+    """Measure a network on data: print a table, write a report.
+
+    Processes that torchrun starts share the examples: torchrun --nproc-per-node 4 -m saltflat measure ...
+    """
+    options = {"certificate": certificate, "precision": precision}
+    with open_process_group() as group:
+        report = compute_result(saltflat.measure, source, sweep, output, chosen, process_group=group, **options)
+        if is_first(group):
+            output.write(reword_report(report))
 
 
 @add_command(app)

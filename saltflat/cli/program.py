@@ -105,7 +105,8 @@ def reword_message(text: str) -> str:
         >>> reword_message("needs the parameters before training: pass initial=")
         'needs the parameters before training: pass --initial'
     """
-    return text.replace("pass initial=", "pass --initial").replace("Try device='cpu'", "Try --device cpu")
+    text = text.replace("pass initial=", "pass --initial").replace("Try device='cpu'", "Try --device cpu")
+    return text.replace("passing dtype=torch.float32", "--dtype float32")
 
 
 def reword_report(report: Report) -> Report:

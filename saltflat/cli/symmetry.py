@@ -9,6 +9,7 @@ import typer
 import saltflat
 from saltflat.cli.inputs import LossOptions, MeasureOptions, NetworkOptions, PageOptions, Plot, compute_result
 from saltflat.cli.program import add_command, app, check_outputs, parse_names, print_result, reword_audit, write_figure
+from saltflat.cli.torchrun import is_first, open_process_group
 
 
 @add_command(app)
@@ -35,8 +36,10 @@ def audit(
     from saltflat.audit.audit import KINDS
 
     options = {"draws": draws, "spread": spread, "kinds": parse_names(kinds) or tuple(KINDS)}
-    found = compute_result(saltflat.audit_invariance, source, sweep, output, chosen, **options)
-    output.write(reword_audit(found))
+    with open_process_group() as group:
+        found = compute_result(saltflat.audit_invariance, source, sweep, output, chosen, process_group=group, **options)
+        if is_first(group):
+            output.write(reword_audit(found))
     if not found.holds:
         raise typer.Exit(1)
 

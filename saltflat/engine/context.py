@@ -1,102 +1,33 @@
-"""The context of a measurement: the problem, the conditions, and passes over the data in groups of examples."""
+"""The context of a measurement: the problem, the conditions, and passes over the data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from itertools import chain
 from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
-from saltflat.engine.data import Batch, Leaf
-from saltflat.engine.example_groups import ExampleGroups
+from saltflat.engine.data import Batch, Leaf, read_batches
+from saltflat.engine.example_groups import ExampleGroups, can_join, join_batches
 from saltflat.engine.losses import format_loss
 from saltflat.engine.network import Network
 from saltflat.engine.output_curvature import ColumnPlan
 from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import Problem, cast_targets
+from saltflat.engine.processes import SINGLE_PROCESS, Processes
+from saltflat.engine.same_inputs import DataDigest, check_same_model
 from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, confirm_probe, run_probe
 from saltflat.engine.structure import Structure
 from saltflat.errors import MemoryLimitWarning, warn_caller
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.layers import Geometry, infer_geometry
-
-
-def iterate_groups(batches: Iterable[Batch], groups: ExampleGroups, window: int) -> Iterator[tuple[int, Batch]]:
-    """Yield the examples group by group, within windows of consecutive batches of about ``window`` bytes together.
-
-    Sums over a group are as large as the network, so each group should be added to a few times only.
-    """
-    done = 0
-    for joined in _iterate_windows(batches, window):
-        numbers = joined.example_indices
-        group = groups.find_groups(numbers)
-        for number in group.unique().tolist():
-            which = torch.nonzero(group == number)[:, 0]
-            yield number, joined.take(which, done, numbers[which])
-            done += len(which)
-
-
-def _iterate_windows(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
-    held: list[Batch] = []
-    room = size
-    for batch in chain.from_iterable(_cut_batch(whole, size) for whole in batches):
-        if held and (room < 0 or not can_join(held[-1], batch)):
-            yield join_batches(held)
-            held, room = [], size
-        held.append(batch)
-        room -= count_batch_bytes(batch)
-    if held:
-        yield join_batches(held)
-
-
-def _cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield parts of a batch of about ``size`` bytes each."""
-    step = -(-batch.examples // max(1, -(-count_batch_bytes(batch) // max(1, size))))
-    for start in range(0, batch.examples, step):
-        yield batch if step == batch.examples else batch.cut(start, start + step)
-
-
-def count_batch_bytes(batch: Batch) -> int:
-    """Return the bytes of the inputs and targets of a batch."""
-    return sum(each.numel() * each.element_size() for each in [*batch.list_tensors(), batch.targets])
-
-
-def can_join(one: Batch, two: Batch) -> bool:
-    """Return whether two batches differ in nothing but the number of examples and their content."""
-    parts, others = ([*tree_flatten((b.args, b.kwargs))[0], b.targets] for b in (one, two))
-    if tree_flatten((one.args, one.kwargs))[1] != tree_flatten((two.args, two.kwargs))[1]:
-        return False
-
-    def is_alike(a: Leaf, b: Leaf) -> bool:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return (
-                one.has_example_axis(a)
-                and two.has_example_axis(b)
-                and a.shape[1:] == b.shape[1:]
-                and a.dtype == b.dtype
-            )
-        return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
-
-    return all(is_alike(a, b) for a, b in zip(parts, others, strict=True))
-
-
-def join_batches(batches: Sequence[Batch]) -> Batch:
-    """Return batches for which :func:`can_join` holds as one."""
-    if len(batches) == 1:
-        return batches[0]
-    leaves, tree = zip(*(tree_flatten((b.args, b.kwargs)) for b in batches), strict=True)
-    joined = [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*leaves, strict=True)]
-    args, kwargs = tree_unflatten(joined, tree[0])
-    targets = torch.cat([b.targets for b in batches])
-    return Batch(args, kwargs, targets, batches[0].first, len(targets))
 
 
 def _describe_inputs(batch: Batch) -> tuple[Hashable, ...]:
@@ -169,6 +100,7 @@ class Context:
         tick: called as ``tick(step, done, total)`` to report progress.
         sampling: whether to estimate how far the numbers depend on the choice of the examples.
         structure: what does not depend on the weights; contexts of one architecture may share it.
+        processes: that share the measurement.
         first: the first few examples that were probed.
     """
 
@@ -182,7 +114,9 @@ class Context:
         tick: Tick = ignore_progress,
         sampling: bool = False,
         structure: Structure | None = None,
+        processes: Processes = SINGLE_PROCESS,
     ) -> None:
+        self.processes = processes
         self.structure = Structure() if structure is None else structure
         self.problem, self.plan, self.seed, self.limit = problem, plan, seed, limit
         self.initial, self.tick, self.sampling = initial, tick, sampling
@@ -194,6 +128,24 @@ class Context:
         self._rounding = 0.0  # of the outputs of the examples picked
         self._counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
+        self._is_same_data = processes.count == 1
+
+    def check_same_inputs(self, settings: Mapping[str, object]) -> None:
+        """Check before any work that all processes measure the same model on the same data in the same way.
+
+        Args:
+            settings: what else has to be the same, by name.
+        """
+        if self.processes.count == 1:
+            return
+        problem = self.problem
+        own = {"columns": str(self.plan), "seed": self.seed, "memory": self.limit, "mode": problem.mode}
+        own |= {"loss": format_loss(problem.loss), "layers": list(problem.network.measured)}
+        initial = {f"the initial {name}": value for name, value in (self.initial or {}).items()}
+        check_same_model(self.processes, problem.model, problem.network.constants | initial, {**own, **settings})
+        digest = DataDigest(problem.num_examples)
+        digest.add(next(iter(read_batches(problem.data))))
+        digest.check(self.processes)
 
     @property
     def probes(self) -> dict[Hashable, Probe]:
@@ -314,9 +266,38 @@ class Context:
         finally:
             self.limit = limit
 
+    def read_own_batches(self) -> Iterator[Batch]:
+        """Read the data once, and yield the examples that this process takes, probed as they were batched.
+
+        What is summed over them has to be added up over :attr:`processes`.
+        """
+        if self._first is None and self.processes.count > 1:
+            # What is determined on the first examples is the same in all processes, whichever they take.
+            self.get_probe(next(iter(self.problem.read_batches())))
+        total, digest = self.problem.num_examples, None if self._is_same_data else DataDigest(self.problem.num_examples)
+
+        def select_own(batch: Batch) -> Batch | None:
+            if digest is not None:
+                digest.add(batch)
+            return self.processes.select_own(batch, total)
+
+        # Probed before groups take single examples out of batches.
+        for batch in self.problem.read_batches(select_own):
+            self.get_probe(batch)
+            yield batch
+        if digest is not None:
+            digest.check(self.processes)
+            self._is_same_data = True
+
     def read_chunks(self, passes: int = 1) -> Iterator[Batch]:
         """Yield all data in chunks whose forward pass and graphs of ``passes`` backward passes fit in memory."""
         for batch in self.problem.read_batches():
+            yield from self.split_batch(batch, passes)
+        self.check_picked()
+
+    def read_own_chunks(self, passes: int = 1) -> Iterator[Batch]:
+        """Yield the examples that this process takes in the chunks of :meth:`read_chunks`."""
+        for batch in self.read_own_batches():
             yield from self.split_batch(batch, passes)
         self.check_picked()
 
@@ -370,20 +351,23 @@ class Context:
         if self._counts is None:
             examples, share, total = 0, 0.0, 0.0
             with torch.no_grad():
-                for batch in self.read_chunks(0):
+                for batch in self.read_own_chunks(0):
                     outputs, targets = self.problem.network(batch).double(), cast_targets(batch.targets)
                     share += float(self.problem.loss.share(outputs, targets).sum())
                     total += float(self.problem.loss.total(outputs, targets).sum())
                     examples += batch.examples
-            self.store_counts(examples, share, total)
+            (counted, share, total), _ = self.processes.sum_parts("the counts", (examples, share, total))
+            self.store_counts(int(counted), share, total)
         assert self._counts is not None
         return self._counts
 
 
 def describe_context(context: Context) -> dict[str, Any]:
     """Return the settings of a measurement, for the report."""
-    problem = context.problem
+    problem, probes = context.problem, context.probes.values()
     first = next(iter(problem.network.measured.values()))
+    # Each process has seen kinds of input that others may not have.
+    ways = context.processes.gather("the strategies", ([each.strategy for each in probes], context.example_bytes))
     return {
         "columns": str(context.plan),
         "dtype": str(first.dtype).removeprefix("torch."),
@@ -392,8 +376,8 @@ def describe_context(context: Context) -> dict[str, Any]:
         "loss": format_loss(getattr(problem.loss, "inner", problem.loss)),
         "memory": context.limit,
         "results_bytes": context.results_bytes,
-        "example_bytes": context.example_bytes,
+        "example_bytes": max(size for _, size in ways),
         "mode": problem.mode,
         "seed": context.seed,
-        "strategy": " + ".join(dict.fromkeys(found.strategy for found in context.probes.values())),
+        "strategy": " + ".join(dict.fromkeys(strategy for strategies, _ in ways for strategy in strategies)),
     }

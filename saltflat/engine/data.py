@@ -180,7 +180,7 @@ def _convert_mappings(inputs: Inputs, number: int) -> Any:
     return tree_map(convert_leaf, inputs)
 
 
-def _compute_batch_checksums(batch: Batch) -> list[Tensor]:
+def compute_batch_checksums(batch: Batch) -> list[Tensor]:
     """Return one checksum per example of every tensor with examples, and one of every other tensor.
 
     They are integers, which do not depend on the order of summation, and weighted by position, since a mirrored image
@@ -301,13 +301,13 @@ def prepare_data(data: Data) -> Data:
     if _is_one_batch(data) or type(data) in (list, tuple):
         return held  # each reading yields the same tensors
     # Checksums instead of a copy: a batch may be as large as the data.
-    first, two = _compute_batch_checksums(one), next(read_batches(data), None)
+    first, two = compute_batch_checksums(one), next(read_batches(data), None)
     if two is None:
         raise OneShotDataError(
             f"Expected data that can be read again, but got a {type(data).__name__} that is empty on the second "
             "reading. Try passing a list of its batches."
         )
-    if not _has_same_checksums(first, _compute_batch_checksums(two)):
+    if not _has_same_checksums(first, compute_batch_checksums(two)):
         from saltflat.engine.read_data import has_fixed_order, load_into_memory
 
         if has_fixed_order(data):
@@ -338,7 +338,7 @@ class RepeatableData:
         """Read the data once; raise an error if it differs from the first reading."""
         number = -1
         for number, batch in enumerate(read_batches(self.data)):
-            found = _compute_batch_checksums(batch)
+            found = compute_batch_checksums(batch)
             if number < len(self.seen):
                 same = _has_same_checksums(self.seen[number], found)
             else:

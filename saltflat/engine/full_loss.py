@@ -14,58 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from saltflat.engine.context import Context, iterate_groups
+from saltflat.engine.context import Context
 from saltflat.engine.data import Batch
-from saltflat.engine.example_groups import ExampleGroups
+from saltflat.engine.example_groups import GroupedMean, iterate_groups
 from saltflat.engine.losses import find_hits
 from saltflat.engine.problem import cast_targets
 from saltflat.errors import EmptyDataError, NonFiniteError, NotDefinedError
-
-
-class GroupedMean:
-    """A mean over examples, kept group by group.
-
-    Args:
-        groups: the split of the examples; None for the mean alone.
-    """
-
-    def __init__(self, groups: ExampleGroups | None) -> None:
-        self.groups = groups
-        self.sums = torch.zeros(groups.count if groups else 1, dtype=torch.float64)
-        self.shares = torch.zeros_like(self.sums)
-        self.examples = torch.zeros_like(self.sums)
-
-    def add(self, batch: Batch, values: Tensor, shares: Tensor) -> None:
-        """Add single examples' values and their parts of the divisor."""
-        group = (
-            self.groups.find_groups(batch.example_indices)
-            if self.groups
-            else torch.zeros(batch.examples, dtype=torch.long)
-        )
-        self.sums.index_add_(0, group, values.detach().double().cpu())
-        self.shares.index_add_(0, group, shares.detach().double().cpu())
-        self.examples.index_add_(0, group, torch.ones(batch.examples, dtype=torch.float64))
-
-    def add_sums(self, group: int, batch: Batch, value: float, share: float) -> None:
-        """Add the sums over examples of one group."""
-        self.sums[group] += value
-        self.shares[group] += share
-        self.examples[group] += batch.examples
-
-    def compute_mean(self) -> float:
-        """Return the mean over all examples."""
-        return float(self.sums.sum() / self.shares.sum())
-
-    def make_leave_one_out(self) -> Callable[[int], float] | None:
-        """Return a function of a group's number, among those with examples, that computes the mean without it."""
-        kept = torch.nonzero(self.examples)[:, 0]
-        # Without a group that holds the whole share (all other examples are ignored) there is nothing to divide by.
-        if len(kept) < 2 or bool((self.shares.sum() - self.shares[kept] <= 0).any()):
-            return None
-        return lambda left_out: float(
-            (self.sums.sum() - self.sums[kept[left_out]]) / (self.shares.sum() - self.shares[kept[left_out]])
-        )
-
 
 Weights = Mapping[str, Tensor]
 
@@ -88,10 +42,11 @@ def compute_grouped_losses(context: Context, weights: Weights | None = None) -> 
     """Return the same group by group."""
     found = GroupedMean(context.groups)
     with torch.no_grad():
-        for batch in context.read_chunks(0):
+        for batch in context.read_own_chunks(0):
             outputs, targets = _compute_outputs(context, batch, _make_leaves(context, weights), weights is not None)
             loss = context.problem.loss
             found.add(batch, loss.total(outputs, targets), loss.share(outputs, targets))
+    found.combine(context.processes)
     _check_share(float(found.shares.sum()))
     return found
 
@@ -100,7 +55,7 @@ def compute_gradient_at(context: Context, weights: Weights | None = None) -> tup
     """Return the mean loss and its gradient, in float64."""
     total = share = 0.0
     sums = _make_zeros(context)
-    for batch in context.read_chunks(0):
+    for batch in context.read_own_chunks(0):
         leaves = _make_leaves(context, weights)
         outputs, targets = _compute_outputs(context, batch, leaves, weights is not None)
         loss = context.problem.loss.total(outputs, targets).sum()
@@ -108,6 +63,7 @@ def compute_gradient_at(context: Context, weights: Weights | None = None) -> tup
             _add_gradients(sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
         total += float(loss.detach())
         share += float(context.problem.loss.share(outputs.detach(), targets).sum())
+    (total, share), (sums,) = context.processes.sum_parts("a gradient", (total, share), [sums])
     share = _check_share(share)
     return total / share, {name: each / share for name, each in sums.items()}
 
@@ -127,8 +83,7 @@ def compute_hessian_products(context: Context, vectors: Sequence[Weights]) -> li
             if bent:
                 _add_gradients(total, _differentiate_again(torch.stack(bent).sum(), list(leaves.values())))
 
-    share = _check_share(_visit_chunks(context, add_chunk, context.read_chunks(1)))
-    return [{name: each / share for name, each in total.items()} for total in sums]
+    return _compute_means(context, _visit_chunks(context, add_chunk, context.read_own_chunks(1)), sums)
 
 
 def compute_hessian_block_products(context: Context, vectors: Weights) -> dict[str, Tensor]:
@@ -142,8 +97,7 @@ def compute_hessian_block_products(context: Context, vectors: Weights) -> dict[s
                 if found is not None:
                     total += found
 
-    share = _check_share(_visit_chunks(context, add_chunk, context.read_chunks(1)))
-    return {name: each / share for name, each in sums.items()}
+    return _compute_means(context, _visit_chunks(context, add_chunk, context.read_own_chunks(1)), [sums])[0]
 
 
 def compute_grouped_curvature(context: Context, vector: Weights) -> GroupedMean:
@@ -159,17 +113,18 @@ def compute_grouped_curvature(context: Context, vector: Weights) -> GroupedMean:
             pairs = zip(leaves, product, strict=True)
             along += sum(float((each.double() * vector[name]).sum()) for name, each in pairs if each is not None)
 
-    for group, batch in iterate_groups(context.problem.read_batches(), context.groups, context.limit // 8):
+    for group, batch in iterate_groups(context.read_own_batches(), context.groups, context.limit // 8):
         along = 0.0
         share = _visit_chunks(context, add_chunk, context.split_batch(batch, 1))
         found.add_sums(group, batch, along, share)
+    found.combine(context.processes)
     return found
 
 
 def compute_gauss_newton_products(context: Context, vectors: Sequence[Weights]) -> list[dict[str, Tensor]]:
     """Return the Gauss-Newton matrix of the mean loss over all parameters times several vectors: J' B J v."""
     share, sums = 0.0, [_make_zeros(context) for _ in vectors]
-    for batch in context.read_chunks(1):
+    for batch in context.read_own_chunks(1):
         leaves = _make_leaves(context, None)
         outputs, targets = _compute_outputs(context, batch, leaves)
         at = outputs.detach().requires_grad_()
@@ -196,8 +151,14 @@ def compute_gauss_newton_products(context: Context, vectors: Sequence[Weights]) 
                 total, torch.autograd.grad(outputs, list(leaves.values()), bent, retain_graph=True, allow_unused=True)
             )
         del outputs, pulled, reached  # and the graphs with them, before those of the next chunk
-    share = _check_share(share)
-    return [{name: each / share for name, each in total.items()} for total in sums]
+    return _compute_means(context, share, sums)
+
+
+def _compute_means(context: Context, share: float, sums: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return sums over the examples of all processes, divided by their share."""
+    (share,), totals = context.processes.sum_parts("products with the curvature", (share,), sums)
+    _check_share(share)
+    return [{name: each / share for name, each in total.items()} for total in totals]
 
 
 def _visit_chunks(context: Context, use: Callable[[Weights, Weights], None], chunks: Iterable[Batch]) -> float:
@@ -324,11 +285,12 @@ def compute_accuracy_at(context: Context, weights: Weights | None = None) -> flo
     """Return the fraction of targets that are predicted correctly, over all positions that are not ignored."""
     right = counted = 0
     with torch.no_grad():
-        for batch in context.read_chunks(0):
+        for batch in context.read_own_chunks(0):
             outputs, targets = _compute_outputs(context, batch, _make_leaves(context, weights), weights is not None)
             met, kept = find_hits(context.problem.loss, outputs, targets)
             right, counted = right + int((met & kept).sum()), counted + int(kept.sum())
-    return right / _check_share(counted)
+    (met_all, counted_all), _ = context.processes.sum_parts("the accuracy", (right, counted))
+    return met_all / _check_share(counted_all)
 
 
 def compute_scales(context: Context) -> dict[str, Tensor]:

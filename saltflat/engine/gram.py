@@ -51,7 +51,14 @@ def use_float64(context: Context) -> Iterator[Context]:
         return
     examples, share, loss = context.examples, context.mean_share, context.mean_loss
     try:
-        wide = Context(context.problem.to_float64(), context.plan, context.seed, context.limit, tick=context.tick)
+        wide = Context(
+            context.problem.to_float64(),
+            context.plan,
+            context.seed,
+            context.limit,
+            tick=context.tick,
+            processes=context.processes,
+        )
         wide.store_counts(examples, share * examples, loss * share * examples)
         yield wide
     except (ModelError, NonFiniteError) as error:
@@ -103,11 +110,11 @@ def compute_gram_matrix(context: Context, chosen: Tensor) -> Tensor:
 
 
 def iterate_gradients(context: Context) -> Iterator[Tensor]:
-    """Yield the gradients of single examples' losses over all parameters, ``(examples, parameters)``, in float64."""
+    """Yield the gradients of this process's examples over all parameters, ``(examples, parameters)``, in float64."""
     keeper = _GradientKeeper(context)
     keeper.written = dict.fromkeys(keeper.sites, True)
     with use_scratch():
-        for batch in context.problem.read_batches():
+        for batch in context.read_own_batches():
             for _, forms in keeper.collect_gradients(batch):
                 if forms:
                     yield forms[""].to_dense()[0].double().cpu() / context.mean_share

@@ -290,13 +290,24 @@ def _select_parameters(model: nn.Module, layers: Sequence[str] | str | None) -> 
         suspects = {name: parameters[name] for name in names}
     for name, parameter in suspects.items():
         if not parameter.is_floating_point():
-            kind = "complex" if parameter.is_complex() else "integer"
-            raise ParameterError(
-                f"Expected real floating-point parameters, but got the {kind} parameter {name!r} "
-                f"({parameter.dtype}), for which curvature is not defined here. Try naming the other layers with "
-                "layers=[...]."
-            )
+            raise ParameterError(_explain_other_numbers(name, parameter))
     return names
+
+
+def _explain_other_numbers(name: str, parameter: Tensor) -> str:
+    """Return why a parameter without real floating-point numbers cannot be measured."""
+    got = f"{name!r} ({parameter.dtype})"
+    if parameter.dtype in (torch.int8, torch.uint8):
+        return (
+            f"Expected real floating-point parameters, but got {got}, 8- or 4-bit weights, which "
+            "are not trained. Try measuring adapters trained on top of them, by naming the parameters that require a "
+            "gradient: layers=[name for name, each in model.named_parameters() if each.requires_grad]."
+        )
+    kind = "complex" if parameter.is_complex() else "integer"
+    return (
+        f"Expected real floating-point parameters, but got the {kind} parameter {got}, for which curvature is not "
+        "defined here. Try naming the other layers with layers=[...]."
+    )
 
 
 def _find_named_parameters(model: nn.Module, layers: Sequence[str], parameters: Mapping[str, Tensor]) -> list[str]:

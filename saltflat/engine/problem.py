@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 
@@ -86,13 +86,18 @@ class Problem:
         network = Network(self.model, list(self.network.measured), torch.float64)
         return replace(self, network=network, dtype=torch.float64)
 
-    def read_batches(self) -> Iterator[Batch]:
-        """Read the data once, and check every batch."""
+    def read_batches(self, select: Callable[[Batch], Batch | None] | None = None) -> Iterator[Batch]:
+        """Read the data once, and check every batch.
+
+        Args:
+            select: returns the part of a batch to yield, or None to skip it.
+        """
         found = 0
         for number, batch in enumerate(read_batches(self.data)):
             self._check_batch(batch, number)
             found += 1
-            for part in self._split_batch(batch):
+            own = batch if select is None else select(batch)
+            for part in () if own is None else self._split_batch(own):
                 yield self.rule.apply(part.to(self.dtype))
         if not found:
             raise EmptyDataError(

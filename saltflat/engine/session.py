@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 from saltflat.engine.data import Data, find_unsupported_kind
 from saltflat.engine.precision import use_full_precision
-from saltflat.errors import DeviceError, ModelError, OptionError
+from saltflat.errors import DeviceError, ModelError, OptionError, PrecisionError
 from saltflat.results.caveats import TRAIN_MODE
 from saltflat.validation import borrow_model, is_choice
 
@@ -200,6 +200,7 @@ def open_session(model: nn.Module, mode: str, data: Data | None = None) -> Itera
     with ExitStack() as stack:
         stack.enter_context(borrow_model(model))
         check_tensors(model)
+        check_attention(model)
         modes = [(module, module.training) for module in model.modules()]
         attributes = AttributeSnapshot(model.modules())
         stack.callback(attributes.restore, thorough=True)
@@ -287,6 +288,20 @@ def check_module(model: nn.Module) -> None:
         )
 
 
+def check_attention(model: nn.Module) -> None:
+    """Check that no part of a model of transformers calls FlashAttention itself, which has no float32.
+
+    The attention of torch is told to use kernels that can be differentiated twice; see :func:`open_session`.
+    """
+    for module in model.modules():
+        used = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if isinstance(used, str) and "flash" in used:
+            raise PrecisionError(
+                f"Expected attention that computes in float32, but got {used!r}, which computes in half precision and "
+                "cannot be differentiated twice. Try model.set_attn_implementation('sdpa')."
+            )
+
+
 def check_tensors(model: nn.Module, buffers: bool = True) -> None:
     """Check that all tensors of a model can be replaced: no TorchScript, only dense tensors with values.
 
@@ -305,6 +320,11 @@ def check_tensors(model: nn.Module, buffers: bool = True) -> None:
                 "model."
             )
         kind = find_unsupported_kind(value)
+        if kind == "meta" and any("_hf_hook" in vars(module) for module in model.modules()):
+            raise DeviceError(
+                f"Expected a model that is loaded as a whole, but got {name!r} offloaded by Accelerate. Try "
+                "loading it onto one device, with device_map={'': 'cpu'}."
+            )
         if kind == "meta":
             raise DeviceError(
                 f"Expected a model that can be run, on cpu or a GPU, but got {name!r} on the meta device, without "

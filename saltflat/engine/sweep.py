@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from saltflat.engine import per_example
-from saltflat.engine.context import Context, find_geometries, iterate_groups
+from saltflat.engine.context import Context, find_geometries
 from saltflat.engine.data import Batch
-from saltflat.engine.example_groups import ExampleGroups
+from saltflat.engine.example_groups import ExampleGroups, GroupCounts, iterate_groups
 from saltflat.engine.output_curvature import (
     Columns,
     ExampleRNG,
@@ -23,21 +22,13 @@ from saltflat.engine.output_curvature import (
 )
 from saltflat.engine.precision import TF32_ROUNDING, use_precision
 from saltflat.engine.problem import cast_targets, is_finite
+from saltflat.engine.processes import Processes, combine_nested
 from saltflat.engine.statistic import ParameterSite, Statistic, count_sum_bytes
 from saltflat.engine.strategy import Probe
 from saltflat.errors import EmptyDataError, NonFiniteError
 from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient, use_scratch
 
 PIECES = 64  # tensors of single examples' values per parameter, before they are concatenated
-
-
-@dataclass
-class GroupCounts:
-    """The number of examples of a group that were swept, and their loss."""
-
-    examples: int = 0
-    loss: float = 0.0
-    share: float = 0.0
 
 
 class Sweep:
@@ -147,20 +138,29 @@ class Sweep:
 
     def run(self, report: Callable[[int], None] = lambda done: None) -> Sweep:
         """Sweep all the data; ``report`` is called with the number of examples done."""
-        batches = self._probe_batches()
+        batches = self.context.read_own_batches()
         grouped = iterate_groups(batches, self.groups, self.window) if self.groups else ((0, b) for b in batches)
         with use_scratch():
             for self.group, batch in grouped:
                 for _ in self.add_batch(batch):
                     report(self.examples)
         self.context.check_picked()
+        self._combine(self.context.processes)
         return self
 
-    def _probe_batches(self) -> Iterator[Batch]:
-        """Yield the data, probed before groups take single examples out of batches."""
-        for batch in self.problem.read_batches():
-            self.context.get_probe(batch)
-            yield batch
+    def _combine(self, processes: Processes) -> None:
+        """Add what the other processes have summed over their examples."""
+        if processes.count == 1:
+            return
+        draws, seen = zip(*processes.gather("the counts of a sweep", (self.draws, self.seen)), strict=True)
+        self.draws, self.seen = max(draws), [GroupCounts.add_up(each) for each in zip(*seen, strict=True)]
+        device = next(iter(self.problem.network.measured.values())).device
+        # The values of examples of other processes are zero in each one's table.
+        tables = {each.name: [self._scale_sums(each, {}, 1.0)] for each in self.wanted if each.kind == "example"}
+        for nested in (self.sums, self.parts, {name: [each] for name, each in self.variances.items()}, tables):
+            combine_nested(processes, "sums of a sweep", nested, device)
+        for statistic, (table,) in tables.items():
+            self.rows[statistic] = [(name, torch.arange(self.examples), value) for name, value in table.items()]
 
     def compute_chunk_size(self, batch: Batch, found: Probe) -> int:
         """Return the largest number of examples of a batch to process at once."""

@@ -132,14 +132,15 @@ class StatisticCollector:
                 self._compare_precisions(summed, deviations)
             totals = self.totals = self._make_sweep(summed, deviations)
             total = self.context.problem.num_examples
-            totals.run(lambda done: self.context.tick("Sweeping examples", done, total))
+            own = self.context.processes.count_own(total)
+            totals.run(lambda done: self.context.tick("Sweeping examples", done, own))
             values = totals.compute_values(self._select_device())
             if summed is not swept:
                 diagonal = values["curvature_diagonal"]
                 values["curvature_trace"] = {name: value.sum() for name, value in diagonal.items()}
             self.context.store_counts(totals.examples, totals.share, totals.loss)
             if self.forecast is not None:
-                self.forecast.examples = totals.examples
+                self.forecast.examples = self.context.processes.count_own(totals.examples)
         exact = not self.context.plan.is_random
         for each in swept:
             notes = (*_find_silence_notes(each, values), *_find_concentration_notes(each, values))
@@ -233,7 +234,7 @@ class StatisticCollector:
             with suppress(Exception):  # what is wrong is said where the certificate is made
                 self.predicted["certificate"] = estimate_certificate_seconds(self.context)
         self.forecast = tick.forecast = Forecast(steps, seconds=self.predicted)
-        self.forecast.examples = self.context.problem.num_examples
+        self.forecast.examples = self.context.processes.count_own(self.context.problem.num_examples)
         self.forecast.per_example = _time_example(self.context)
 
     def _add_given_weights(self) -> None:
@@ -248,7 +249,8 @@ class StatisticCollector:
     def _compute_statistic(self, need: StatisticRequest, strict: bool) -> None:
         with self.time_step(need.key):
             try:
-                self.found[need.key] = COMPUTED[need.name].function(self.context, **dict(need.options))
+                with self.context.processes.join():
+                    self.found[need.key] = COMPUTED[need.name].function(self.context, **dict(need.options))
             except NotDefinedError as reason:
                 self.reasons[need.key] = str(reason)
             except SaltflatError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from saltflat.measures.meter import Meter
 from saltflat.results.plan import MeasurementPlan
 from saltflat.results.report import Report
 from saltflat.validation import take_turns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["measure", "plan"]
 
@@ -39,6 +43,7 @@ def measure(
     limit: int | None = None,
     device: str | torch.device | None = None,
     precision: str = "ieee",
+    process_group: ProcessGroup | None = None,
 ) -> Report:
     """Measure how flat the minimum is that a trained network sits in.
 
@@ -80,6 +85,10 @@ def measure(
         precision: of float32 products in the sweep over the data: ``"ieee"`` for all digits, or ``"tf32"`` for three,
             faster on an NVIDIA GPU. The error this makes is measured on the first examples, and stated in the report's
             notes and settings. Elsewhere, and in float64, ``"tf32"`` has no effect, and the report says so.
+        process_group: processes that share the measurement, such as ``torch.distributed.group.WORLD`` in a script that
+            ``torchrun`` starts; this process alone if None. Each of them makes the same call, with the same weights and
+            *all* of the data, computes on its part of the examples, and returns the same report; see
+            :mod:`saltflat.engine.processes`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -108,6 +117,7 @@ def measure(
         limit=limit,
         device=device,
         precision=precision,
+        process_group=process_group,
     )
     return meter.measure(data)
 
@@ -167,7 +177,7 @@ def plan(
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> found = plan(net, (torch.randn(20, 2), torch.randint(3, (20,))), measures="hessian_trace")
         >>> found.measures, [each.way for each in found.parameters]
-        (('hessian_trace',), ['together', 'together', 'together', 'together'])
+        (('hessian_trace',), ['layer', 'layer', 'layer', 'layer'])
     """
     meter = Meter(
         model,

@@ -17,6 +17,7 @@ from saltflat.engine.losses import Loss, LossLike, parse_loss
 from saltflat.engine.output_curvature import ColumnPlan, parse_column_plan
 from saltflat.engine.precision import parse_precision
 from saltflat.engine.problem import Problem, is_finite
+from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.engine.statistic import STATISTICS
 from saltflat.engine.structure import Structure
 from saltflat.errors import NonFiniteError, OptionError, format_error_line, make_unknown_name_error
@@ -84,6 +85,7 @@ class Measurer:
         structure: Structure | None = None,
         brief: bool = False,
         predicted: Mapping[str, float] | None = None,
+        processes: Processes = SINGLE_PROCESS,
     ) -> StatisticCollector:
         """Compute the statistics of a model that a session lends.
 
@@ -95,9 +97,18 @@ class Measurer:
             structure: what is known of the model whatever its weights.
             brief: collect only what the measures need; see :class:`StatisticCollector`.
             predicted: seconds that steps will take, for the progress bar, where they are known.
+            processes: that share the measurement.
         """
         problem = Problem.build(model, data, self.loss, self.layers, self.dtype, self.mode)
-        context = self.make_context(problem, initial, tick, structure)
+        context = self.make_context(problem, initial, tick, structure, processes)
+        settings = {
+            "measures": [each.key for each in self.asked],
+            "diagonal": self.diagonal,
+            "certificate": self.certificate,
+            "sampling": self.sampling,
+            "precision": self.precision,
+        }
+        context.check_same_inputs(settings)
         search = StatisticCollector(
             context, DIAGONALS[self.diagonal], self.needs_certificate, brief, self.precision, predicted
         )
@@ -110,10 +121,11 @@ class Measurer:
         initial: nn.Module | Mapping[str, Tensor] | None,
         tick: Tick = ignore_progress,
         structure: Structure | None = None,
+        processes: Processes = SINGLE_PROCESS,
     ) -> Context:
         """Return the context of a measurement of a problem."""
         before = _parse_initial(initial, problem)
-        return Context(problem, self.plan, self.seed, self.room, before, tick, self.sampling, structure)
+        return Context(problem, self.plan, self.seed, self.room, before, tick, self.sampling, structure, processes)
 
 
 def parse_normalized_loss(loss: LossLike, logits: str) -> Loss:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import scipy
@@ -20,6 +20,7 @@ from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike, format_loss
 from saltflat.engine.model_identity import SameObject, list_modes
 from saltflat.engine.problem import find_input_notes
+from saltflat.engine.processes import SINGLE_PROCESS, Processes, parse_process_group
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import move_to_device, select_examples
 from saltflat.engine.session import check_module, open_session
@@ -37,6 +38,9 @@ from saltflat.measures.plan import make_plan
 from saltflat.results.plan import MeasurementPlan
 from saltflat.results.report import Report, describe_run
 from saltflat.validation import parse_device, take_turns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Meter"]
 
@@ -74,6 +78,7 @@ class Meter:
             them.
         sampling: whether to estimate how far each number depends on the choice of the examples.
         limit: take at most so many examples.
+        process_group: processes that share the measurement.
         device: where to measure. If that is another device than the model's, it is copied and prepared every time.
         precision: of float32 products in the sweep over the data, ``"ieee"`` or ``"tf32"``.
 
@@ -82,7 +87,7 @@ class Meter:
         loss: the loss as it was passed.
         num_preparations: how many measurements had to prepare.
 
-    A pickled or copied meter prepares again.
+    A pickled or copied meter prepares again, and measures in its own process alone.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -122,6 +127,7 @@ class Meter:
         limit: int | None = None,
         device: str | torch.device | None = None,
         precision: str = "ieee",
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self._measurer = Measurer.parse(
             loss,
@@ -142,6 +148,7 @@ class Meter:
         self.model, self.loss = model, loss
         self._logits, self._initial, self._progress, self._limit = logits, initial, progress, limit
         self._device = None if device is None else parse_device(device)
+        self._processes = parse_process_group(process_group)
         self._preparation = Preparation()
         self._predicted: Mapping[str, float] = {}
 
@@ -151,8 +158,8 @@ class Meter:
         return self._preparation.count
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but what was prepared, which holds for this model in this process only."""
-        return {**vars(self), "_preparation": Preparation()}
+        """Return everything but what holds for this model in this process only."""
+        return {**vars(self), "_preparation": Preparation(), "_processes": SINGLE_PROCESS}
 
     @take_turns
     def plan(self, data: Data) -> MeasurementPlan:
@@ -185,6 +192,10 @@ class Meter:
             data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read
                 again. Other data than before may have other shapes and types.
         """
+        with self._processes.join() as processes:
+            return self._measure(data, processes)
+
+    def _measure(self, data: Data, processes: Processes) -> Report:
         started = time.perf_counter()
         measurer = replace(self._measurer, loss=parse_normalized_loss(self.loss, self._logits))
         asked = measurer.asked
@@ -199,8 +210,11 @@ class Meter:
             conditions = modes, SameObject(self.loss), format_loss(loss)
             with preparation.lend_structure(model, *conditions) as structure:
                 hidden = self._progress is False or (self._progress is None and not sys.stderr.isatty())
+                hidden = hidden or processes.rank > 0
                 with nullcontext(ignore_progress) if hidden else show_steps(self._progress) as tick:
-                    search = measurer.collect(model, data, self._initial, tick, structure, predicted=predicted)
+                    search = measurer.collect(
+                        model, data, self._initial, tick, structure, predicted=predicted, processes=processes
+                    )
                     context = search.context
                     readings, left_out = search.compute_readings(asked)
                     examples, mean_loss = context.examples, context.mean_loss

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from saltflat.engine.context import Context, describe_context
 from saltflat.engine.data import Batch, Data
-from saltflat.engine.per_example import find_reached_leaves, make_leaves
 from saltflat.engine.problem import Problem, find_input_notes
-from saltflat.engine.strategy_trial import PLAIN
 from saltflat.measures.measurer import Measurer, format_device
 from saltflat.measures.trial import Trial
-from saltflat.results.plan import MeasurementPlan, ParameterPlan, Way
+from saltflat.results.plan import MeasurementPlan, ParameterPlan
 from saltflat.results.report import describe_run
 
 SHOWN = 4  # names in a sentence
@@ -68,45 +66,30 @@ def make_plan(
 
 def _describe_parameters(model: nn.Module, context: Context, batch: Batch) -> Iterator[ParameterPlan]:
     """Yield how the gradients of each parameter are computed, and why."""
-    network, strategy = context.problem.network, context.get_probe(batch).strategy
+    network = context.problem.network
     owners = {name: module for module, layer in network.layers.items() for name in layer.names.values()}
-    leaves = make_leaves(network)
-    with torch.enable_grad():
-        outputs = network(batch.cut(0, 1), lambda module, x, y: y, leaves, plain=True)
-    direct = find_reached_leaves(outputs, leaves)
-    way: Way = "together" if strategy == "together" else "mapped" if strategy == "mapped" else "single"
-    outside = [name for name in network.measured if name in direct]
+    routes = {each.name: each for each in context.get_probe(batch).routes}
     for name, value in model.named_parameters():
-        if name not in network.measured:
-            why = "frozen (no requires_grad)" if not value.requires_grad else "not among layers="
-            yield ParameterPlan(name, tuple(value.shape), "not measured", why)
+        shape = tuple(value.shape)
+        if name not in routes:
+            why = "not among layers=" if value.requires_grad else "frozen (no requires_grad)"
+            yield ParameterPlan(name, shape, "not measured", why)
             continue
-        if name in direct or name not in owners or strategy == PLAIN:
-            where = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            why = f"used outside of layers with a rule, in {where}" if name in direct else f"no rule for {where}"
-        else:
-            why = f"rule of {type(owners[name]).__name__}"
-            if way != "together":
-                why += f", {_explain_strategy(strategy, outside)}"
-        yield ParameterPlan(name, tuple(value.shape), way, why)
-
-
-def _explain_strategy(strategy: str, outside: list[str]) -> str:
-    """Return why parameters of layers with a rule are not swept with all examples together."""
-    if outside:
-        return f"but {outside[0]} has none" if len(outside) == 1 else f"but {len(outside)} parameters have none"
-    how = "vectorized" if strategy == "mapped" else "single"
-    return f"but only {how} passes gave the gradients of single examples"
+        route = routes[name]
+        why = f"rule of {type(owners[name]).__name__}" if name in owners else ""
+        if route.route == "expanded":
+            why = "used outside of layers: a copy for each example, in the same pass"
+        yield ParameterPlan(name, shape, route.route, route.reason or why)
 
 
 def _find_advice(parameters: tuple[ParameterPlan, ...]) -> list[str]:
     """Return what can be done about parameters that are not swept with all examples together."""
-    slow = [each.name for each in parameters if each.way in ("mapped", "single") and not each.why.startswith("rule")]
+    slow = [each.name for each in parameters if each.way in ("mapped", "single")]
     if not slow:
         return []
     more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
     return [
-        f"{', '.join(slow[:SHOWN])}{more}: only parameters of layers with a rule are swept with all examples together. "
-        "The numbers are the same, with more time and memory. Where that matters, leave them out with layers=, or add "
-        "a rule."
+        f"{', '.join(slow[:SHOWN])}{more}: not swept with all examples together. That gives the same numbers, "
+        "with more time and memory. Where it matters, leave out those that are the reason with layers=, or add a rule "
+        "for their layers."
     ]

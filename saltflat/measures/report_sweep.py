@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saltflat.engine.data import Batch
 from saltflat.engine.losses import CrossEntropy, find_hits
+from saltflat.engine.processes import Processes
 from saltflat.engine.sweep import Sweep
 from saltflat.errors import NotDefinedError
 
@@ -21,7 +22,7 @@ class Fingerprint:
     """
 
     def __init__(self) -> None:
-        self._sum = 0
+        self.value = 0
 
     def add(self, batch: Batch) -> None:
         """Add the examples of a batch."""
@@ -34,10 +35,10 @@ class Fingerprint:
                 factors = _scramble_integers(torch.arange(rows.shape[1], device=rows.device) * 2 + 2 * place + 1) | 1
                 each = _scramble_integers((rows * factors).sum(1))
                 where = _scramble_integers(batch.example_indices[start : start + step].to(rows.device)) | 1
-                self._sum = (self._sum + int((each * where).sum())) % 2**64
+                self.value = (self.value + int((each * where).sum())) % 2**64
 
     def __str__(self) -> str:
-        return f"{self._sum:016x}"
+        return f"{self.value:016x}"
 
 
 def _convert_to_integers(rows: Tensor) -> Tensor:
@@ -67,6 +68,17 @@ class ReportSweep(Sweep):
         self.counted = 0
         self.labels: set[int] = set()
         self.classes = 0
+
+    def _combine(self, processes: Processes) -> None:
+        super()._combine(processes)
+        if processes.count == 1:
+            return
+        own = self.fingerprint.value, self.right, self.counted, self.labels, self.classes
+        values, rights, counts, labels, classes = zip(*processes.gather("the predictions", own), strict=True)
+        self.fingerprint.value = sum(values) % 2**64
+        known = [each for each in rights if each is not None]
+        self.right = sum(known) if len(known) == len(rights) else None
+        self.counted, self.labels, self.classes = sum(counts), set().union(*labels), max(classes)
 
     def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
         self.fingerprint.add(batch)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.engine.certificate import estimate_certificate_seconds
-from saltflat.engine.context import Context, Tick, count_batch_bytes
+from saltflat.engine.context import Context, Tick
 from saltflat.engine.data import Batch, read_batches
-from saltflat.engine.example_groups import ExampleGroups
+from saltflat.engine.example_groups import ExampleGroups, count_batch_bytes
 from saltflat.engine.full_loss import compute_gradient_at
 from saltflat.engine.memory_watch import MemoryWatch
 from saltflat.engine.problem import Problem

@@ -11,7 +11,7 @@ from saltflat.results.files import PLAN, JsonFile
 from saltflat.results.json_codec import JsonRecord
 from saltflat.results.text import make_printable
 
-Way: TypeAlias = Literal["together", "mapped", "single", "not measured"]
+Way: TypeAlias = Literal["layer", "expanded", "mapped", "single", "not measured"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +21,9 @@ class ParameterPlan(JsonRecord):
     Attributes:
         name: of the parameter.
         shape: of the parameter.
-        way: ``"together"`` (examples in one pass, by the rule of the layer), ``"mapped"`` (vectorized passes of single
-            examples), ``"single"`` (one example after the other) or ``"not measured"``.
+        way: ``"layer"`` (all examples of a chunk in one pass, by the rule of the layer), ``"expanded"`` (in the same
+            pass, with a copy for each example), ``"mapped"`` (vectorized passes of single examples), ``"single"`` (one
+            example after the other) or ``"not measured"``.
         why: the reason.
     """
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, nn
 
@@ -37,16 +40,29 @@ def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple
         return y
 
     with torch.no_grad():
-        for batch in context.read_chunks(0):
+        for batch in context.read_own_chunks(0):
             network(batch, record_input)
     deviations, notes = {}, []
-    for name, moments in found.items():
+    for name, moments in _combine_moments(found, context).items():
         deviation = moments.compute_deviation()
         empty, flat = moments.largest == 0, (deviation <= 1e-12 * moments.largest) & (moments.largest > 0)
         deviations[name] = deviation.masked_fill(empty, torch.inf).masked_fill(flat, 1.0)
         if bool(flat.any()):
             notes.append(f"{int(flat.sum())} inputs of {name} are constant over the data and were left as they are")
     return deviations, tuple(notes)
+
+
+def _combine_moments(found: Mapping[str, _RunningMoments], context: Context) -> dict[str, _RunningMoments]:
+    """Return the moments over the examples of all processes."""
+    if context.processes.count == 1:
+        return dict(found)
+    total: dict[str, _RunningMoments] = {}
+    local = {name: each.to("cpu") for name, each in found.items()}
+    for part in context.processes.gather("the inputs of layers", local):
+        for name, each in part.items():
+            total.setdefault(name, _RunningMoments()).merge(each)
+    measured = context.problem.network.measured
+    return {name: each.to(measured[name].device) for name, each in total.items()}
 
 
 def find_channel_axis(module: nn.Module, x: Tensor) -> int | None:
@@ -66,12 +82,14 @@ def _unwrap_vmap(x: Tensor) -> Tensor:
     return x
 
 
+@dataclass
 class _RunningMoments:
-    """Count, mean and sum of squared deviations, combined from parts without cancellation."""
+    """Count, mean, sum of squared deviations and largest size, combined from parts without cancellation."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean = self.squares = self.largest = torch.zeros(())
+    count: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros(()))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(()))
+    largest: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, rows: Tensor) -> None:
         """Add the values of a chunk."""
@@ -79,15 +97,24 @@ class _RunningMoments:
             if not self.count:
                 self.mean = self.squares = self.largest = rows.new_zeros(rows.shape[1])
             return
-        count, mean = len(rows), rows.mean(0)
-        squares, largest = (rows - mean).square().sum(0), rows.abs().amax(0)
-        if not self.count:
-            self.count, self.mean, self.squares, self.largest = count, mean, squares, largest
+        mean = rows.mean(0)
+        self.merge(_RunningMoments(len(rows), mean, (rows - mean).square().sum(0), rows.abs().amax(0)))
+
+    def merge(self, other: _RunningMoments) -> None:
+        """Add the values that other moments are of."""
+        if not other.count and self.count:
             return
-        total, step = self.count + count, mean - self.mean
-        self.squares = self.squares + squares + step.square() * (self.count * count / total)
-        self.mean, self.count = self.mean + step * (count / total), total
-        self.largest = torch.maximum(self.largest, largest)
+        if not self.count:
+            self.count, self.mean, self.squares, self.largest = other.count, other.mean, other.squares, other.largest
+            return
+        total, step = self.count + other.count, other.mean - self.mean
+        self.squares = self.squares + other.squares + step.square() * (self.count * other.count / total)
+        self.mean, self.count = self.mean + step * (other.count / total), total
+        self.largest = torch.maximum(self.largest, other.largest)
+
+    def to(self, device: str | torch.device) -> _RunningMoments:
+        """Return the moments on a device."""
+        return _RunningMoments(self.count, self.mean.to(device), self.squares.to(device), self.largest.to(device))
 
     def compute_deviation(self) -> Tensor:
         """Return the standard deviation of all values added."""

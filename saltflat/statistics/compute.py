@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem, find_input_notes
+from saltflat.engine.processes import parse_process_group
 from saltflat.engine.progress import Progress, show_steps
 from saltflat.engine.read_data import select_examples
 from saltflat.engine.session import open_session
@@ -23,6 +24,9 @@ from saltflat.engine.sweep import Sweep
 from saltflat.results.jackknife import compute_standard_error
 from saltflat.statistics.averages import compute_input_deviations
 from saltflat.validation import check_seed, parse_bytes, take_turns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def compute_statistics(
     progress: bool | Progress | None = None,
     mode: str = "eval",
     limit: int | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Statistics:
     """Compute curvature and gradient statistics of every parameter in one pass over the data.
 
@@ -95,6 +100,7 @@ def compute_statistics(
             only, or a function of ``(step, done, total)``.
         mode: ``"eval"``, or ``"keep"`` to leave the modules in the modes they are in.
         limit: take at most so many examples, the first ones; all if None.
+        process_group: processes that share the measurement, as for :func:`saltflat.measure`; this one alone if None.
 
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
@@ -108,18 +114,20 @@ def compute_statistics(
     started = time.perf_counter()
     wanted, plan, room = find_statistics(names), parse_column_plan(columns), parse_bytes(memory)
     seed, data = check_seed(seed), select_examples(data, limit=limit)
-    with open_session(model, mode, data) as notes:
+    with parse_process_group(process_group).join() as processes, open_session(model, mode, data) as notes:
         problem = Problem.build(model, data, loss, layers, dtype, mode)
-        context = Context(problem, plan, seed, room)
+        context = Context(problem, plan, seed, room, processes=processes)
+        context.check_same_inputs({"names": [each.name for each in wanted]})
         deviations = compute_input_deviations(context)[0] if any(each.features for each in wanted) else {}
         totals = Sweep(context, wanted, deviations)
-        with show_steps(progress) as tick:
-            totals.run(lambda done: tick("Sweeping examples", done, problem.num_examples))
+        with show_steps(progress if processes.rank == 0 else False) as tick:
+            own = processes.count_own(problem.num_examples)
+            totals.run(lambda done: tick("Sweeping examples", done, own))
         if context.first is not None:
             notes += find_input_notes(problem, context.first, totals.compute_mean_loss())
+        settings = describe_context(context)
     values = totals.compute_values()
     errors = _compute_errors(totals, values)
-    settings = describe_context(totals.context)
     seconds = time.perf_counter() - started
     return Statistics(values, errors, totals.examples, totals.compute_mean_loss(), seconds, settings, tuple(notes))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from saltflat.engine.context import Context, StatisticResult
 from saltflat.engine.data import Batch
-from saltflat.engine.full_loss import GroupedMean
+from saltflat.engine.example_groups import GroupedMean
 from saltflat.engine.gram import compute_gram_matrix, iterate_gradients, use_float64
 from saltflat.engine.losses import CrossEntropy
 from saltflat.engine.statistic import statistic
@@ -33,7 +34,8 @@ def fisher_matrix(context: Context) -> StatisticResult:
     with use_float64(context) as wide:
         for rows in iterate_gradients(wide):
             total += rows.mT @ rows
-    return StatisticResult(total / context.examples)
+    _, (sums,) = context.processes.sum_parts("the Fisher matrix", (), [{"": total}])
+    return StatisticResult(sums[""] / context.examples)
 
 
 @statistic(
@@ -69,12 +71,13 @@ def input_jacobian(context: Context) -> StatisticResult:
         raise NotDefinedError(f"needs the class probabilities of cross-entropy; the loss is {type(loss).__name__}")
     by_group, done, room = GroupedMean(context.groups), 0, context.limit // 2
     with context.reserve(room):
-        for batch in context.read_chunks(0):
+        for batch in context.read_own_chunks(0):
             for part in _split_batch(context, batch, room):
                 found = _compute_squared_norms(context, loss, part)
                 by_group.add(part, found, torch.ones_like(found))
                 done += part.examples
                 context.tick("Derivatives by the inputs", done, None)
+    by_group.combine(context.processes)
     return StatisticResult(by_group.compute_mean(), without=by_group.make_leave_one_out())
 
 
@@ -91,15 +94,16 @@ def input_margins(context: Context) -> StatisticResult:
     loss = context.problem.loss
     if not isinstance(loss, CrossEntropy):
         raise NotDefinedError(f"needs the classes of cross-entropy; the loss is {type(loss).__name__}")
-    margins, kept, numbers = [], [], []
-    for batch in context.read_chunks(2):
-        margins.append(_compute_margins(context, batch).cpu())
-        kept.append((batch.targets != loss.ignore_index).cpu())
-        numbers.append(batch.example_indices)
+    chunks: list[tuple[Tensor, Tensor, Tensor]] = []
+    for batch in context.read_own_chunks(2):
+        kept = (batch.targets != loss.ignore_index).cpu()
+        chunks.append((batch.example_indices, kept, _compute_margins(context, batch).cpu()))
         context.tick("Margins of the inputs", batch.first + batch.examples, None)
-    order = torch.argsort(torch.cat(numbers))
-    found, use = torch.cat(margins)[order], torch.cat(kept)[order]
-    member = None if context.groups is None else context.groups.find_groups(torch.cat(numbers)[order])
+    every = chain.from_iterable(context.processes.gather("margins", chunks))
+    numbers, use, found = map(torch.cat, zip(*every, strict=True))
+    order = torch.argsort(numbers)
+    numbers, use, found = numbers[order], use[order], found[order]
+    member = None if context.groups is None else context.groups.find_groups(numbers)
     if member is None or len(present := member.unique()) < 2:
         return StatisticResult(found[use])
     return StatisticResult(found[use], without=lambda group: found[use & (member != present[group])])

@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import saltflat
 from saltflat.balance import balance_bipartite, balance_factored
-from saltflat.engine.context import iterate_groups
 from saltflat.engine.data import read_batches
-from saltflat.engine.example_groups import ExampleGroups
+from saltflat.engine.example_groups import ExampleGroups, iterate_groups
 from saltflat.measures.normalized import regularized_normalized_sharpness
 from saltflat.measures.registry import MEASURES
 from saltflat.measures.report_sweep import Fingerprint

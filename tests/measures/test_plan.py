@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES
 from factories import mlp, pair
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +25,7 @@ from saltflat.results.plan import MeasurementPlan
 
 
 class Tokens(nn.Module):
-    """A class token that no layer owns, a convolution and a frozen head."""
+    """A class token that no layer owns, a convolution and a head with a frozen bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,15 +60,19 @@ def test_measures_and_reasons_are_those_of_the_report() -> None:
 def test_each_parameter_has_a_way_and_a_reason() -> None:
     found = saltflat.plan(Tokens(), images(), measures="hessian_trace", certificate=False)
     ways = {each.name: (each.way, each.why) for each in found.parameters}
-    assert ways["token"] == ("mapped", "used outside of layers with a rule, in Tokens")
-    assert ways["patches.weight"] == ("mapped", "rule of Conv2d, but token has none")
+    assert ways["token"][0] == "expanded"
+    assert ways["patches.weight"] == ("layer", "rule of Conv2d")
     assert ways["head.bias"] == ("not measured", "frozen (no requires_grad)")
-    assert found.settings["strategy"] == "mapped"
-    assert any("token" in note for note in found.notes)
+    assert not any("not swept" in note for note in found.notes)
     alone = saltflat.plan(Tokens(), images(), measures="hessian_trace", layers=["head", "patches"], certificate=False)
     ways = {each.name: (each.way, each.why) for each in alone.parameters}
-    assert ways["patches.weight"] == ("together", "rule of Conv2d")
+    assert ways["patches.weight"] == ("layer", "rule of Conv2d")
     assert ways["token"] == ("not measured", "not among layers=")
+    recurrent = CASES["lstm_in_two_directions"]()
+    slow = saltflat.plan(recurrent.model, recurrent.batches, recurrent.loss, "hessian_trace", certificate=False)
+    assert {each.way for each in slow.parameters} == {"single"}
+    assert all("vectorized" in each.why for each in slow.parameters)
+    assert any("not swept with all examples together" in note for note in slow.notes)
 
 
 @pytest.mark.parametrize("sampling", [True, False])
