@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -265,6 +266,32 @@ def repeat_and_audit(recorder: Recorder) -> None:
     recorder.keep("audit", max(difference for _, difference in find_differences(timed[0], timed[1])))
 
 
+def measure_sharded(recorder: Recorder) -> None:
+    """Measure a model whose weights fully_shard has sharded, with rows that do not divide evenly."""
+    world = distributed.group.WORLD
+    whole, data = make_mlp()
+    net = make_mlp()[0]
+    for module in (net[0], net[2], net):
+        fully_shard(module)
+    places = [id(each) for each in net.parameters()]
+    alone = saltflat.measure(whole, data, progress=False)
+    recorder.keep("sharded", compare(alone, saltflat.measure(net, data, progress=False, process_group=world)))
+    names = ["curvature_diagonal", "curvature_trace"]
+    found = [
+        saltflat.compute_statistics(each, data, names=names, progress=False, process_group=group)
+        for each, group in ((whole, None), (net, world))
+    ]
+    recorder.keep("statistics of sharded", compare(*found))
+    recorder.catch("sharded by itself", lambda: saltflat.measure(net, data, progress=False))
+    # The model is as it was, and trains.
+    same = places == [id(each) for each in net.parameters()] and isinstance(net, FSDPModule)
+    before = torch.nn.functional.cross_entropy(net(data[0]), data[1])
+    before.backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    after = torch.nn.functional.cross_entropy(net(data[0]), data[1])
+    recorder.keep("restored", bool(same and after < before) and abs(float(before) - alone.loss) < 1e-12)
+
+
 def kill_one(recorder: Recorder) -> None:
     """End the last process in the middle of a sweep."""
     net, data = make_mlp(200)
@@ -292,6 +319,7 @@ def run(folder: Path, rank: int) -> None:
     measure_odd_data(recorder)
     make_mistakes(recorder)
     repeat_and_audit(recorder)
+    measure_sharded(recorder)
     kill_one(recorder)
 
 

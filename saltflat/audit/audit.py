@@ -20,7 +20,8 @@ from saltflat.engine.network import Network
 from saltflat.engine.processes import Processes, parse_process_group
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
-from saltflat.engine.session import open_session
+from saltflat.engine.session import check_module, open_session
+from saltflat.engine.sharding import gather_weights
 from saltflat.errors import OptionError, ProcessError, SaltflatError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.compute import measure
@@ -118,7 +119,8 @@ def audit_invariance(
         "process_group": process_group,
     }
     processes = parse_process_group(process_group)
-    with open_session(model, "eval", data) as notes:
+    check_module(model)
+    with gather_weights(model, processes), open_session(model, "eval", data) as notes:
         exact, example = copy_model(model).double(), take_example(data, torch.float64)
     with processes.join(), show_steps(progress if processes.rank == 0 else False) as tick:
         # Outputs that the loss does not use may change; parameters that are not measured must not.

@@ -32,7 +32,7 @@ from saltflat.cli.program import (
     write_figure,
     write_result_page,
 )
-from saltflat.cli.torchrun import is_first, open_process_group
+from saltflat.cli.torchrun import is_first, make_group_arguments, open_process_group
 from saltflat.errors import OptionError
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def measure(
     """
     options = {"certificate": certificate, "precision": precision}
     with open_process_group() as group:
-        report = compute_result(saltflat.measure, source, sweep, output, chosen, process_group=group, **options)
+        shared = make_group_arguments(group)
+        report = compute_result(saltflat.measure, source, sweep, output, chosen, **options, **shared)
         if is_first(group):
             output.write(reword_report(report))
 

@@ -9,7 +9,7 @@ import typer
 import saltflat
 from saltflat.cli.inputs import LossOptions, MeasureOptions, NetworkOptions, PageOptions, Plot, compute_result
 from saltflat.cli.program import add_command, app, check_outputs, parse_names, print_result, reword_audit, write_figure
-from saltflat.cli.torchrun import is_first, open_process_group
+from saltflat.cli.torchrun import is_first, make_group_arguments, open_process_group
 
 
 @add_command(app)
@@ -37,7 +37,8 @@ def audit(
 
     options = {"draws": draws, "spread": spread, "kinds": parse_names(kinds) or tuple(KINDS)}
     with open_process_group() as group:
-        found = compute_result(saltflat.audit_invariance, source, sweep, output, chosen, process_group=group, **options)
+        shared = make_group_arguments(group)
+        found = compute_result(saltflat.audit_invariance, source, sweep, output, chosen, **options, **shared)
         if is_first(group):
             output.write(reword_audit(found))
     if not found.holds:

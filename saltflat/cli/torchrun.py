@@ -42,6 +42,11 @@ def open_process_group() -> Iterator[ProcessGroup | None]:
         distributed.destroy_process_group()
 
 
+def make_group_arguments(group: ProcessGroup | None) -> dict[str, ProcessGroup]:
+    """Return keyword arguments for functions of the library that processes share."""
+    return {} if group is None else {"process_group": group}
+
+
 def is_first(group: ProcessGroup | None) -> bool:
     """Return whether this process prints and writes for its group."""
     from torch import distributed

@@ -70,6 +70,10 @@ class Processes:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.count = 1 if group is None else dist.get_world_size(group)
 
+    def list_global_ranks(self) -> list[int]:
+        """Return the numbers of the processes among all that were started; none without a group."""
+        return [] if self._group is None else dist.get_process_group_ranks(self._group)
+
     def select_own(self, batch: Batch, total: int | None) -> Batch | None:
         """Return the examples of a batch that this process takes, or None if there are none.
 

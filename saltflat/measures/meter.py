@@ -24,6 +24,7 @@ from saltflat.engine.processes import SINGLE_PROCESS, Processes, parse_process_g
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import move_to_device, select_examples
 from saltflat.engine.session import check_module, open_session
+from saltflat.engine.sharding import gather_weights
 from saltflat.engine.structure import Preparation
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.measures.measurer import (
@@ -192,7 +193,7 @@ class Meter:
             data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read
                 again. Other data than before may have other shapes and types.
         """
-        with self._processes.join() as processes:
+        with self._processes.join() as processes, gather_weights(self.model, processes):
             return self._measure(data, processes)
 
     def _measure(self, data: Data, processes: Processes) -> Report:

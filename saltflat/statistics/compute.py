@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from saltflat.engine.problem import Problem, find_input_notes
 from saltflat.engine.processes import parse_process_group
 from saltflat.engine.progress import Progress, show_steps
 from saltflat.engine.read_data import select_examples
-from saltflat.engine.session import open_session
+from saltflat.engine.session import check_module, open_session
+from saltflat.engine.sharding import gather_weights
 from saltflat.engine.statistic import find_statistics
 from saltflat.engine.sweep import Sweep
 from saltflat.results.jackknife import compute_standard_error
@@ -114,7 +116,11 @@ def compute_statistics(
     started = time.perf_counter()
     wanted, plan, room = find_statistics(names), parse_column_plan(columns), parse_bytes(memory)
     seed, data = check_seed(seed), select_examples(data, limit=limit)
-    with parse_process_group(process_group).join() as processes, open_session(model, mode, data) as notes:
+    check_module(model)
+    with ExitStack() as stack:
+        processes = stack.enter_context(parse_process_group(process_group).join())
+        stack.enter_context(gather_weights(model, processes))
+        notes = stack.enter_context(open_session(model, mode, data))
         problem = Problem.build(model, data, loss, layers, dtype, mode)
         context = Context(problem, plan, seed, room, processes=processes)
         context.check_same_inputs({"names": [each.name for each in wanted]})

@@ -17,7 +17,7 @@ from torch import nn
 import saltflat
 from saltflat.engine.data import Batch
 from saltflat.engine.processes import SINGLE_PROCESS, Processes
-from saltflat.errors import OptionError
+from saltflat.errors import ModelError, OptionError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes are forks")
 CALLS = ("mlp", "searches", "resnet", "gpt", "statistics of mlp", "statistics of resnet", "statistics of gpt")
@@ -106,6 +106,16 @@ def test_a_statistic_that_fails_in_one_process_is_left_out_by_all(seen: list[dic
         assert each["left out"]["input_robustness"] == "failed: RuntimeError: out of memory here"
 
 
+def test_a_sharded_model_has_the_report_of_a_whole_one_and_is_restored(seen: list[dict[str, Any]]) -> None:
+    for each in seen:
+        assert each["sharded"][1] <= 1e-12, each["sharded"][0]
+        assert each["statistics of sharded"][1] <= 1e-12, each["statistics of sharded"][0]
+        assert each["sharded by itself"].startswith(
+            "ModelError: Expected whole weights, but got '0.weight', of which 4 processes have a part each. Try"
+        )
+        assert each["restored"]
+
+
 def test_processes_measure_together_again_after_errors(seen: list[dict[str, Any]]) -> None:
     assert all(each["afterwards"][1] <= 1e-12 for each in seen)
 
@@ -161,3 +171,16 @@ def test_without_a_group_a_process_measures_alone() -> None:
     assert SINGLE_PROCESS.gather("anything", 1) == [1]
     with pytest.raises(OptionError, match=r"but got process_group of type bool. Try torch.distributed.group.WORLD"):
         saltflat.measure(net, data, process_group=True)  # type: ignore[arg-type]
+
+
+def test_other_ways_of_sharding_are_refused_by_name() -> None:
+    class FullyShardedDataParallel(nn.Sequential):
+        """Has the name of torch's own, which needs a group of processes to be made."""
+
+    data = torch.randn(4, 2), torch.tensor([0, 1, 1, 0])
+    with pytest.raises(ModelError, match=r"fully_shard, but got a model, sharded by FullyShardedDataParallel. Try"):
+        saltflat.measure(FullyShardedDataParallel(nn.Linear(2, 2)), data)
+    cut = nn.Linear(2, 2)
+    vars(cut.weight)["ds_id"] = 0  # as DeepSpeed marks what it has cut
+    with pytest.raises(ModelError, match=r"but got 'weight', sharded by DeepSpeed. Try measuring a model that was not"):
+        saltflat.compute_statistics(cut, data)
