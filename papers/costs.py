@@ -33,14 +33,17 @@ class Rate:
     penalty: float
 
 
-# Measured (docs/figures.md#studies): the epochs of the first three, the LeNets' measuring, the penalty of ResNet-20 and
-# that of cnn6 (rows of Jia and Su). Estimated: the epochs of WRN-28-2 and DenseNet-BC, from ResNet-20 and WRN-16-4
-# by the numbers of convolutions and multiplications; measuring, from the diagonal of a ResNet-20 in float32, four times
-# as long for float64 and further measures, and in proportion to multiplications.
+# Measured: the epochs of LeNets, cnn6, ResNet-20 and WRN-16-4 and the LeNets' measuring (docs/figures.md#studies), the
+# MLPs (rows of Tsuzuku et al.), the penalty of ResNet-20 and that of cnn6 (rows of Jia and Su). Estimated: the epochs
+# of WRN-28-2 and DenseNet-BC, from ResNet-20 and WRN-16-4 by the numbers of convolutions and multiplications; all other
+# measuring, from the diagonal of a ResNet-20 in float32, four times as long for float64 and further measures, and in
+# proportion to multiplications.
 RATES = {
+    "mlp": Rate(2.3, 108, 0.25, 5.0),
     "lenet5": Rate(0.98, 48, 0.11, 5.0),
     "cnn6": Rate(0.45, 1, 2.2, 5.0),
     "resnet20": Rate(0.99, 1, 0.7, 5.5),
+    "wrn_16_4": Rate(0.96, 1, 5.0, 5.5),
     "wrn_28_2": Rate(1.4, 1, 3.6, 5.5),
     "densenet_bc": Rate(5.2, 1, 5.1, 5.5),
 }

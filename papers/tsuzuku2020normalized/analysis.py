@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from estimates import FEWEST, RESAMPLES, Estimate
 from scipy.stats import ttest_ind
 
 from saltflat.studies import Results
 from saltflat.studies.row import Outcome, Row
 from saltflat.studies.scores.correlation import resample_kendall, resample_pearson, spearman
-from saltflat.studies.scores.layout import Counts, Floats, Ints, compute_interval, divide_or_nan, draw_resamples
+from saltflat.studies.scores.layout import Counts, Floats, Ints, divide_or_nan, draw_resamples
 from saltflat.studies.scores.sample import number_configurations
 
 HERE = Path(__file__).parent
@@ -26,10 +27,8 @@ OTHERS = ("minimum_sharpness", "kappa_trace", "rho", "fisher_rao_norm", "fisher_
 MEASURES = (*NORMALIZED, *BASELINES, *OTHERS)
 REGULARIZED = "regularized_normalized_sharpness"  # a search for every weight: for the LeNets of the tables alone
 NEGATIVE = "negative_curvature"  # share of the Hessian's diagonal that is negative, with normalized logits
-RESAMPLES = 2000
 COLLAPSED = 0.8  # training error above which a network has learned next to nothing
 CHANCE = 0.05  # of a fall between two shares of random labels that is none
-FEWEST = 5  # networks, and configurations, below which there are no correlations
 
 
 @dataclass(frozen=True)
@@ -163,32 +162,6 @@ def load(folder: Path, keep_collapsed: bool = True) -> Found | None:
         return None
     found = Found(folder, keep_collapsed)
     return found if found.results.rows else None
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def from_resamples(cls, found: Floats) -> "Estimate":
-        """Return the estimate whose first resample is the number itself."""
-        return cls(float(found[0]), *compute_interval(found[1:]))
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
-
-    def __str__(self) -> str:
-        if np.isnan(self.value):
-            return ""
-        if np.isnan(self.low):
-            return f"{self.value:.2f}"
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from analysis import DATASETS, FEWEST, NETWORKS, RESAMPLES, Correlations, Estimate, Found, list_datasets, load
+from analysis import DATASETS, NETWORKS, Correlations, Found, list_datasets, load
+from estimates import FEWEST, RESAMPLES, Estimate
 from numpy.typing import NDArray
-from page_rows import THREE, TOO_FEW, make_head, make_row, say_untested
+from page_rows import THREE, say_untested
+from pages import TOO_FEW, make_head, make_row
 
 from saltflat.studies.scores.correlation import resample_pearson
 from saltflat.studies.scores.layout import draw_resamples

@@ -12,14 +12,15 @@ from analysis import (
     NETWORKS,
     NORMALIZED,
     PRINTED,
-    Estimate,
     Found,
     Growth,
     compute_growth,
     compute_slopes,
     load,
 )
-from page_rows import LABELS, NOT_TESTED, SHAPE_STUDIES, SHAPES, TOO_FEW, make_head, make_row, say_untested
+from estimates import Estimate
+from page_rows import LABELS, SHAPE_STUDIES, SHAPES, say_untested
+from pages import NOT_TESTED, TOO_FEW, make_head, make_row
 
 from saltflat.studies import Results
 

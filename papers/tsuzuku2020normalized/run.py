@@ -17,6 +17,7 @@ interrupted, a part resumes where it stopped.
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -24,9 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from analysis import DATASETS, MEASURES, NEGATIVE, NETWORKS, NORMALIZED, PASSES, REGULARIZED, list_datasets
-from figures import draw_figures
-from tables import write_tables
 from torch import Tensor, nn
 
 import saltflat
@@ -43,6 +41,14 @@ from saltflat.studies import Results, Study
 from saltflat.studies.measurement import measure_network
 from saltflat.studies.rebuild import load_trained_network
 from saltflat.symmetry.fold import fold
+
+sys.path.append(str(Path(__file__).parent.parent))  # what the papers share
+
+from analysis import DATASETS, MEASURES, NEGATIVE, NETWORKS, NORMALIZED, PASSES, REGULARIZED, list_datasets
+from costs import Part, list_left, write_left, write_spent
+from figures import draw_figures
+from pages import write_page
+from tables import write_tables
 
 HERE = Path(__file__).parent
 PARTS = ("tables", "equal-loss", "labels", "depth-width")
@@ -217,7 +223,7 @@ def measure_again(results: Results, name: str, device: str, data: Path) -> None:
     """
     path = results.folder / f"{name}.json"
     done: dict[str, dict[str, float | None]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    left = [key for key, row in results.rows.items() if row.readings and key not in done]
+    left = list_left(results, done)
     if not left:
         return
     again = PASSES[name]
@@ -295,12 +301,22 @@ def run_studies(wanted: list[tuple[Path, Study, bool, str, Path]], jobs: int) ->
             done.result()
 
 
-def write_page(path: Path, table: str) -> None:
-    """Replace what stands between the two marks of a page by the table."""
-    begin, end = "<!-- table -->\n", "<!-- end of table -->\n"
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2]
-    path.write_text(f"{before}{begin}\n{table}\n\n{end}{after}", encoding="utf-8")
+def list_parts(out: Path, scale: str) -> Iterator[Part]:
+    """Yield the studies of the paper, for what is left to run."""
+    titles = {"tables": "Tables 1 and 2", "equal-loss": "the same at one training loss", "labels": "Figure 1"}
+    for part in PARTS:
+        for name, study in list_studies(part, list(NETWORKS), list(DATASETS), scale):
+            network = next(network for network, each in NETWORKS.items() if each.network == study.network)
+            dataset = study.data.name
+            times = len(NETWORKS[network].passes) if part in ("tables", "equal-loss") else 0
+            title = f"{titles.get(part, 'Figure 2')}: {NETWORKS[network].title} on {DATASETS[dataset]}"
+            command = part if part == "depth-width" else f"{part} --network {network} --dataset {dataset}"
+            yield Part(title, command, out / name, study, again=times * study.measure_options["examples"])
+
+
+def write_lines(out: Path, scale: str) -> str:
+    """Return the generated part of the page."""
+    return "\n".join([*write_tables(out), "", *write_spent(out), *write_left(list_parts(out, scale))]).rstrip()
 
 
 def main(words: list[str] | None = None) -> None:
@@ -334,9 +350,9 @@ def main(words: list[str] | None = None) -> None:
         for path in draw_figures(out):
             print(f"drew {path.name}")
     if given.what in ("all", "table"):
-        print("\n".join(write_tables(out)))
+        print(write_lines(out, given.scale))
     if given.what == "page":
-        write_page(HERE / "README.md", "\n".join(write_tables(out)))
+        write_page(HERE / "README.md", write_lines(out, given.scale))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from analysis import (
 )
 from equal_loss import write_all_subsets, write_equal_loss
 from figure_tables import compute_lead, get_growth, judge_clearest, judge_slope, write_labels, write_shapes
-from page_rows import LABELS, NOT_TESTED, SHAPE_STUDIES, TABLES, THREE, TOO_FEW, make_head, make_row, say_untested
+from page_rows import LABELS, SHAPE_STUDIES, TABLES, THREE, say_untested
+from pages import NOT_TESTED, TOO_FEW, join_verdicts, make_head, make_row, write_warning
 
 from saltflat.studies.scores import kendall_b
 
@@ -65,9 +66,7 @@ def write_tables(out: Path) -> Iterator[str]:
     }
     yield "## Verdicts"
     yield ""
-    if any("-smoke" in path.read_text(encoding="utf-8") for path in out.glob("*/study.json")):
-        yield "**Smoke scale: tiny networks on few images, to see that everything runs. These verdicts mean nothing.**"
-        yield ""
+    yield from write_warning(out)
     yield from write_verdicts(out, studies)
     yield ""
     yield HOW
@@ -136,11 +135,11 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
             said = ", ".join(f"{claim[measure][network]:.2f}" for network in NETWORKS)
             name = f"{measure}, logits of unit deviation," if unit else measure
             what = f"{claim['where']}: correlation of {name} with the gap"
-            yield make_row([what, said, ", ".join(here.values()), join_verdicts(judged)])
+            yield make_row([what, said, ", ".join(here.values()), join_judged(judged)])
         judged = {network: judge_strongest(each) for network, each in found.items()}
         leads = ", ".join(say_lead(each) for each in found.values())
         what = f"{claim['where']}: normalized_sharpness correlates most strongly of the three"
-        yield make_row([what, say_strongest(claim), f"ahead by {leads}", join_verdicts(judged)])
+        yield make_row([what, say_strongest(claim), f"ahead by {leads}", join_judged(judged)])
     for measure in LABELS["measures"]:
         judged, here = {}, {}
         for dataset, title in DATASETS.items():
@@ -150,7 +149,7 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
             for network, growth in growths.items():
                 judged[f"{NETWORKS[network].title} on {title}"] = growth.verdict if growth else NOT_TESTED
         what = f"Figure 1: {measure} grows with the share of random labels"
-        yield make_row([what, "yes", f"Kendall on {'; on '.join(here.values())}", join_verdicts(judged)])
+        yield make_row([what, "yes", f"Kendall on {'; on '.join(here.values())}", join_judged(judged)])
     judged = {
         f"{NETWORKS[network].title} on {title}": judge_clearest(compute_lead(out, network, dataset))
         for dataset, title in DATASETS.items()
@@ -161,7 +160,7 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
         f"on {title}: {', '.join(str(compute_lead(out, network, dataset) or '-') for network in NETWORKS)}"
         for dataset, title in DATASETS.items()
     ]
-    yield make_row([what, "yes", f"Kendall ahead of the next, {'; '.join(by_dataset)}", join_verdicts(judged)])
+    yield make_row([what, "yes", f"Kendall ahead of the next, {'; '.join(by_dataset)}", join_judged(judged)])
     for axis, words in {"depth": "linearly", "width": "sub-linearly"}.items():
         here, judged = {}, {}
         for folder, when in SHAPE_STUDIES.items():
@@ -171,22 +170,16 @@ def write_verdicts(out: Path, studies: dict[tuple[str, str], Found | None]) -> I
             judged[when] = NOT_TESTED if each is None else judge_slope(each, "normalized_sharpness", axis)
         paper = "slope about 1" if axis == "depth" else "slope below 1"
         what = f"Figure 2: normalized_sharpness grows {words} with the {axis}"
-        yield make_row([what, paper, "; ".join(here.values()), join_verdicts(judged)])
+        yield make_row([what, paper, "; ".join(here.values()), join_judged(judged)])
 
 
-def join_verdicts(judged: dict[str, str]) -> str:
+def join_judged(judged: dict[str, str]) -> str:
     """Return one verdict if all agree, else one for each network.
 
-    >>> join_verdicts({"mlp": "reproduced", "lenet": "reproduced"}), join_verdicts({"mlp": "a", "lenet": "b"})
+    >>> join_judged({"mlp": "reproduced", "lenet": "reproduced"}), join_judged({"mlp": "a", "lenet": "b"})
     ('**reproduced**', '**a**: MLP; **b**: LeNet')
     """
-    titles = {name: NETWORKS[name].title if name in NETWORKS else name for name in judged}
-    if len(set(judged.values())) == 1:
-        return f"**{next(iter(judged.values()))}**"
-    return "; ".join(
-        f"**{verdict}**: {', '.join(titles[name] for name, each in judged.items() if each == verdict)}"
-        for verdict in dict.fromkeys(judged.values())
-    )
+    return join_verdicts({NETWORKS[name].title if name in NETWORKS else name: each for name, each in judged.items()})
 
 
 def say_correlation(one: Correlations, found: Found) -> str:

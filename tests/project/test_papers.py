@@ -183,9 +183,11 @@ def test_feature_robustness_is_measured_in_both_states_of_both_networks(tmp_path
 
 @pytest.fixture
 def analysis(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(ROOT / "papers" / "tsuzuku2020normalized")
+    folders = [ROOT / "papers", ROOT / "papers" / "tsuzuku2020normalized"]
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
     yield importlib.import_module("analysis")
-    for name in ("analysis", "tables", "equal_loss", "figure_tables", "page_rows"):
+    for name in {path.stem for folder in folders for path in folder.glob("*.py")}:
         sys.modules.pop(name, None)
 
 
