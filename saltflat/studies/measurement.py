@@ -48,7 +48,19 @@ USUAL_MEASURES = (
     "relative_flatness",
 )
 # Arguments of saltflat.measure that a study sets itself.
-DECIDED = ("model", "data", "loss", "measures", "progress", "mode", "initial", "limit", "sampling", "precision")
+DECIDED = (
+    "model",
+    "data",
+    "loss",
+    "measures",
+    "progress",
+    "mode",
+    "initial",
+    "limit",
+    "sampling",
+    "precision",
+    "process_group",
+)
 # A certificate would double the time of every run, so it is off by default.
 USUAL_OPTIONS: dict[str, Any] = {"examples": 1000, "dtype": "float64", "certificate": False}
 
