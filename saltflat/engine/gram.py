@@ -185,7 +185,7 @@ class _GradientKeeper(Sweep):
                 f"are in float64: {self.watch.loss}"
             )
 
-    def _make_collector(self, kind: str, layout: ColumnLayout, sign: int, batch: Batch) -> Emit:
+    def _make_collector(self, kind: str, layout: ColumnLayout, sign: int, batch: Batch, first_draw: int = 0) -> Emit:
         first = batch.first
         self.found[first] = {}
 

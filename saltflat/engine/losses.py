@@ -125,10 +125,8 @@ class CrossEntropy(Loss):
 
         The first two are ``(examples, positions, classes)``, the divisors ``(examples, positions)``.
         """
-        axis = self.find_class_axis(outputs, targets)
-        logp = F.log_softmax(outputs.movedim(axis, -1), -1)
+        logp, axis = self._compute_log_probabilities(outputs, targets)
         classes = logp.shape[-1]
-        logp = logp.reshape(logp.shape[0], -1, classes)
         ones = logp.new_ones(classes)
         weight = ones if self.weight is None else self.weight.to(logp)
         smooth = self.label_smoothing
@@ -136,32 +134,69 @@ class CrossEntropy(Loss):
             mass = targets.to(logp).movedim(axis, -1).reshape_as(logp) * (1 - smooth) + smooth / classes
             share = torch.ones_like(logp[..., 0])
         else:
-            index = targets.reshape(logp.shape[:2])
-            kept = (index != self.ignore_index).to(logp)
-            index = index.where(index != self.ignore_index, index.new_zeros(()))
-            # Compared rather than scattered, which vmap does one example at a time on older versions of torch.
-            ours = index.unsqueeze(-1) == torch.arange(classes, device=index.device)
-            mass = ours.to(logp) * (1 - smooth) + smooth / classes
+            index, share = self._select_labels(logp, targets)
+            kept = (targets != self.ignore_index).reshape(index.shape).to(logp)
+            mass = _mark_classes(index, classes).to(logp) * (1 - smooth) + smooth / classes
             mass = mass * kept.unsqueeze(-1)
-            share = weight[index.long()] * kept
         return logp, mass * weight, share, axis
 
+    def _compute_log_probabilities(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """Return ``(examples, positions, classes)`` and the axis of the classes."""
+        axis = self.find_class_axis(outputs, targets)
+        logp = F.log_softmax(outputs.movedim(axis, -1), -1)
+        return logp.reshape(logp.shape[0], -1, logp.shape[-1]), axis
+
+    def _select_labels(self, like: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the class of each position, 0 where it is ignored, and its weight, which is then 0."""
+        index = targets.reshape(len(targets), -1)
+        kept = (index != self.ignore_index).to(like)
+        index = index.where(index != self.ignore_index, index.new_zeros(())).long()
+        return index, kept if self.weight is None else self.weight.to(like)[index] * kept
+
+    def _has_one_class(self, targets: Tensor) -> bool:
+        """Return whether each position has the mass of one class, which needs no array of all classes."""
+        return not targets.is_floating_point() and self.label_smoothing == 0
+
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        logp, mass, _, _ = self._compute_parts(outputs, targets)
+        if self._has_one_class(targets):
+            logp, _ = self._compute_log_probabilities(outputs, targets)
+            index, mass = self._select_labels(logp, targets)
+            logp = logp.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        else:
+            logp, mass, _, _ = self._compute_parts(outputs, targets)
         # Zero mass times minus infinity is 0, not NaN.
-        return -(mass * logp).where(mass != 0, torch.zeros_like(logp)).sum((1, 2))
+        return -(mass * logp).where(mass != 0, torch.zeros_like(logp)).flatten(1).sum(1)
 
     def share(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            self.find_class_axis(outputs, targets)  # refuses other shapes
+            return self._select_labels(outputs, targets)[1].sum(1)
         return self._compute_parts(outputs, targets)[2].sum(1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        logp, mass, _, axis = self._compute_parts(outputs, targets)
-        gradient = logp.exp() * mass.sum(-1, keepdim=True) - mass
+        if self._has_one_class(targets):
+            logp, axis = self._compute_log_probabilities(outputs, targets)
+            index, mass = self._select_labels(logp, targets)
+            mass = mass.unsqueeze(-1)
+            gradient = logp.exp() * mass
+            gradient = gradient - mass.where(_mark_classes(index, logp.shape[-1]), mass.new_zeros(()))
+        else:
+            logp, mass, _, axis = self._compute_parts(outputs, targets)
+            gradient = logp.exp() * mass.sum(-1, keepdim=True) - mass
         return SoftmaxCurvature(logp, mass, axis, outputs.shape).reshape_to_outputs(gradient)
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> SoftmaxCurvature:
+        if self._has_one_class(targets):
+            logp, axis = self._compute_log_probabilities(outputs, targets)
+            return SoftmaxCurvature(logp.exp(), self._select_labels(logp, targets)[1], axis, outputs.shape)
         logp, mass, _, axis = self._compute_parts(outputs, targets)
         return SoftmaxCurvature(logp.exp(), mass.sum(-1), axis, outputs.shape)
+
+
+def _mark_classes(index: Tensor, classes: int) -> Tensor:
+    """Return where each class is the one of the position, ``(examples, positions, classes)``."""
+    # Compared rather than scattered, which vmap does one example at a time on older versions of torch.
+    return index.unsqueeze(-1) == torch.arange(classes, device=index.device)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
+from math import inf
 
 import numpy as np
 import torch
@@ -129,6 +130,21 @@ class Columns:
     block: Callable[[int, int], Tensor]
     sign: int = 1
 
+    def split(self, fitting: int, apart: bool) -> list[tuple[int, int, ColumnLayout, int]]:
+        """Return start, stop, layout and first draw of blocks of at most ``fitting`` columns.
+
+        Draws are compared with each other in one block, unless their sums are kept ``apart`` and they do not fit.
+        """
+        layout = self.layout
+        if layout.draws and (not apart or layout.total <= fitting):
+            return [(0, layout.total, layout, 0)]
+        fixed = [(start, min(start + fitting, layout.fixed)) for start in range(0, layout.fixed, fitting)]
+        drawn = [(each.start, each.stop) for each in layout.make_group_slices()]
+        return [
+            *((start, stop, ColumnLayout(stop - start), 0) for start, stop in fixed),
+            *((start, stop, ColumnLayout(0, 1, layout.size), n) for n, (start, stop) in enumerate(drawn)),
+        ]
+
 
 @dataclass(frozen=True)
 class ExampleRNG:
@@ -140,19 +156,36 @@ class ExampleRNG:
 
     def draw_uniform(self, examples: int, *shape: int) -> Tensor:
         """Return numbers in [0, 1), ``(examples, *shape)``."""
+        return torch.from_numpy(np.stack([each.random(shape) for each in self._make_generators(examples)]))
+
+    def _make_generators(self, examples: int) -> list[np.random.Generator]:
         numbers = range(self.first, self.first + examples) if self.places is None else self.places.tolist()
-        each = [np.random.Generator(np.random.Philox(key=[self.seed, n])).random(shape) for n in numbers]
-        return torch.from_numpy(np.stack(each))
+        return [np.random.Generator(np.random.Philox(key=[self.seed, n])) for n in numbers]
+
+    def iterate_negative(self, examples: int, *shape: int) -> Iterator[Tensor]:
+        """Yield where the signs of one draw after the other are -1, ``(examples, *shape)``.
+
+        The signs are those of :meth:`draw_signs` for all draws together, which for a large vocabulary would take more
+        memory than the columns.
+        """
+        each = self._make_generators(examples)
+        while True:
+            yield torch.from_numpy(np.stack([generator.random(shape) < 0.5 for generator in each]))
 
     def draw_signs(self, examples: int, *shape: int) -> Tensor:
         """Return 1 or -1 with equal probability, ``(examples, *shape)``."""
         return torch.where(self.draw_uniform(examples, *shape) < 0.5, -1.0, 1.0).double()
 
 
-def make_columns(curvature: Curvature, plan: ColumnPlan, dice: ExampleRNG) -> list[Columns]:
-    """Return the columns of a batch, in two sets if the curvature has negative parts."""
+def make_columns(
+    curvature: Curvature, plan: ColumnPlan, dice: ExampleRNG, dtype: torch.dtype | None = None
+) -> list[Columns]:
+    """Return the columns of a batch, in two sets if the curvature has negative parts.
+
+    Random ones of a softmax, which may have many classes, are rounded one by one to ``dtype`` if one is given.
+    """
     if isinstance(curvature, SoftmaxCurvature):
-        return [_make_softmax_columns(curvature, plan, dice)]
+        return [_make_softmax_columns(curvature, plan, dice, dtype)]
     if isinstance(curvature, DiagonalCurvature):
         return [_make_diagonal_columns(curvature.values, plan, dice)]
     sets = [_make_root_columns(curvature.columns, plan, dice, 1)]
@@ -166,13 +199,14 @@ def wrap_columns(columns: Tensor, layout: ColumnLayout, sign: int = 1) -> Column
     return Columns(layout, lambda start, stop: columns[start:stop], sign)
 
 
-def can_join_columns(sets: Sequence[Columns], device: torch.device) -> bool:
-    """Return whether sets of columns are propagated in one pass.
+def can_join_columns(sets: Sequence[Columns], device: torch.device, fitting: float = inf) -> bool:
+    """Return whether sets of columns are propagated in one pass, if they are at most ``fitting`` together.
 
     On a GPU a pass with one column more takes as long; on a CPU single columns have faster kernels. Random draws are
     compared with each other, so they stay by themselves.
     """
-    return device.type in JOINING and len(sets) > 1 and not any(each.layout.draws for each in sets)
+    is_small = sum(each.layout.total for each in sets) <= fitting
+    return device.type in JOINING and len(sets) > 1 and is_small and not any(each.layout.draws for each in sets)
 
 
 def join_columns(sets: Sequence[Columns]) -> tuple[Tensor, list[slice]]:
@@ -182,13 +216,15 @@ def join_columns(sets: Sequence[Columns]) -> tuple[Tensor, list[slice]]:
     return columns, [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-def _make_softmax_columns(curvature: SoftmaxCurvature, plan: ColumnPlan, dice: ExampleRNG) -> Columns:
+def _make_softmax_columns(
+    curvature: SoftmaxCurvature, plan: ColumnPlan, dice: ExampleRNG, dtype: torch.dtype | None
+) -> Columns:
     classes = curvature.p.shape[-1]
     if plan.kind == "exact" or (plan.kind == "top" and plan.count >= classes - 1 and curvature.p.shape[1] == 1):
         return _make_exact_softmax_columns(curvature)
     if plan.kind == "sampled":
-        return _sample_softmax_columns(curvature, plan.count, dice)
-    return _make_top_softmax_columns(curvature, min(plan.count, classes - 1), dice)
+        return _sample_softmax_columns(curvature, plan.count, dice, dtype)
+    return _make_top_softmax_columns(curvature, min(plan.count, classes - 1), dice, dtype)
 
 
 def compute_softmax_root(p: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
@@ -239,45 +275,79 @@ def _compute_class_column(p: Tensor, index: Tensor) -> Tensor:
     return torch.zeros_like(p).scatter_(-1, index.unsqueeze(-1), 1.0) - p
 
 
-def _mix_class_columns(p: Tensor, part: Tensor, signs: Tensor) -> Tensor:
+def _mix_class_columns(p: Tensor, part_root: Tensor, negative: Tensor) -> Tensor:
     r"""Return one column for many classes: :math:`\sum_k \epsilon_k \sqrt{q_k} (e_k - p)` with random signs.
 
-    ``part`` holds the masses q of these classes. The expected outer product is the sum over the classes' columns.
-    Drawing a single class y ~ p instead is unbiased too, but at a trained minimum nearly every draw is the most likely
-    class, whose column is nearly zero: large values are rare, and error estimates miss them. The relative scatter of
-    signs does not depend on how confident the network is.
+    ``part_root`` holds the roots of the masses q of these classes, ``negative`` says where signs are -1. The expected
+    outer product is the sum over the classes' columns. Drawing a single class y ~ p instead is unbiased too, but at a
+    trained minimum nearly every draw is the most likely class, whose column is nearly zero: large values are rare, and
+    error estimates miss them. The relative scatter of signs does not depend on how confident the network is.
     """
-    root = part.sqrt() * signs
-    return root - p * root.sum(-1, keepdim=True)
+    root = torch.where(negative, -part_root, part_root)
+    root -= p * root.sum(-1, keepdim=True)
+    return root
 
 
-def _sample_softmax_columns(curvature: SoftmaxCurvature, draws: int, dice: ExampleRNG) -> Columns:
+def _write_columns(
+    curvature: SoftmaxCurvature,
+    iterate: Callable[[], Iterator[Tensor]],
+    layout: ColumnLayout,
+    dtype: torch.dtype | None,
+) -> Columns:
+    """Return columns that are made when they are asked for, one after the other."""
+    p, following, done = curvature.p, iterate(), 0
+
+    def make_block(start: int, stop: int) -> Tensor:
+        nonlocal following, done
+        if start < done:
+            following, done = iterate(), 0
+        found = torch.empty(stop - start, *p.shape, dtype=dtype or p.dtype, device=p.device)
+        for number, column in enumerate(islice(following, start - done, stop - done)):
+            found[number] = column
+        done = stop
+        return curvature.reshape_to_outputs(found)
+
+    return Columns(layout, make_block)
+
+
+def _sample_softmax_columns(
+    curvature: SoftmaxCurvature, draws: int, dice: ExampleRNG, dtype: torch.dtype | None
+) -> Columns:
     # Signs of different positions are independent, so one column covers all of them.
-    p = curvature.p
-    signs = dice.draw_signs(p.shape[0], draws, *p.shape[1:]).to(p).transpose(0, 1)
-    scale = (curvature.mass / draws).sqrt().unsqueeze(-1)
-    columns = torch.stack([_mix_class_columns(p, p, sign) * scale for sign in signs])
-    return wrap_columns(curvature.reshape_to_outputs(columns), ColumnLayout(0, draws, 1))
+    p, scale = curvature.p, (curvature.mass / draws).sqrt().unsqueeze(-1)
+
+    def iterate_columns() -> Iterator[Tensor]:
+        root = p.sqrt()
+        for negative in dice.iterate_negative(*p.shape):
+            yield _mix_class_columns(p, root, negative.to(p.device)) * scale
+
+    return _write_columns(curvature, iterate_columns, ColumnLayout(0, draws, 1), dtype)
 
 
-def _make_top_softmax_columns(curvature: SoftmaxCurvature, count: int, dice: ExampleRNG) -> Columns:
+def _make_top_softmax_columns(
+    curvature: SoftmaxCurvature, count: int, dice: ExampleRNG, dtype: torch.dtype | None
+) -> Columns:
     p, scale = curvature.p, curvature.mass.sqrt().unsqueeze(-1)
     examples, positions, classes = p.shape
     top = p.topk(count, -1)
-    kept = [
-        _compute_class_column(p, top.indices[..., k]) * top.values[..., k, None].sqrt() * scale for k in range(count)
-    ]
-    rest = p.scatter(-1, top.indices, 0.0)
-    signs = dice.draw_signs(examples, DRAWS, positions, classes + count).to(p).transpose(0, 1)
-    tails = [_mix_class_columns(p, rest, sign[..., :classes]) * scale / DRAWS**0.5 for sign in signs]
-    if positions == 1:
-        return wrap_columns(curvature.reshape_to_outputs(torch.stack(kept + tails)), ColumnLayout(count, DRAWS, 1))
-    # The kept columns of different positions can be added too, with their own signs for every draw.
-    columns = []
-    for sign, tail in zip(signs, tails, strict=True):
-        columns += [column * sign[..., classes + k, None] / DRAWS**0.5 for k, column in enumerate(kept)]
-        columns.append(tail)
-    return wrap_columns(curvature.reshape_to_outputs(torch.stack(columns)), ColumnLayout(0, DRAWS, count + 1))
+
+    def compute_kept(k: int) -> Tensor:
+        return _compute_class_column(p, top.indices[..., k]) * top.values[..., k, None].sqrt() * scale
+
+    def iterate_columns() -> Iterator[Tensor]:
+        if positions == 1:
+            yield from map(compute_kept, range(count))
+        root = p.scatter(-1, top.indices, 0.0).sqrt()
+        for each in dice.iterate_negative(examples, positions, classes + count):
+            negative = each.to(p.device)
+            # The kept columns of different positions can be added too, with their own signs for every draw.
+            for k in range(count if positions > 1 else 0):
+                column = compute_kept(k) / DRAWS**0.5
+                yield torch.where(negative[..., classes + k, None], -column, column)
+            yield _mix_class_columns(p, root, negative[..., :classes]) * scale / DRAWS**0.5
+
+    layout = ColumnLayout(count, DRAWS, 1) if positions == 1 else ColumnLayout(0, DRAWS, count + 1)
+    return _write_columns(curvature, iterate_columns, layout, dtype)
 
 
 def _make_diagonal_columns(values: Tensor, plan: ColumnPlan, dice: ExampleRNG) -> Columns:

@@ -18,7 +18,6 @@ from saltflat.engine.output_curvature import (
     can_join_columns,
     join_columns,
     make_columns,
-    wrap_columns,
 )
 from saltflat.engine.precision import TF32_ROUNDING, use_precision
 from saltflat.engine.problem import cast_targets, is_finite
@@ -171,42 +170,42 @@ class Sweep:
         if inputs not in self.column_counts:
             single = batch.cut(0, 1)
             with torch.no_grad():
-                outputs = self.problem.network(single).double()
-            self.problem.loss.check(outputs, cast_targets(single.targets))
+                outputs = self.problem.network(single)
+            self.problem.loss.check(outputs.double(), cast_targets(single.targets))
             columns = [each for _, each in self._make_column_sets(outputs, single)]
             count = sum if can_join_columns(columns, outputs.device) else max
             self.column_counts[inputs] = max(1, count(each.layout.total for each in columns))
         return found.choose_num_examples(batch, self.column_counts[inputs], self.room)
 
-    def _make_column_sets(self, outputs: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
-        """Return the sets of columns that the statistics need."""
-        targets, sets = cast_targets(batch.targets), []
-        kinds = {each.of for each in self.wanted}
+    def _make_column_sets(self, raw: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
+        """Return the sets of columns that the statistics need, which are computed when they are asked for."""
+        loss, targets, kinds = self.problem.loss, cast_targets(batch.targets), {each.of for each in self.wanted}
+        sets = []
         if "curvature" in kinds:
-            curvature = self.problem.loss.curvature(outputs, targets)
-            found = make_columns(curvature, self.context.plan, ExampleRNG(self.context.seed, batch.first, batch.places))
+            dice = ExampleRNG(self.context.seed, batch.first, batch.places)
+            found = make_columns(loss.curvature(raw.double(), targets), self.context.plan, dice, raw.dtype)
             sets += [("curvature", columns) for columns in found]
         if "gradient" in kinds:
-            gradient = self.problem.loss.gradient(outputs, targets)
-            sets.append(("gradient", wrap_columns(gradient.unsqueeze(0), ColumnLayout(fixed=1))))
+            block = lambda start, stop: loss.gradient(raw.double(), targets).unsqueeze(0)  # noqa: E731
+            sets.append(("gradient", Columns(ColumnLayout(fixed=1), block)))
         return sets
 
     def _add_chunk(self, batch: Batch, found: Probe, strategy: str | None = None) -> None:
         raw, backward = found.forward(self.problem, batch, strategy)
         self.context.check_uncoupled(batch, raw, 0.0 if self.precision == "ieee" else TF32_ROUNDING)
-        outputs, targets = raw.double(), cast_targets(batch.targets)
-        self.problem.loss.check(outputs, targets)
-        sums = [part(outputs, targets).double().sum() for part in (self.problem.loss.total, self.problem.loss.share)]
+        targets, of = cast_targets(batch.targets), self.problem.loss
+        # Arrays of all outputs in float64, which a large vocabulary makes large, are let go as soon as possible.
+        of.check(raw.double(), targets)
+        sums = [part(raw.double(), targets).double().sum() for part in (of.total, of.share)]
         loss, share = torch.stack(sums).tolist()  # in one answer, since a GPU has to be waited for
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"Expected a finite loss, but got NaN or infinity on examples {batch.first} to "
                 f"{batch.first + batch.examples - 1}. Check these targets."
             )
-        sets = self._make_column_sets(outputs, batch)
-        every, fitting = [columns for _, columns in sets], found.choose_num_columns(batch.examples, self.room)
-        if can_join_columns(every, raw.device) and sum(each.layout.total for each in every) <= fitting:
-            joined, parts = join_columns(every)
+        sets, fitting = self._make_column_sets(raw, batch), found.choose_num_columns(batch.examples, self.room)
+        if can_join_columns([each for _, each in sets], raw.device, fitting):
+            joined, parts = join_columns([each for _, each in sets])
             takers = [self._make_collector(kind, each.layout, each.sign, batch) for kind, each in sets]
 
             def emit(name: str, form: FactoredGradient) -> None:
@@ -215,25 +214,24 @@ class Sweep:
 
             backward(joined.to(raw), emit, True)
             sets = []
-        for number, (kind, columns) in enumerate(sets):
-            layout = columns.layout
-            self.draws = max(self.draws, layout.draws)
-            # Random draws are compared with each other, so they stay in one block.
-            step = layout.total if layout.draws else fitting
-            for start in range(0, layout.total, step):
-                stop = min(start + step, layout.total)
-                last = number == len(sets) - 1 and stop == layout.total
-                block = ColumnLayout(stop - start) if not layout.draws else layout
-                collect = self._make_collector(kind, block, columns.sign, batch)
-                backward(columns.block(start, stop).to(raw), collect, last)
+        while sets:
+            kind, columns = sets.pop(0)
+            total, sign, self.draws = columns.layout.total, columns.sign, max(self.draws, columns.layout.draws)
+            for start, stop, block, first in columns.split(fitting, self.replicate):
+                values, ends = columns.block(start, stop).to(raw), stop == total
+                if ends:
+                    del columns
+                backward(values, self._make_collector(kind, block, sign, batch, first), ends and not sets)
         self.seen[self.group].loss += loss
         self.seen[self.group].share += share
-        self._record_chunk(batch, outputs, targets)
+        self._record_chunk(batch, raw.double(), targets)
 
     def _record_chunk(self, batch: Batch, outputs: Tensor, targets: Tensor) -> None:
         """Handle a chunk that was added; for subclasses."""
 
-    def _make_collector(self, kind: str, layout: ColumnLayout, sign: int, batch: Batch) -> per_example.Emit:
+    def _make_collector(
+        self, kind: str, layout: ColumnLayout, sign: int, batch: Batch, first_draw: int = 0
+    ) -> per_example.Emit:
         def emit(name: str, form: FactoredGradient) -> None:
             self.emitted += 1
             if name not in self.sites:
@@ -245,7 +243,7 @@ class Sweep:
                 if each.kind == "example":
                     self.rows[each.name].append((name, batch.example_indices, each.total(form, site).double()))
                 elif layout.draws and self.replicate:
-                    self._add_draws(each, name, form, layout, sign)
+                    self._add_draws(each, name, form, layout, sign, first_draw)
                 else:
                     _accumulate(self._get_current_sums(each), name, each.total(form, site), sign)
                     if layout.draws and each.spread is not None:
@@ -258,13 +256,13 @@ class Sweep:
         return sums[self.group if len(sums) > 1 else 0]
 
     def _add_draws(
-        self, statistic: Statistic, name: str, form: FactoredGradient, layout: ColumnLayout, sign: int
+        self, statistic: Statistic, name: str, form: FactoredGradient, layout: ColumnLayout, sign: int, first: int
     ) -> None:
         site, parts, sums = self.sites[name], self.parts[statistic.name], self._get_current_sums(statistic)
         if layout.fixed:
             _accumulate(sums, name, statistic.total(form.select_columns(slice(layout.fixed)), site), sign)
-        parts += [{} for _ in range(layout.draws - len(parts))]
-        for part, group in zip(parts, layout.make_group_slices(), strict=True):
+        parts += [{} for _ in range(first + layout.draws - len(parts))]
+        for part, group in zip(parts[first : first + layout.draws], layout.make_group_slices(), strict=True):
             value = statistic.total(form.select_columns(group), site)
             _accumulate(part, name, value, sign)
             _accumulate(sums, name, value, sign)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 import saltflat
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
-from saltflat.engine.output_curvature import ExampleRNG, compute_softmax_root, make_columns, parse_column_plan
+from saltflat.engine.output_curvature import Columns, ExampleRNG, compute_softmax_root, make_columns, parse_column_plan
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -195,3 +197,68 @@ def test_as_many_top_classes_as_there_are_is_exact() -> None:
         for c in ("exact", "top:11")
     )
     torch.testing.assert_close(dict(top), dict(exact), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("columns", ["sampled:3", "top:2", "exact"])
+@pytest.mark.parametrize("shape", [(3, 5), (3, 4, 5)], ids=["one position", "several positions"])
+def test_columns_made_one_after_the_other_are_those_made_at_once(columns: str, shape: tuple[int, ...]) -> None:
+    outputs = torch.randn(shape, dtype=torch.float64, generator=generator())
+    curvature = CrossEntropy().curvature(outputs, outputs.argmin(-1))
+    plan, dice = parse_column_plan(columns), ExampleRNG(7, 2)
+    (whole,) = make_columns(curvature, plan, dice)
+    (parts,) = make_columns(curvature, plan, dice, torch.float32)
+    at_once = whole.block(0, whole.layout.total)
+    blocks = parts.split(1, apart=True)
+    assert sum(layout.draws for *_, layout, _ in blocks) == whole.layout.draws
+    each = [parts.block(start, stop).float() for start, stop, *_ in blocks]
+    assert torch.equal(torch.cat(each), at_once.float())
+    assert torch.equal(parts.block(0, 1).float(), at_once[:1].float())  # from the beginning again
+    assert whole.split(1, apart=False) == [(0, whole.layout.total, whole.layout, 0)] or not whole.layout.draws
+
+
+def test_the_signs_of_draws_are_those_of_all_draws_together() -> None:
+    dice = ExampleRNG(3, 5, torch.tensor([4, 1]))
+    signs = dice.draw_signs(2, 3, 4, 5)
+    found = [next(each) for each in [dice.iterate_negative(2, 4, 5)] for _ in range(3)]
+    assert torch.equal(torch.stack(found, 1), signs < 0)
+
+
+@pytest.mark.parametrize("columns", ["sampled:3", "top:2"])
+def test_draws_that_do_not_fit_together_give_the_same_numbers(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    split = Columns.split
+
+    def count_blocks(*arguments: Any, **options: Any) -> Any:
+        blocks = split(*arguments, **options)
+        counts.append(len(blocks))
+        return blocks
+
+    monkeypatch.setattr(Columns, "split", count_blocks)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(400, 4), nn.Linear(4, 400)).double()
+    tokens = torch.randint(400, (6, 8), generator=generator())
+    names = ["hessian_trace", "normalized_sharpness"]
+    fast: dict[str, Any] = {"certificate": False, "sampling": False}
+    roomy, tight = (
+        saltflat.measure(net, (tokens, tokens), measures=names, columns=columns, memory=memory, **fast)
+        for memory in ("1GiB", "300kB")
+    )
+    assert min(counts) == 1  # with room, and for gradients
+    assert max(counts) > 1
+    for name in names:
+        assert float(tight[name]) == pytest.approx(float(roomy[name]), rel=1e-10)
+        assert tight[name].stderr == pytest.approx(roomy[name].stderr, rel=1e-7)
+
+
+@pytest.mark.parametrize("columns", ["sampled:8", "top:4"])
+def test_random_numbers_of_a_vocabulary_are_drawn_for_one_column_at_a_time(columns: str) -> None:
+    outputs = torch.randn(1, 2, 20_000, dtype=torch.float64, generator=generator())
+    curvature = CrossEntropy().curvature(outputs, outputs.argmin(-1))
+    (found,) = make_columns(curvature, parse_column_plan(columns), ExampleRNG(0, 0), torch.float32)
+    tracemalloc.start()
+    try:
+        found.block(0, found.layout.total)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * outputs.numel() * outputs.element_size()  # numpy's numbers and truth values of one draw
