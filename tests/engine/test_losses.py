@@ -192,17 +192,26 @@ def test_likelihoods_of_log_probabilities_are_cross_entropies_of_logits(options:
     assert found.loss == pytest.approx(float(wanted), rel=1e-12)
 
 
-def test_measures_of_log_probabilities_are_those_of_logits() -> None:
-    names = ["hessian_trace", "normalized_sharpness", "fisher_trace", "hessian_top_eigenvalue", "kappa"]
-    model, twin = net(nn.LogSoftmax(1)).float(), net().float()
-    data = examples()[0].float(), examples()[1]
+@pytest.mark.parametrize("columns", ["exact", "top:2", "sampled:4"])
+def test_measures_of_log_probabilities_are_those_of_logits(columns: str) -> None:
+    names = ["quick", "hessian_top_eigenvalue", "kappa"] if columns == "exact" else ["quick"]
+    model, twin = net(nn.LogSoftmax(1)), net()
     one, other = (
-        saltflat.measure(each, data, loss, names, certificate=False, dtype=torch.float64)
+        saltflat.measure(each, examples(), loss, names, columns=columns)
         for each, loss in ((model, nn.NLLLoss()), (twin, "cross_entropy"))
     )
-    for name in names:
-        assert one[name].value > 0
-        assert one[name].value == pytest.approx(other[name].value, rel=1e-9)
+    assert list(one) == list(other)
+    for name, found in other.items():
+        assert one[name].value == pytest.approx(found.value, rel=1e-9)
+        errors = [(each.stderr, each.sampling_stderr) for each in (one[name], found)]
+        ours, theirs = ([-1.0 if error is None else error for error in each] for each in errors)
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)
+        assert found.value > 0
+    assert one.accuracy == other.accuracy
+    assert one.certificate is not None
+    assert other.certificate is not None
+    assert one.certificate["holds"] == other.certificate["holds"]
+    assert one.certificate["gap"] == pytest.approx(other.certificate["gap"], rel=1e-6, abs=1e-12)
 
 
 def test_likelihoods_of_logits_or_probabilities_are_refused() -> None:
