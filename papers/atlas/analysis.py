@@ -146,9 +146,11 @@ def estimate(found: Floats) -> Estimate:
 
 
 def compute_digest(folder: Path) -> str:
-    """Return a digest of what the numbers of a part are computed from, this file included."""
+    """Return a digest of what the numbers of a part are computed from: its files, and the atlas' own code."""
     names = ["study.json", "rows.tar.xz", *(f"{name}.json" for name in (*PASSES, "costs"))]
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest = hashlib.sha256(
+        b"".join(Path(__file__).with_name(name).read_bytes() for name in ("analysis.py", "parts.py"))
+    )
     for path in (folder / name for name in names):
         digest.update(f"{path.name}\0".encode() + (path.read_bytes() if path.exists() else b"") + b"\0")
     return digest.hexdigest()

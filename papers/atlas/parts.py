@@ -176,6 +176,6 @@ def shrink_part(part: Part) -> Part:
         axes, seeds = {METHOD: methods[:2], "width": [2, 4]}, 1
     else:
         axes |= {name: values for name, values in tiny.items() if name in part.axes}
-    stop = {"epochs": 3, "loss": 2.25} if part.arm == "equal-loss" else {"epochs": 2}
+    stop = {"epochs": 3, "loss": 2.35} if part.arm == "equal-loss" else {"epochs": 2}
     settings = {**part.settings, "train_size": 100, "batch_size": 50, "dtype": "float32"}
     return replace(part, axes=axes, settings=settings, stop=stop, seeds=seeds, examples=20)

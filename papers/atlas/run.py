@@ -20,8 +20,9 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,13 @@ from typing import Any
 import torch
 from analysis import PASSES, analyze_part, format_seconds, read_pass, write_pass
 from figures import draw_figures
-from parts import MEASURES, Part, list_parts
+from parts import MEASURES, Part, list_parts, make_small_part
 from tables import write_tables
 from torch import Tensor, nn
 
 import saltflat
 from saltflat.results.files import write_json
-from saltflat.studies import Results, pack_rows
+from saltflat.studies import Examples, Results, pack_rows
 from saltflat.studies.executors import make_executor
 from saltflat.studies.measurement import measure_network
 from saltflat.studies.rebuild import load_trained_network
@@ -99,18 +100,18 @@ def choose_passes(part: Part) -> dict[str, list[int] | None]:
 
 def measure_again(part: Part, results: Results, jobs: int, device: str, data: Path) -> None:
     """Measure networks once more: with BatchNorm folded, rescaled, on other examples, or with normalized logits."""
+    done = {name: read_pass(results.folder / f"{name}.json") for name in choose_passes(part)}
+    tasks = []
     for name, seeds in choose_passes(part).items():
-        path = results.folder / f"{name}.json"
-        done = read_pass(path)
         wanted = [key for key in results.rows if not seeds or results.places[key]["seed"] in seeds]
-        left = [key for key in wanted if key not in done and has_weights(results, key)]
+        left = [key for key in wanted if key not in done[name] and has_weights(results, key)]
         chunks = [left[start : start + CHUNK] for start in range(0, len(left), CHUNK)]
-        tasks = [(part, results, chunk, name, device, data) for chunk in chunks]
-        for found in run_tasks(tasks, jobs):
-            done |= found
-            write_pass(path, done)
-        if left:
-            print(f"{part.name}, {PASSES[name]}: {len(done)} networks", flush=True)
+        tasks += [(part, results, chunk, name, device, data) for chunk in chunks]
+    for name, found in run_tasks(tasks, jobs):
+        done[name] |= found
+        write_pass(results.folder / f"{name}.json", done[name])
+    for name in dict.fromkeys(task[3] for task in tasks):
+        print(f"{part.name}, {PASSES[name]}: {len(done[name])} networks", flush=True)
 
 
 def has_weights(results: Results, key: str) -> bool:
@@ -119,15 +120,16 @@ def has_weights(results: Results, key: str) -> bool:
     return there and results.rows[key].status in ("done", "missed")
 
 
-def run_tasks(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[dict[str, dict[str, float]]]:
-    """Measure chunks of networks, several at a time in processes of their own."""
+def run_tasks(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """Measure chunks of networks, several at a time in processes of their own; yield each pass's name with values."""
     if jobs <= 1 or len(tasks) <= 1:
         for task in tasks:
             yield measure_chunk(*task)
         return
     with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
         try:
-            yield from pool.map(measure_chunk, *zip(*tasks, strict=True))
+            for done in as_completed([pool.submit(measure_chunk, *task) for task in tasks]):
+                yield done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -135,14 +137,21 @@ def run_tasks(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[dict[str,
 
 def measure_chunk(
     part: Part, results: Results, keys: list[str], name: str, device: str, data: Path
-) -> dict[str, dict[str, float]]:
-    """Return the values of all measures of some networks, measured once more."""
-    examples = results.study.data.examples(data)
-    return {key: measure_one_again(part, results, key, name, device, examples) for key in keys}
+) -> tuple[str, dict[str, dict[str, float]]]:
+    """Return the name of a pass, and the values of all measures of some networks in it."""
+    examples = read_examples(part.dataset, data)
+    return name, {key: measure_one_again(part, results, key, name, device, examples) for key in keys}
+
+
+@cache
+def read_examples(dataset: str, data: Path) -> Examples:
+    """Return the examples of all parts on a data set, read once in every process."""
+    found: Examples = make_small_part(dataset, "equal-loss").build_study().data.examples(data)
+    return found
 
 
 def measure_one_again(
-    part: Part, results: Results, key: str, name: str, device: str, examples: Any
+    part: Part, results: Results, key: str, name: str, device: str, examples: Examples
 ) -> dict[str, float]:
     """Return the values of all measures of one network, measured once more."""
     made = load_trained_network(results, key, examples)
@@ -171,7 +180,7 @@ def time_measures(part: Part, results: Results, device: str, data: Path) -> None
     if path.exists() or not rows:
         return
     key = max(rows, key=lambda row: row.outcome.parameters if row.outcome else 0).key
-    made = load_trained_network(results, key, results.study.data.examples(data))
+    made = load_trained_network(results, key, read_examples(part.dataset, data))
     model, inputs, labels = prepare_network(part, made, device)
     options = results.study.measure_options
     initial = None if part.folded else made.initial
