@@ -19,7 +19,7 @@ from saltflat.results.jackknife import Jackknife, compute_student_factor
 from saltflat.results.report import Reading
 
 # Draws are taken to first order if that misses the draw farthest away by at most this part of its distance.
-SHORTFALL = 0.25
+SHORTFALL = 0.1
 # Minima over more numbers average over so many entries that this is not looked at, unless some draw moves them far.
 LARGE, SMALL_SHIFT = 1 << 20, 0.1
 
@@ -130,9 +130,9 @@ def _compute_replicas(
 ) -> list[dict[str, MeasureResult]]:
     """Return the parts of a measure with one draw left out at a time.
 
-    A minimum is not solved again for every draw: its slopes give it to first order. The draw that moves a part most is
-    computed in full, beginning with the part that moves most, and if that shows that first order is not enough, so are
-    the part's other draws.
+    A minimum is not solved again for every draw: its slopes give it to first order. Only the draw that moves the
+    measure most is computed in full. Where first order misses a part of it, that part is computed for all draws, and if
+    it misses the sum of the others, all parts are.
     """
     values = [{name: _get_replicate(each, draw) for name, each in needed.items()} for draw in range(draws)]
     random = {name for name, each in needed.items() if each.replicates is not None}
@@ -144,21 +144,24 @@ def _compute_replicas(
         for each in values
     ]
 
-    def find_shift(name: str, draw: int) -> float:
-        value = float(whole[name].value)
-        return abs(float(replicas[draw][name].value) - value) / (abs(value) or 1.0)
-
-    farthest = {name: max(range(draws), key=lambda draw: find_shift(name, draw)) for name in whole}
-    for name in sorted(whole, key=lambda each: -find_shift(each, farthest[each])):
-        draw, value = farthest[name], float(whole[name].value)
-        guess = float(replicas[draw][name].value)
-        if _count_entries(whole[name]) > LARGE and find_shift(name, draw) <= SMALL_SHIFT:
+    totals = [_combine_parts(request, each) for each in replicas]
+    value = _combine_parts(request, whole)
+    shifts = [abs(each - value) for each in totals]
+    farthest = max(range(draws), key=lambda draw: shifts[draw])
+    if max(map(_count_entries, whole.values())) > LARGE and shifts[farthest] <= SMALL_SHIFT * abs(value):
+        return replicas
+    found = compute_parts(request, values[farthest], shapes)
+    missed = 0.0
+    for name, part in whole.items():
+        own = max(abs(float(each[name].value) - float(part.value)) for each in replicas)
+        shortfall = float(replicas[farthest][name].value) - float(found[name].value)
+        if abs(shortfall) <= SHORTFALL * own:
+            missed += shortfall
             continue
-        found = float(_compute_part(request, values[draw], shapes, name).value)
-        if abs(found - guess) <= SHORTFALL * abs(guess - value):
-            break
-        for each, own in zip(values, replicas, strict=True):
-            own[name] = _compute_part(request, each, shapes, name)
+        for each, there in zip(values, replicas, strict=True):
+            there[name] = _compute_part(request, each, shapes, name)
+    if abs(missed) > SHORTFALL * shifts[farthest]:
+        return [compute_parts(request, each, shapes) for each in values]
     return replicas
 
 

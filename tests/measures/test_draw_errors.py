@@ -52,11 +52,9 @@ def test_errors_over_draws_are_those_of_minima_that_are_solved_again(name: str, 
             model, data, measures=MINIMA, columns=columns, certificate=False, sampling=False, dtype=torch.float64
         )
 
-    with patch.object(apply, "_compute_part", wraps=apply._compute_part) as solved:
-        found = measure()
+    found = measure()
     with patch.object(apply, "SHORTFALL", -1.0):
         expected = measure()
-    assert solved.call_count < 25 + 25  # of each measure and layer once, and once more for a draw
     for each in MINIMA:
         assert found[each].value == expected[each].value
         ratio = found[each].stderr / expected[each].stderr  # type: ignore[operator]
@@ -83,3 +81,13 @@ def test_draws_that_differ_too_much_for_first_order_are_solved_again() -> None:
         exact = function(weight=weight["w"], curvature_diagonal=draw)
         assert isinstance(exact, MeasureResult)
         assert float(part["w"].value) == pytest.approx(float(exact.value), rel=1e-9)
+
+
+def test_draws_that_differ_little_are_not_solved_again() -> None:
+    torch.manual_seed(0)
+    model, data = build_mlp(), (torch.randn(20, 8), torch.arange(20) % 5)
+    with patch.object(apply, "_compute_part", wraps=apply._compute_part) as solved:
+        saltflat.measure(
+            model, data, measures="minimum_unit_sharpness", columns="sampled:8", certificate=False, sampling=False
+        )
+    assert solved.call_count == 2  # with all draws, and without the one that matters most
