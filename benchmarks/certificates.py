@@ -58,7 +58,8 @@ class ConvNextBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         y = self.scale * self.down(self.act(self.up(y)))
-        return x + y.permute(0, 3, 1, 2)
+        outputs: Tensor = x + y.permute(0, 3, 1, 2)
+        return outputs
 
 
 def convnext() -> nn.Module:
@@ -71,21 +72,23 @@ def convnext() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    return ViTForImageClassification(
+    model: nn.Module = ViTForImageClassification(
         ViTConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256, image_size=32,
                   patch_size=4, num_labels=CLASSES)
     )  # fmt: skip
+    return model
 
 
 def gpt2(layers: int = 2, width: int = 64) -> nn.Module:
-    return GPT2LMHeadModel(
+    model: nn.Module = GPT2LMHeadModel(
         GPT2Config(n_layer=layers, n_embd=width, n_head=4, vocab_size=TOKENS, n_positions=64, bos_token_id=0,
                    eos_token_id=0, loss_type="ForCausalLM")
     )  # fmt: skip
+    return model
 
 
 def resnet50() -> nn.Module:
-    model = ResNetForImageClassification(ResNetConfig(num_labels=CLASSES))
+    model: nn.Module = ResNetForImageClassification(ResNetConfig(num_labels=CLASSES))
     norms = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
     for norm in norms:
         norm.momentum = None  # the statistics of the first batches
