@@ -108,7 +108,11 @@ class ExampleTracker(TorchFunctionMode):
                     self.mark(expanded)
                     return expanded
         result = func(*args, **kwargs)
-        if is_separate or (name in EXPANSIONS and self._has_copies(args[0], result)):
+        if name.startswith("new_"):  # of a tensor's type, not of its values
+            is_separate = self._has_examples(result)
+        elif name in EXPANSIONS:
+            is_separate = is_separate or self._has_copies(args[0], result)
+        if is_separate:
             self.mark(result)
             if is_separate and _writes(name):
                 self.mark(args[0])
@@ -125,8 +129,11 @@ class ExampleTracker(TorchFunctionMode):
 
     def _has_copies(self, value: Tensor, result: Tensor) -> bool:
         """Return whether a constant was expanded to a copy for each example, such as the positions of tokens."""
-        is_new = value.dim() < result.dim() or value.shape[0] == 1
-        return is_new and result.dim() > 0 and result.shape[0] == self.examples
+        return self._has_examples(result) and (value.dim() < result.dim() or value.shape[0] == 1)
+
+    def _has_examples(self, value: Tensor) -> bool:
+        """Return whether the first axis of a constant may count the examples."""
+        return value.dim() > 0 and value.shape[0] == self.examples
 
     def _combine(self, name: str, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on common values and on others that depend on the examples."""

@@ -54,6 +54,12 @@ def bias_attention(net: Any, x: Tensor) -> Any:
     return F.scaled_dot_product_attention(heads, heads, heads, net.bias).squeeze(1)
 
 
+def bias_by_new_tensors(net: Any, x: Tensor) -> Any:
+    bias = net.bias + x.new_zeros(LENGTH, LENGTH).fill_(0.5)
+    positions = net.positions * x.new_ones(len(x), 1, WIDTH)
+    return (x @ x.mT + bias).softmax(-1) @ (x + positions)
+
+
 def add_network_of_positions(net: Any, x: Tensor) -> Any:
     places = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
     return x + net.second(net.first(places).tanh())
@@ -119,6 +125,10 @@ NETS: dict[str, tuple[Function, Parts]] = {
     "relative positions of windows": (bias_windows, lambda: {"table": draw(3)}),
     "relative positions looked up by a layer": (bias_positions, lambda: {"far": nn.Embedding(5, 1)}),
     "bias of attention": (bias_attention, lambda: {"bias": draw(LENGTH, LENGTH)}),
+    "new tensors of a type": (
+        bias_by_new_tensors,
+        lambda: {"bias": draw(LENGTH, LENGTH), "positions": draw(1, LENGTH, WIDTH)},
+    ),
     "network of positions": (
         add_network_of_positions,
         lambda: {"first": nn.Linear(1, 3), "second": nn.Linear(3, WIDTH)},
