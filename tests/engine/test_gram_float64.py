@@ -194,13 +194,15 @@ def test_the_copy_is_announced_with_the_results() -> None:
     without, with_certificate = (
         {
             name: saltflat.measure(net, data, measures=name, certificate=certificate).settings["results_bytes"]
-            for name in ("fisher_frobenius", SHORT)
+            for name in ("hessian_trace", SHORT)
         }
         for certificate in (False, True)
     )
-    # The certificate has such a copy, too, after this one is gone.
-    assert with_certificate["fisher_frobenius"] - without["fisher_frobenius"] == 2 * size
+    # The certificate, made where a measure depends on it, has such a copy, too, after this one is gone.
+    assert with_certificate["hessian_trace"] - without["hessian_trace"] == 2 * size
     assert with_certificate[SHORT] == without[SHORT]
+    both = saltflat.measure(net, data, measures=[SHORT, "hessian_trace"])
+    assert both.settings["results_bytes"] == without[SHORT]
 
 
 def test_networks_measured_in_a_row_have_the_readings_they_have_alone() -> None:

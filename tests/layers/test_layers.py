@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CASES
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import saltflat
 from saltflat import layers
@@ -188,4 +189,6 @@ def test_kernels_for_many_columns_compute_what_patches_do(
     double = module.double()
     slow = compute(convolution.factor_convolution(double, x.double(), g.double()))
     assert quick.pop() == tuple(size // 2 for size in slow.pop())
-    torch.testing.assert_close(quick, slow, check_dtype=False, rtol=1e-4, atol=1e-4)
+    for ours, exact in zip(tree_leaves(quick), tree_leaves(slow), strict=True):  # sums may cancel
+        largest = 0.0 if exact is None else float(exact.abs().max())
+        torch.testing.assert_close(ours, exact, check_dtype=False, rtol=0, atol=1e-5 * largest)

@@ -95,7 +95,7 @@ VARIED: dict[str, list[dict[str, Any]]] = {
     "random subsets": [{"train_subset": "random", "train_size": 18, "confusion": 4, "seed": s} for s in (0, 1)],
     "warm-up": [{"warmup": 0.0}, {"warmup": 1.5}, {"warmup": 2, "schedule": "cosine"}],
     "plateau": [
-        {"schedule": "plateau", "patience": patience, "decay": 0.3, "lr": 2.0, "epochs": 8, "momentum": 0.9}
+        {"schedule": "plateau", "patience": patience, "decay": 0.3, "lr": 0.3, "epochs": 8, "momentum": 0.9}
         for patience in (0, 1, 30)
     ],
     "one batch": [{"batch_size": 100, "seed": 0}, {"batch_size": 100, "seed": 1}],
