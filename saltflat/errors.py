@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -107,6 +107,17 @@ def format_error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
+def _find_closest(name: str, names: Sequence[str]) -> str:
+    """Return the name meant, most likely: the one whose initials or beginning it is, else the most similar one.
+
+    >>> _find_closest("ce", ["bce_with_logits", "cross_entropy", "mse"])
+    'cross_entropy'
+    """
+    initials = [each for each in names if name == "".join(word[:1] for word in each.split("_")) and "_" in each]
+    begun = [each for each in names if name and each.startswith(name)]
+    return [*initials, *begun, *get_close_matches(name, names, n=1, cutoff=0.0)][0]
+
+
 def make_unknown_name_error(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """Return the error for a name that does not exist, which suggests the closest match.
 
@@ -116,7 +127,7 @@ def make_unknown_name_error(kind: str, name: object, known: Iterable[str]) -> Un
     names = sorted(known)
     if not names:
         return UnknownNameError(f"Expected no {kind}, but got {name!r}. Try leaving it out.")
-    closest = get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
+    closest = _find_closest(str(name), names)
     listed = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
     expected = f"one of {listed}" if len(names) > 1 else listed
     return UnknownNameError(f"Expected {expected}, but got the {kind} {name!r}. Try {closest!r}.")

@@ -267,6 +267,20 @@ def prepare_data(data: Data) -> Data:
     """Return the data in a form that yields the same examples in every reading, or raise an error that says why not."""
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=128)
+    if isinstance(data, str):
+        raise DataError(
+            "Expected a DataLoader, a pair of tensors (inputs, targets) or a list of batches, but got the text "
+            f"{data!r}. Try saltflat.datasets.read_data, which reads data by name."
+        )
+    if isinstance(data, Tensor):
+        raise DataError(
+            f"Expected inputs with targets, but got one tensor of shape {tuple(data.shape)}. Try passing a pair of "
+            "tensors (inputs, targets)."
+        )
+    if isinstance(data, tuple | list) and any(type(part).__name__ == "ndarray" for part in data):
+        raise DataError(
+            "Expected a pair of tensors (inputs, targets), but got NumPy arrays. Try torch.from_numpy(array) for each."
+        )
     if not isinstance(data, Iterable):
         raise DataError(
             "Expected a DataLoader, a pair of tensors (inputs, targets) or a list of batches, but got data of type "

@@ -114,9 +114,11 @@ class CrossEntropy(Loss):
                 return 1
             if targets.shape == outputs.shape[:-1]:
                 return last
+        # Real targets are converted to the precision in use, so their own type is not known here.
+        kind = "floating-point" if targets.is_floating_point() else str(targets.dtype).removeprefix("torch.")
         raise LabelError(
             "Expected integer class numbers, one for each position of the outputs, or probabilities of the outputs' "
-            f"shape, but got targets of type {targets.dtype} and shape {format_shape(targets)} for outputs of shape "
+            f"shape, but got {kind} targets of shape {format_shape(targets)} for outputs of shape "
             f"{format_shape(outputs)}. Try passing class numbers as torch.long."
         )
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
+from os import PathLike
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -278,10 +279,9 @@ def _check_no_transforms() -> None:
 def check_module(model: nn.Module) -> None:
     """Check that the model is a module, and not a wrapper for data-parallel training."""
     if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"Expected a torch.nn.Module, but got a model of type {type(model).__name__}. Try wrapping the function "
-            "in one."
-        )
+        loads = isinstance(model, str | PathLike | Mapping)  # a checkpoint, or the weights from one
+        hint = "building the model and loading the weights into it" if loads else "wrapping the function in one"
+        raise ModelError(f"Expected a torch.nn.Module, but got a model of type {type(model).__name__}. Try {hint}.")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ModelError(
             f"Expected the model itself, but got the wrapper {type(model).__name__}. Try passing model.module."

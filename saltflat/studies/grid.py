@@ -221,7 +221,7 @@ def _find_name_problems(study: Study, takers: Mapping[str, ConfigurableFunction]
                 problems.append(
                     f"Expected {other!r}, but got {name!r}. Try {other}."
                     if other in known
-                    else str(make_unknown_name_error(f"setting or argument of {taker.what}", name, known))
+                    else str(make_unknown_name_error(f"setting or argument of {taker.what}:", name, known))
                 )
         for name in taker.required_names:
             if name not in given:

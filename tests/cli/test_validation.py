@@ -30,6 +30,9 @@ def test_an_unknown_name_raises_an_error_that_suggests_the_closest() -> None:
     said = str(make_unknown_name_error("measure", "measure_9", many))
     assert said.startswith("Expected one of measure_00, measure_01, ")
     assert said.endswith(", ... (20 in all), but got the measure 'measure_9'. Try 'measure_19'.")
+    losses = ["bce_with_logits", "cross_entropy", "mse"]
+    assert str(make_unknown_name_error("loss", "ce", losses)).endswith("the loss 'ce'. Try 'cross_entropy'.")
+    assert str(make_unknown_name_error("loss", "bce", losses)).endswith("the loss 'bce'. Try 'bce_with_logits'.")
     assert str(make_unknown_name_error("gap", 3, ["error"])) == "Expected error, but got the gap 3. Try 'error'."
     assert str(make_unknown_name_error("option", "x", [])) == "Expected no option, but got 'x'. Try leaving it out."
 

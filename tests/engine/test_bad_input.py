@@ -104,6 +104,12 @@ def test_batches_of_the_wrong_make() -> None:
     assert_refused(errors.DataError, "5", "6", data=(X, Y[:5]))
     assert_refused(errors.DataError, "5 targets", data=[(X, Y[:5])])
     assert_refused(errors.DataError, "int", data=3)
+    assert_refused(errors.DataError, "text 'mnist'", "read_data", data="mnist")
+    assert_refused(errors.DataError, "one tensor of shape (6, 4)", "pair", data=X)
+    assert_refused(errors.DataError, "NumPy", "from_numpy", data=(X.numpy(), Y.numpy()))
+    assert_refused(errors.ModelError, "OrderedDict", "loading the weights", model=net().state_dict())
+    assert_refused(errors.ModelError, "str", "loading the weights", model="net.pt")
+    assert_refused(errors.ModelError, "wrapping the function", model=torch.relu)
     assert_refused(errors.DataError, "axis", data=TensorOfOne())
 
 
@@ -156,7 +162,7 @@ def test_a_loss_that_is_not_finite_later_on() -> None:
 def test_labels_that_do_not_fit() -> None:
     assert_refused(errors.LabelError, "0 to 3", "3 classes", data=(X, Y + 1 - (Y == 0).long()))
     assert_refused(errors.LabelError, "-1", data=[(X[:3], Y[:3]), (X[3:], Y[3:] - 1)])
-    assert_refused(errors.LabelError, "type torch.float", data=(X, Y.float()))
+    assert_refused(errors.LabelError, "floating-point targets", "torch.long", data=(X, Y.float()))
     assert_refused(errors.LabelError, "shape", data=(X, torch.zeros(6, 3)[:, :2]), loss="mse")
     assert_refused(errors.LabelError, "(N,)", "(N, 1)", model=nn.Linear(4, 1), data=(X, torch.zeros(6)), loss="mse")
     assert_refused(errors.LabelError, "from 0 to 2", data=(X, Y[:, None].expand(6, 3).float()), loss="bce_with_logits")
