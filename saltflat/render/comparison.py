@@ -38,7 +38,7 @@ class ComparisonTable:
         comparison = self.comparison
         for line in [make_printable(comparison.answer), "", *_format_report_headers(comparison), ""]:
             yield Text(line)
-        compact = False
+        with_differences = with_marks = True
         if not comparison:
             yield Text(EMPTY)
         else:
@@ -48,9 +48,10 @@ class ComparisonTable:
                 else []
             )
             fitting = [table for table in [*tables, _render_tall_table(comparison)] if can_fit(table, console, options)]
-            compact = bool(tables) and bool(fitting) and fitting[0] is tables[1]
+            with_marks = not (tables and fitting and fitting[0] is tables[1])
+            with_differences = bool(fitting) and with_marks
             yield fitting[0] if fitting else Text("\n".join(_format_comparison_lines(comparison)))
-        for line in ["", *_format_comparison_footer(comparison, compact)]:
+        for line in ["", *_format_comparison_footer(comparison, with_differences, with_marks)]:
             yield Text(line)
 
 
@@ -74,13 +75,18 @@ def _format_report_headers(comparison: Comparison) -> list[str]:
     ]
 
 
-def _format_comparison_footer(comparison: Comparison, compact: bool = False) -> list[str]:
+def _format_comparison_footer(
+    comparison: Comparison, with_differences: bool = True, with_marks: bool = True
+) -> list[str]:
+    """Return what could speak against the comparison, and how to read a table with or without differences and ``?``."""
     lines = [f"Careful: {doubt}" for doubt in comparison.doubts] or ["Nothing is known against comparing these."]
     how = "paired: all reports saw the same examples" if comparison.paired else "of independent samples of examples"
     if any(error is not None for contrast in comparison.values() for error in contrast.errors.values()):
         shown = "+- after a difference is its standard error"
-        lines.append(f"{'Verdicts use standard errors of differences' if compact else shown} ({how}).")
-    if not compact and any(contrast.flattest and not contrast.sure for contrast in comparison.values()):
+        lines.append(f"{shown if with_differences else 'Verdicts use standard errors of differences'} ({how}).")
+    if len(comparison.reports) > 2:
+        lines.append(f"Ratios and verdicts compare with the first report, {next(iter(comparison.reports))}.")
+    if with_marks and any(contrast.flattest and not contrast.sure for contrast in comparison.values()):
         lines.append("? by the values alone: some of their errors are unknown")
     return [make_printable(line) for line in lines]
 

@@ -112,7 +112,7 @@ def _is_number_text(text: str) -> bool:
 
 MEANING = {
     "done": "reached the stopping rule",
-    "missed": "did not reach the stopping rule; kept, and flagged",
+    "missed": "did not reach the stopping rule; left out of effects and scores, unless asked for",
     "diverged": "no longer finite; not measured",
     "failed": "ended in an error",
     "missing": "not yet run",

@@ -386,7 +386,8 @@ def _format_notes(axes: Mapping[str, AxisEffects], comparisons: int, unused: Seq
     if axes:
         yield (
             "Each pair of runs differs only in this setting and shares a seed. Intervals: 95 %, over configurations of "
-            "the other settings and over seeds, on the same test examples. They need 3 of either."
+            "the other settings and over seeds, on the same test examples. They need 3 "
+            "configurations or 3 seeds."
         )
     if comparisons:
         yield (
