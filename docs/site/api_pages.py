@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +14,7 @@ from saltflat.measures.registry import MEASURES
 
 # The functions of the top level by what they are for; those that are in no group come last.
 GROUPS = {
-    "Measure": ("measure", "Meter", "Report", "compare", "list_measures", "certify"),
+    "Measure": ("measure", "plan", "Meter", "Report", "compare", "list_measures", "certify"),
     "Statistics and eigenvalues": ("compute_statistics", "compute_eigenvalues", "compute_spectrum"),
     "Rescalings": ("audit_invariance", "find_symmetries", "rescale", "rebalance", "fold"),
     "The loss around the weights": ("compute_landscape", "feature_robustness"),
@@ -142,6 +143,7 @@ def make_directive(name: str) -> list[str]:
 def describe(value: object) -> str:
     """Return the first sentence of a docstring, for a cell of a table."""
     text = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
+    text = re.sub(r":(func|class|mod|meth|data):`~?([^`]*)`", r"`\2`", text)
     return text.replace("``", "`").replace("|", "\\|")
 
 

@@ -104,7 +104,10 @@ def certify(
     mode: str = "eval",
     memory: str | int = "1GiB",
 ) -> Certificate:
-    """Compare v'Hv with v'Gv for a random direction v of every parameter, in float64, on the first few examples.
+    """Check whether the Gauss-Newton matrix G is the Hessian H within each parameter, on the first few examples.
+
+    Compares v'Hv with v'Gv in float64, for a random direction v of every parameter. To bound the error on new data,
+    see :func:`saltflat.certify_error`.
 
     Args:
         model: any module; it is not changed.

@@ -58,8 +58,10 @@ def measure(
             ``"all"``; or some of these, such as ``["quick", "kappa"]``. What only a preset asks for and this model does
             not allow is left out, and the report says why. :func:`saltflat.list_measures` lists the measures and their
             cost.
-        columns: ``"exact"``, ``"top"`` or ``"sampled"``: how the loss's curvature is taken; see
-            :mod:`saltflat.engine.output_curvature`.
+        columns: how the loss's curvature is taken, which costs a backward pass for each column: ``"exact"``; ``"top"``,
+            the few likeliest classes exactly and random columns for the rest; or ``"sampled"``, random columns alone.
+            With many classes the last two cost less; they come with standard errors. ``"top:5"`` and ``"sampled:16"``
+            choose their numbers.
         layers: names of modules or parameters to measure; all parameters that require a gradient if None.
         memory: working memory beyond the model and the results, such as ``"512MiB"``.
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None.

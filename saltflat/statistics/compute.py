@@ -91,8 +91,9 @@ def compute_statistics(
             ``loss(outputs, targets)``, which is called on one example at a time.
         names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``unit_forms``, ``unit_trace``,
             ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
-        columns: ``"exact"``, ``"top"`` (or ``"top:5"``) or ``"sampled"`` (or ``"sampled:16"``); see
-            :mod:`saltflat.engine.output_curvature`.
+        columns: how the loss's curvature is taken, which costs a backward pass for each column: ``"exact"``; ``"top"``
+            (or ``"top:5"``), the likeliest classes exactly and random columns for the rest; or ``"sampled"`` (or
+            ``"sampled:16"``), random columns alone.
         layers: names of modules or parameters; all parameters that require a gradient if None.
         memory: working memory beyond the model and the results, such as ``"512MiB"``; large batches are cut to fit.
         dtype: ``torch.float32`` or ``torch.float64`` to work in; the model's own if None. Sums are kept in float64
