@@ -1,4 +1,4 @@
-"""Certify the error of a network: "with probability 95 %, it errs on new data at most ...".
+"""Certify the error of a network: "with probability 95 %, it errs on at most ... % of new data".
 
 A network is trained on two thirds of the handwritten digits and certified on the rest, which it has not seen. It is its
 own prior, so a plain test on the rest says more about it. A network that has learned from all digits cannot be tested
