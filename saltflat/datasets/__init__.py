@@ -33,6 +33,7 @@ from saltflat.errors import DataError, OptionError, make_unknown_name_error
 from saltflat.results.files import parse_path
 
 SPLITS = ("train", "test")
+DATA_FOLDER = "data"  # of named data sets, unless SALTFLAT_DATA names another
 SCALES = ("none", "half", "standard")
 
 
@@ -66,6 +67,11 @@ def register_reader(reader: Reader) -> Reader:
     return reader
 
 
+def find_data_folder() -> Path:
+    """Return the folder of named data sets where none is given: that of ``SALTFLAT_DATA``, or ``data``."""
+    return Path(os.environ.get("SALTFLAT_DATA") or DATA_FOLDER)
+
+
 def find_reader(name: str) -> Reader:
     """Return the reader with this name."""
     if name not in READERS:
@@ -75,7 +81,7 @@ def find_reader(name: str) -> Reader:
 
 def read_data(
     source: str,
-    folder: str | Path = "data",
+    folder: str | Path | None = None,
     split: str | None = None,
     skip: int = 0,
     limit: int | None = None,
@@ -87,7 +93,8 @@ def read_data(
         source: the name of a data set (``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``); a file
             ``.npz`` or ``.safetensors`` with the arrays ``inputs`` (or ``x``) and ``targets`` (or ``y``); or
             ``package.module:factory``, a callable that returns any data :func:`saltflat.measure` accepts.
-        folder: the folder of named data sets, laid out as by torchvision (its ``root``).
+        folder: the folder of named data sets, laid out as by torchvision (its ``root``); if None, the one that the
+            environment variable ``SALTFLAT_DATA`` names, or ``data``.
         split: ``"train"`` (if None) or ``"test"``, for a named data set.
         skip: the number of examples to skip at the beginning.
         limit: the largest number of examples to return after that; all if None.
@@ -119,7 +126,7 @@ def read_data(
     named = find_reader(source)
     if split is not None and split not in SPLITS:
         raise make_unknown_name_error("split", split, SPLITS)
-    inputs, labels = select_examples(named.read(Path(folder), split or "train"), skip, limit)
+    inputs, labels = select_examples(named.read(Path(folder or find_data_folder()), split or "train"), skip, limit)
     return _scale_inputs(inputs, named, normalize), labels
 
 

@@ -36,7 +36,7 @@ class PlanRenderable:
         yield Text(make_printable(plan.model), style="bold")
         yield Text(" | ".join(_format_facts(plan)) + "\n")
         table = build_ruled_table("parameter")
-        add_number_column(table, "numbers")
+        add_number_column(table, "entries")
         table.add_column("way")
         table.add_column("why")
         for names, numbers, way, why in _make_rows(plan.parameters):

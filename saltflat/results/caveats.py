@@ -208,7 +208,9 @@ def _find_reading_doubts(reports: Mapping[str, Report], names: Sequence[str]) ->
         floored = [each.name for each in taken if each.details.get("floored_eigenvalues")]
         blank = [each.name for each in unknown if each.converged and each.exact]
         if endless:
-            said.setdefault(("Infima that no finite rescaling attains", f"{join_words(endless)}."), []).append(label)
+            said.setdefault(
+                ("Minima that rescaling approaches but never reaches", f"{join_words(endless)}."), []
+            ).append(label)
         if heavy:
             what = f"A few examples carry most of {join_words(heavy)}"
             said.setdefault((what, "standard errors are underestimates, and verdicts too bold."), []).append(label)

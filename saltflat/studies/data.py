@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.datasets import READERS, SCALES, read_data
+from saltflat.datasets import DATA_FOLDER, READERS, SCALES, find_data_folder, read_data
 from saltflat.datasets.arrays import FORMATS
 from saltflat.datasets.user_code import build_from_spec
 from saltflat.errors import CodeNotAllowedError, DataError, StudyError, make_unknown_name_error
@@ -77,7 +77,8 @@ class DataSource:
         test_limit: maximum number of test examples.
         held_out: the number of training examples, the last ones, that take the place of the test examples, so that
             settings can be chosen without them; None for none.
-        folder: folder of named data sets. It is not part of a run's identity.
+        folder: folder of named data sets; by default the one that the environment variable ``SALTFLAT_DATA`` names, or
+            ``data``. It is not part of a run's identity.
     """
 
     name: str
@@ -86,7 +87,7 @@ class DataSource:
     train_limit: int | None = None
     test_limit: int | None = None
     held_out: int | None = None
-    folder: str = "data"
+    folder: str = DATA_FOLDER
 
     @classmethod
     def parse(cls, given: JsonLike | DataSource) -> DataSource:
@@ -163,7 +164,8 @@ class DataSource:
             allow_code: whether to import and call the function that the source names, if it names one. Only for studies
                 you trust: a source can name any function.
         """
-        where = Path(self.folder if folder is None else folder)
+        own = find_data_folder() if self.folder == DATA_FOLDER else self.folder
+        where = Path(own if folder is None else folder)
         if self.is_function:
             check_code_allowed([self.name], allow_code)
             found = _parse_examples(build_from_spec(self.name, "data"), self.name)

@@ -29,6 +29,7 @@ from saltflat.datasets import READERS, cifar, find_reader, mnist, read_data
 from saltflat.datasets.arrays import read_verified_bytes
 from saltflat.engine.read_data import DeviceBatches
 from saltflat.errors import DataError, EmptyDataError, OptionError, SaltflatError, UnknownNameError
+from saltflat.studies.data import DataSource
 
 DATA = Path(os.environ.get("SALTFLAT_DATA", "data"))
 
@@ -215,6 +216,19 @@ def test_idx_files_are_read_packed_or_not(
         inputs, labels = read_data(name, tmp_path, split)
         assert_close(inputs, torch.from_numpy(IMAGES.copy())[:, None] / 255)
         assert labels.tolist() == LABELS.tolist()
+
+
+def test_without_a_folder_the_environment_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checksums = write_idx(tmp_path / "set" / "MNIST" / "raw")
+    monkeypatch.setattr(mnist, "MNIST_CHECKSUMS", checksums)
+    monkeypatch.setenv("SALTFLAT_DATA", str(tmp_path / "set"))
+    assert read_data("mnist")[1].tolist() == [7, 0, 9]
+    assert DataSource.parse("mnist").examples().train_labels.tolist() == [7, 0, 9]
+    monkeypatch.delenv("SALTFLAT_DATA")
+    monkeypatch.chdir(tmp_path)
+    refused(DataError, lambda: read_data("mnist"), "data")
+    (tmp_path / "set").rename(tmp_path / "data")
+    assert read_data("mnist")[1].tolist() == [7, 0, 9]
 
 
 def test_of_fashion_mnist_the_files_that_can_be_verified_are_taken(tmp_path: Path) -> None:

@@ -670,7 +670,7 @@ DOUBTS: dict[str, tuple[Report, str]] = {
     "no minimum": (report(X, gradient_agreement=0.5, gradient_norm=3.0), "2 is not at a minimum: 50.0%"),
     "not attained": (
         report(replace(X, details={"0.weight": {"attained": False}})),
-        "Infima that no finite rescaling attains in 2",
+        "Minima that rescaling approaches but never reaches in 2",
     ),
     "floored": (report(replace(X, details={"floored_eigenvalues": 3})), "floor of rounding (upper bounds) in 2: x"),
     "left out": (report(left_out={"x": "it has no layers."}), "No x in 2: it has no layers."),
