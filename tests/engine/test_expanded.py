@@ -272,3 +272,12 @@ def test_a_pass_is_freed_when_it_is_done() -> None:
             assert kept() is None
         finally:
             gc.enable()
+
+
+def compare_with_prototypes(net: Any, x: Tensor) -> Any:
+    return torch.cdist(x, net.prototypes)
+
+
+def test_several_columns_at_once_are_not_taken_from_a_wrong_backward_pass() -> None:
+    # Under vmap that of torch.cdist is right for one column alone.
+    check_statistics(make_case(compare_with_prototypes, lambda: {"prototypes": draw(WIDTH, WIDTH)}))
