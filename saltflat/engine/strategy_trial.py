@@ -126,7 +126,7 @@ def choose_strategy(
         outcomes |= try_strategies(problem, [strategy], checks, calls)
         if strategy == "together" and outcomes[strategy] != "right":
             # Parameters are used outside of layers with a rule, or in layers that do not see the examples.
-            uses = find_uses(problem.network, [each.batch for each in checks], calls)
+            uses = find_uses(problem.network, [each.batch for each in (*checks, *alone)], calls)
             if uses is not None:
                 blocked = dict(uses.blocked)
             if uses is not None and not uses.blocked:

@@ -281,3 +281,27 @@ def compare_with_prototypes(net: Any, x: Tensor) -> Any:
 def test_several_columns_at_once_are_not_taken_from_a_wrong_backward_pass() -> None:
     # Under vmap that of torch.cdist is right for one column alone.
     check_statistics(make_case(compare_with_prototypes, lambda: {"prototypes": draw(WIDTH, WIDTH)}))
+
+
+class Late(nn.Module):
+    """A network with a part that none of the first eight examples uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Linear(2, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.shift = draw(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = self.start(x).tanh()
+        shifted = (each.transpose(0, 1) + self.shift).sin().transpose(0, 1)  # positions first
+        found: Tensor = self.end((each + shifted * (x[:, :1, :1] > 0)).mean(1))
+        return found
+
+
+def test_a_parameter_without_gradients_at_first_is_not_split_along_positions() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(12, 4, 2, dtype=F64)
+    x[:, 0, 0] = torch.where(torch.arange(12) < 8, -1.0, 1.0)
+    # Each of two examples could have two of the four positions.
+    batches: list[Any] = list(zip(x.split(2), (torch.arange(12) % CLASSES).split(2), strict=True))
+    check_statistics(Case(Late().double().eval(), batches, "cross_entropy", F.cross_entropy))
