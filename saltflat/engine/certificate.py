@@ -17,7 +17,7 @@ from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.reference_gradients import RUN_ERRORS
 from saltflat.engine.session import open_session
 from saltflat.engine.strategy import compute_checked_outputs
-from saltflat.engine.tangents import DerivativeTrace, TangentPass, Tangents
+from saltflat.engine.tangents import DerivativeTrace, TangentPass, Tangents, differentiate_twice
 from saltflat.errors import EmptyDataError, NotDefinedError, OptionError
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.validation import check_seed, parse_bytes, take_turns
@@ -179,8 +179,8 @@ def estimate_certificate_seconds(context: Context, timed: int = 2) -> float:
         seconds.append(time.perf_counter() - started)
     # Derivatives that all parameters share, then those of each; in reverse mode, on more examples afterwards.
     each = max(seconds[1] - seconds[0], 0.0) / max(1, len(few & found.curved))
-    repeats = 1.0 if found.forward else 1 + EXAMPLES / PAIR
-    return seconds[0] + repeats * each * len(found.curved if found.forward else names)
+    is_forward = found.forward is not False
+    return seconds[0] + (1 if is_forward else 1 + EXAMPLES / PAIR) * each * len(found.curved if is_forward else names)
 
 
 @dataclass
@@ -192,7 +192,7 @@ class _Comparison:
         curved: the parameters whose difference is not known to be zero.
         examples: how many were compared.
         share: the divisor of the sums.
-        forward: whether differentiation forward is right, as found on the first examples; None before.
+        forward: whether differentiation forward is right, as found on examples with gradients; None before.
     """
 
     sums: dict[str, tuple[float, float, float]]
@@ -239,7 +239,7 @@ def _compare_curvatures(
         step = max(1, limit // max(1, GRAPHS * noticed.bytes // pair.examples))
         start = 0
         while start < few.examples:
-            # The first examples tell whether differentiation forward is right.
+            # The first examples with gradients tell whether differentiation forward is right.
             count = min(step, PAIR) if found.forward is None else step
             _add_examples(found, problem, few.cut(start, start + count), seed, limit, settled)
             start += count
@@ -264,7 +264,7 @@ def _add_examples(
             found.forward = _add_forward_curvatures(found, problem, batch, seed, limit, settled)
         except (*RUN_ERRORS, NotDefinedError):  # if it is the model's own, it will be found again
             found.forward = False
-    if not found.forward:
+    if found.forward is False:
         only = problem.network.measured.keys() - (settled or ())
         both, share = _compute_reverse_curvatures(problem, batch, seed, only)
         for name, (h, g) in both.items():
@@ -284,10 +284,11 @@ def _run_loss(problem: Problem, batch: Batch, leaves: Mapping[str, Tensor]) -> t
 
 def _add_forward_curvatures(
     found: _Comparison, problem: Problem, batch: Batch, seed: int, limit: int, settled: Collection[str] | None
-) -> bool:
+) -> bool | None:
     """Add the curvatures by differentiating forward; return False if that disagrees with differentiating twice.
 
-    What is compared, on the first examples, is the second derivative along all parameters' directions together.
+    What is compared is the second derivative along all parameters' directions together, until every curved parameter
+    has had gradients: zeros agree with everything. The result is None before.
     """
     names = list(problem.network.measured)
     leaves = {name: value.detach().requires_grad_() for name, value in problem.network.measured.items()}
@@ -297,11 +298,11 @@ def _add_forward_curvatures(
     share = float(problem.loss.share(outputs.detach(), targets).sum())
     curvature = problem.loss.curvature(outputs.detach(), targets)
     total = problem.loss.total(outputs, targets).sum()
-    expected, joint = None, [0] if found.forward is None else []
-    if joint:
-        expected = _differentiate_twice(total, list(leaves.values()), directions)
-    gradients = trace.compute_gradients(total)
     curved = [number for number in range(len(names)) if trace.curved >> number & 1]
+    expected, silent, joint = 0.0, set[int](), [0] if found.forward is None else []
+    if joint:
+        expected, silent = differentiate_twice(total, list(leaves.values()), directions)
+    gradients = trace.compute_gradients(total)
     chosen = list(range(len(names))) if settled is None else [each for each in curved if names[each] not in settled]
     del outputs, total
     # Row 0 moves all parameters together, the others one parameter each.
@@ -324,7 +325,7 @@ def _add_forward_curvatures(
         second = moved.second.tolist()
         if joint:
             g = quadratic.get(0, 0.0)
-            if expected is None or not abs(g + second[0] - expected) <= AGREE * max(abs(g), abs(second[0])):
+            if not abs(g + second[0] - expected) <= AGREE * max(abs(g), abs(second[0])):
                 return False
             values.append(("", expected, g, second[0]))
         for number, row in rows.items():
@@ -335,20 +336,7 @@ def _add_forward_curvatures(
         found.add(*value)
     found.curved |= {names[number] for number in curved}
     found.share += share
-    return True
-
-
-def _differentiate_twice(total: Tensor, leaves: Sequence[Tensor], directions: Sequence[Tensor]) -> float | None:
-    """Return the second derivative of a sum along all directions together, by reverse mode."""
-    if not total.requires_grad:
-        return 0.0
-    gradients = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
-    parts = [(each * v).sum() for each, v in zip(gradients, directions, strict=True) if each is not None]
-    inner = sum(parts, torch.zeros((), dtype=torch.float64, device=total.device))
-    if not inner.requires_grad:
-        return 0.0
-    second = torch.autograd.grad(inner, leaves, retain_graph=True, allow_unused=True)
-    return float(sum((each * v).sum() for each, v in zip(second, directions, strict=True) if each is not None))
+    return None if silent.intersection(curved) else True
 
 
 def draw_direction(shape: torch.Size, seed: int) -> Tensor:

@@ -331,6 +331,25 @@ def _join_tangents(parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tangents:
     return Tangents(tuple(sorted(rows)), values)
 
 
+def differentiate_twice(
+    total: Tensor, leaves: Sequence[Tensor], directions: Sequence[Tensor]
+) -> tuple[float, set[int]]:
+    """Return the second derivative of a sum along all directions together, and the numbers of leaves without gradient.
+
+    By reverse mode.
+    """
+    if not total.requires_grad:
+        return 0.0, set(range(len(leaves)))
+    gradients = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+    silent = {number for number, each in enumerate(gradients) if each is None or not each.any()}
+    parts = [(each * v).sum() for each, v in zip(gradients, directions, strict=True) if each is not None]
+    inner = sum(parts, torch.zeros((), dtype=torch.float64, device=total.device))
+    if not inner.requires_grad:
+        return 0.0, silent
+    second = torch.autograd.grad(inner, leaves, retain_graph=True, allow_unused=True)
+    return float(sum((each * v).sum() for each, v in zip(second, directions, strict=True) if each is not None)), silent
+
+
 def select_floats(outputs: object) -> list[Tensor]:
     """Return the floating-point tensors among the results of a call."""
     return [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]

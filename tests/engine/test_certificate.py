@@ -149,3 +149,26 @@ def test_the_certificate_of_a_report_starts_from_the_attributes_as_they_were() -
     assert report.certificate is not None
     assert report.certificate["gaps"] == {parameter: each.gap for parameter, each in alone.items()}
     assert model.passes == []
+
+
+def test_differentiation_forward_is_checked_where_there_are_gradients() -> None:
+    # The two results of LSTMCell depend on each other, which is wrong forward and noticed: not by gradients of zero.
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.end = nn.LSTMCell(3, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            cell = x.new_zeros(len(x), 4)
+            hidden, cell = self.cell(x, (cell, cell))
+            found: Tensor = self.end((hidden * (x[:, :1] > 0)).tanh())
+            return found
+
+    torch.manual_seed(0)
+    net = Late().double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 3
+    x[:, 0] = torch.linspace(-1, 1, 8)
+    found = saltflat.certify(net, (x, y))
+    alone = saltflat.certify(net, (x.flip(0), y.flip(0)))
+    for name, each in alone.items():
+        assert found[name].hessian == pytest.approx(each.hessian, rel=1e-9)
