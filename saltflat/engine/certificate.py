@@ -18,7 +18,7 @@ from saltflat.engine.reference_gradients import RUN_ERRORS
 from saltflat.engine.session import open_session
 from saltflat.engine.strategy import compute_checked_outputs
 from saltflat.engine.tangents import DerivativeTrace, TangentPass, Tangents, differentiate_twice
-from saltflat.errors import EmptyDataError, NotDefinedError, OptionError
+from saltflat.errors import EmptyDataError, ModelError, NotDefinedError, OptionError, format_error_line
 from saltflat.gradients.base import HeapTrimmer
 from saltflat.validation import check_seed, parse_bytes, take_turns
 
@@ -130,7 +130,15 @@ def certify(
     room = parse_bytes(memory)
     with open_session(model, mode, data):
         problem = Problem.build(model, data, loss, layers, torch.float64, mode)
-        found = _compare_curvatures(problem, examples, seed, room)
+        try:
+            found = _compare_curvatures(problem, examples, seed, room)
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in ("not implemented", "once_differentiable")):
+                raise
+            got = format_error_line(error).rstrip(".")
+            raise ModelError(
+                f"Expected second derivatives of the model, but got {got}. Try naming other layers with layers=[...]."
+            ) from error
     gaps = found.find_gaps()
     agreements = {
         name: CurvatureComparison(found.sums[name][0] / found.share, found.sums[name][1] / found.share, gap)

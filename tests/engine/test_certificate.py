@@ -12,6 +12,7 @@ from cases import CASES
 from torch import Tensor, nn
 
 import saltflat
+from saltflat import errors
 from saltflat.engine.certificate import draw_direction
 
 PIECEWISE_LINEAR = [
@@ -172,3 +173,19 @@ def test_differentiation_forward_is_checked_where_there_are_gradients() -> None:
     alone = saltflat.certify(net, (x.flip(0), y.flip(0)))
     for name, each in alone.items():
         assert found[name].hessian == pytest.approx(each.hessian, rel=1e-9)
+
+
+def test_a_model_without_second_derivatives_is_refused_in_words() -> None:
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prototypes, self.end = nn.Parameter(torch.randn(4, 3)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.end(torch.cdist(x, self.prototypes))
+            return found
+
+    data = torch.randn(4, 3), torch.arange(4) % 3
+    with pytest.raises(errors.ModelError, match="Expected second derivatives of the model"):
+        saltflat.certify(Distances(), data)
+    assert saltflat.certify(Distances(), data, layers=["end"]).holds
