@@ -96,8 +96,8 @@ def input_margins(context: Context) -> StatisticResult:
         raise NotDefinedError(f"needs the classes of cross-entropy; the loss is {type(loss).__name__}")
     chunks: list[tuple[Tensor, Tensor, Tensor]] = []
     for batch in context.read_own_chunks(2):
-        kept = (batch.targets != loss.ignore_index).cpu()
-        chunks.append((batch.example_indices, kept, _compute_margins(context, batch).cpu()))
+        kept = batch.targets != loss.ignore_index
+        chunks.append((batch.example_indices, kept.cpu(), _compute_margins(context, batch, kept).cpu()))
         context.tick("Margins of the inputs", batch.first + batch.examples, None)
     every = chain.from_iterable(context.processes.gather("margins", chunks))
     numbers, use, found = map(torch.cat, zip(*every, strict=True))
@@ -109,12 +109,12 @@ def input_margins(context: Context) -> StatisticResult:
     return StatisticResult(found[use], without=lambda group: found[use & (member != present[group])])
 
 
-def _compute_margins(context: Context, batch: Batch) -> Tensor:
-    """Return the first-order distances of the inputs of a batch."""
+def _compute_margins(context: Context, batch: Batch, kept: Tensor) -> Tensor:
+    """Return the first-order distances of the inputs of a batch, of those ``kept`` to the planes of their classes."""
     free, outputs = _run_on_free_inputs(context, batch)
     if outputs.dim() != 2 or batch.targets.is_floating_point() or outputs.shape[1] < 2:
         raise NotDefinedError("needs one class number per example, and outputs of shape (N, classes)")
-    own = batch.targets.clamp(0)[:, None]  # ignored targets are negative
+    own = batch.targets.where(kept, 0)[:, None]  # ignored targets need not be classes
     others = outputs.detach().scatter(1, own, -torch.inf).argmax(1, keepdim=True)
     lead = (outputs.gather(1, own) - outputs.gather(1, others))[:, 0]
     slopes = torch.autograd.grad(lead.sum(), free)[0].reshape(batch.examples, -1).double().norm(dim=1)

@@ -122,14 +122,15 @@ def test_a_path_norm_that_overflows_is_not_a_number() -> None:
     assert measure_one("path_norm", model, x, dtype=torch.float64).value > 1e38
 
 
-def test_input_margins_of_a_linear_classifier_are_distances_to_its_planes() -> None:
+@pytest.mark.parametrize("ignored", [-100, 255])
+def test_input_margins_of_a_linear_classifier_are_distances_to_its_planes(ignored: int) -> None:
     model = nn.Linear(2, 3, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, -9.0]]))
     x = torch.tensor([[2.0, 0.0], [0.5, 0.0], [-1.0, 0.0], [0.25, 0.0]], dtype=torch.float64)
     # The third is misclassified, the fourth ignored. The planes: x = 0, or x = -9 y, at 1/sqrt(82) of x.
-    labels = torch.tensor([0, 0, 0, -100])
-    loss = nn.CrossEntropyLoss()
+    labels = torch.tensor([0, 0, 0, ignored])
+    loss = nn.CrossEntropyLoss(ignore_index=ignored)
     report = saltflat.measure(model, [(x, labels)], loss, ["input_margin", "input_margin(quantile=1.0)"])
     assert report["input_margin"].value == pytest.approx(0.5 / math.sqrt(82), rel=1e-12)
     assert report["input_margin"].details["misclassified"] == 1
