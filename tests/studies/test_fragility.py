@@ -69,9 +69,34 @@ def test_survival_is_that_of_the_slow_oracle(axis: str) -> None:
         assert found[name].tau.value == pytest.approx(expected, abs=1e-12)
         assert found[name].runs == runs
         assert not found[name].tau.has_interval
-    lead = found["hessian_trace"].tau.value - found["gap_error"].tau.value
-    assert found["hessian_trace"].lead.value == pytest.approx(lead)
+    # The lead is over the same networks: the one without the measure is not in the gap's order either.
+    beside, _ = slow_tau(results, axis, values, lambda row: row.gap["error"] + 0.0 * trace(row))
+    assert found["hessian_trace"].lead.value == pytest.approx(found["hessian_trace"].tau.value - beside)
     assert found.pairs == math.comb(len(values), 2)
+
+
+def test_a_measure_that_is_the_gap_where_it_is_known_has_no_lead() -> None:
+    axes: dict[str, list[Any]] = {"lr": [0.1, 0.2, 0.4], "width": list(range(8, 20))}
+    for setting, most in (("lr", 0.2), ("width", 9)):
+
+        def value(place: Place, setting: str = setting, most: float = most) -> float:
+            return noisy(place) if place[setting] <= most else NAN
+
+        results = made_study(value, axes, 2, error=noisy)
+        for shift in results.fragility(resamples=100).shifts.values():
+            lead = shift["hessian_trace"].lead
+            assert lead.value == pytest.approx(0) or math.isnan(lead.value)
+            assert shift["hessian_trace"].verdict in (ALIKE, TOO_FEW)
+
+
+def test_a_measure_of_few_configurations_has_no_interval() -> None:
+    axes: dict[str, list[Any]] = {"width": list(range(8, 20))}
+    results = made_study(lambda place: place["width"] if place["width"] < 12 else NAN, axes, 3, error=noisy)
+    found = results.fragility(axes=["seed"], resamples=100)["seed"]
+    assert found["gap_error"].tau.has_interval
+    assert found["hessian_trace"].tau.value == 1
+    assert not found["hessian_trace"].tau.has_interval
+    assert found["hessian_trace"].verdict == TOO_FEW
 
 
 def test_an_order_that_does_not_change_survives_whole_and_noise_does_not() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -67,7 +67,8 @@ def compute_fragility(
 
     Intervals contain 95 % of resamples of configurations of what is not changed, each with all its seeds; the same
     resamples serve all quantities, so the interval of a difference from the gap is that of paired resamples. With
-    fewer than 5 configurations there is none.
+    fewer than 5 configurations there is none. The difference is that over the networks in which both are known, and
+    over the pairs of values with an order of the measure.
 
     Args:
         results: the results of the study.
@@ -264,7 +265,7 @@ def _read_other_study(
 
 def _compare(shift: _Shift, names: Sequence[str], gap: str, resamples: int, seed: int) -> ShiftSurvival:
     """Return how much of each order survives one change."""
-    known = [codes[~np.isnan(np.stack(numbers[gap])).any(0)] for codes, numbers in shift.pairs]
+    known = [codes[_find_known(numbers, gap)] for codes, numbers in shift.pairs]
     units = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *known]))
     enough = len(units) >= MIN_CONFIGURATIONS
     every = max((int(codes.max(initial=0)) for codes, _ in shift.pairs), default=0) + 1
@@ -272,34 +273,62 @@ def _compare(shift: _Shift, names: Sequence[str], gap: str, resamples: int, seed
     times = np.zeros((every, 1 + resamples * enough), dtype=np.float32)
     if len(units):
         times[units] = draw_resamples(np.arange(len(units)), resamples * enough, seed)
-    taus = {name: _compute_tau(shift, name, times) for name in names}
+    whole = _compute_tau(shift, gap, times)
     survivals = {}
     for name in names:
-        tau, runs = taus[name]
-        lead = tau - taus[gap][0]
-        own, ahead = (_estimate(each, enough) for each in (tau, lead))
+        found = whole if name == gap else _compute_tau(shift, name, times)
+        # A measure is compared with the gap where it has a value: other networks could have another order of the gap.
+        beside = whole if found.compared == whole.compared else _compute_tau(shift, gap, times, name)
+        judged = len(found.units) >= MIN_CONFIGURATIONS
+        own, ahead = (_estimate(each, judged) for each in (found.tau, found.tau - beside.tau))
         verdict = TOO_FEW
         if ahead.has_interval:
             verdict = LESS if ahead.high < 0 else MORE if ahead.low > 0 else ALIKE
-        survivals[name] = Survival(own, ahead, runs, ALIKE if name == gap and enough else verdict)
+        survivals[name] = Survival(own, ahead, found.runs, ALIKE if name == gap and judged else verdict)
     return ShiftSurvival(shift.name, shift.kind, len(shift.pairs), len(units), survivals)
 
 
-def _compute_tau(shift: _Shift, name: str, times: Counts) -> tuple[Floats, int]:
-    """Return the weighted mean of tau-b over the pairs of values in each resample, and the number of pairs of runs."""
+@dataclass(frozen=True)
+class _Tau:
+    """Tau-b between the orders before and after a change.
+
+    Attributes:
+        tau: the weighted mean over the pairs of values, of all networks and in each resample.
+        compared: for each pair of values, which networks it is of; none if tau-b is not defined.
+        units: the configurations of these networks.
+        runs: the number of pairs of runs.
+    """
+
+    tau: Floats
+    compared: list[bytes]
+    units: set[int]
+    runs: int
+
+
+def _find_known(numbers: Mapping[str, tuple[Floats, Floats]], *names: str) -> Any:
+    """Return which networks have all these numbers, before and after."""
+    return ~np.isnan(np.concatenate([np.stack(numbers[name]) for name in names])).any(0)
+
+
+def _compute_tau(shift: _Shift, name: str, times: Counts, like: str | None = None) -> _Tau:
+    """Return tau-b over the networks that have the number, and another one (``like``) with an order, if given."""
     total, weights, runs = np.zeros(times.shape[1]), np.zeros(times.shape[1]), 0
+    compared, units = [], set[int]()
     for codes, numbers in shift.pairs:
-        both = np.stack(numbers[name])
-        use = ~np.isnan(both).any(0)
-        before, after = both[:, use]
-        if len(before) < 2:
+        use = _find_known(numbers, name) if like is None else _find_known(numbers, name, like)
+        before, after = np.stack(numbers[name])[:, use]
+        ordered = like is None or all(np.ptp(each[use]) > 0 for each in numbers[like] if use.any())
+        if len(before) < 2 or not ordered:
+            compared.append(b"")
             continue
         _, tau = resample_kendall(before, after, times[codes[use]])
         defined = ~np.isnan(tau)
         total += np.where(defined, len(before) * tau, 0.0)
         weights += len(before) * defined
         runs += len(before)
-    return np.where(weights > 0, total / np.where(weights > 0, weights, 1.0), np.nan), runs
+        compared.append(use.tobytes() if defined[0] else b"")
+        units |= set(codes[use].tolist())
+    return _Tau(np.where(weights > 0, total / np.where(weights > 0, weights, 1.0), np.nan), compared, units, runs)
 
 
 def _estimate(values: Floats, enough: bool) -> Estimate:
