@@ -158,7 +158,8 @@ def test_some_pairs_of_values_can_be_chosen() -> None:
     expected, runs = slow_tau(results, "lr", [0.1, 0.4], trace)
     assert (found.pairs, found["hessian_trace"].runs) == (1, runs)
     assert found["hessian_trace"].tau.value == pytest.approx(expected)
-    for wrong in ([], [(0.1, 0.1)], [(0.1, 0.2, 0.4)]):
+    wrongs: list[Any] = [[], [(0.1, 0.1)], [(0.1, 0.2, 0.4)], (0.1, 0.2), 0.1]
+    for wrong in wrongs:
         with pytest.raises(OptionError, match="two different values"):
             results.fragility(pairs={"lr": wrong})
 
@@ -193,6 +194,11 @@ def test_bad_options_are_refused() -> None:
     results = made_study(drawn)
     with pytest.raises(UnknownNameError, match="lr"):
         results.fragility(axes=["lrr"])
+    with pytest.raises(UnknownNameError, match="Try 'seed'"):
+        results.fragility(axes=["sede"])
+    for name in ("lr", "seed"):
+        with pytest.raises(OptionError, match=f"Try 'against {name}'"):
+            results.fragility(against={name: results})
     with pytest.raises(UnknownNameError, match="error"):
         results.fragility(gap="eror")
     with pytest.raises(OptionError, match="leave out"):

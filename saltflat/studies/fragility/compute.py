@@ -98,11 +98,17 @@ def compute_fragility(
     chosen = _parse_pairs(grid, pairs or {})
     shifts = []
     for name in dict.fromkeys(wanted):
-        axis = SEED if name == SEED else find_axis(grid, name)
+        axis = _find_change(grid, name)
         shifts.append(
             _match_seeds(grid, numbers) if axis == SEED else _match_values(grid, axis, numbers, chosen.get(axis))
         )
+    taken = {shift.name for shift in shifts}
     for name, other in (against or {}).items():
+        if name in taken:
+            raise OptionError(
+                f"Expected names of their own in against, but got {name!r}, an axis of the study. "
+                f"Try {f'against {name}'!r}."
+            )
         shifts.append(_match_measurement(name, results, grid, other, numbers, statuses, gap))
     found = {shift.name: _compare(shift, list(quantities), f"gap_{gap}", resamples, seed) for shift in shifts}
     return Fragility(
@@ -129,6 +135,14 @@ class _Shift:
     name: str
     kind: str
     pairs: Sequence[tuple[Ints, Mapping[str, tuple[Floats, Floats]]]]
+
+
+def _find_change(grid: Grid, name: str) -> str:
+    """Return the axis of this name, or that of the seeds."""
+    known = {SEED, *grid.values, *(each for axis in grid.values for each in split_axis_names(axis))}
+    if name not in known:
+        raise make_unknown_name_error("axis", name, known)
+    return SEED if name == SEED else find_axis(grid, name)
 
 
 def _list_axes(grid: Grid) -> list[str]:
@@ -159,7 +173,8 @@ def _parse_pairs(
     found = {}
     for name, pairs in given.items():
         axis = find_axis(grid, name)
-        places = [[find_value(axis, grid.values[axis], value) for value in pair] for pair in pairs]
+        listed = isinstance(pairs, list | tuple) and all(isinstance(pair, list | tuple) for pair in pairs)
+        places = [[find_value(axis, grid.values[axis], value) for value in pair] for pair in pairs] if listed else []
         if not places or any(len(pair) != 2 or pair[0] == pair[1] for pair in places):
             raise OptionError(
                 f"Expected pairs of two different values, but got pairs={{{name!r}: {pairs!r}}}. Try [(0.1, 0.2)]."
