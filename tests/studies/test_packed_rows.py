@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import study_cases
 
 from saltflat.errors import StudyError
 from saltflat.studies import Results, pack_rows, verify
+from saltflat.studies.store.lock import lock_folder
 from saltflat.studies.store.packed_rows import PACKED
 
 
@@ -101,6 +103,60 @@ def test_damage_is_noticed_and_what_was_in_the_file_is_made_again(folder: Path) 
     again = study_cases.study().run(folder, progress=False)
     assert again.csv() == before.csv()
     assert packed.with_name(f"{PACKED}.damaged").exists()
+
+
+def test_one_damaged_row_costs_that_row_alone(folder: Path) -> None:
+    before = Results.load(folder)
+    packed = pack_rows(folder)
+    with tarfile.open(packed) as archive:
+        texts = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+    name = next(iter(texts))
+    with tarfile.open(packed, "w:xz") as archive:
+        for each, text in texts.items():
+            member = tarfile.TarInfo(each)
+            member.size = len(text) - 50 * (each == name)
+            archive.addfile(member, io.BytesIO(text))
+    with pytest.raises(StudyError, match=f"the row '{name[:5]}"):
+        pack_rows(folder)
+    assert study_cases.study().run(folder, progress=False).csv() == before.csv()
+    kept = {path.name: path.read_bytes() for path in (folder / "rows").iterdir()}
+    assert kept.keys() == texts.keys()
+    assert all(kept[each] == text for each, text in texts.items() if each != name)
+
+
+def test_what_is_no_file_of_rows_is_set_aside_and_made_again(folder: Path) -> None:
+    before = Results.load(folder)
+    packed = pack_rows(folder)
+    for make in (Path.mkdir, os.mkfifo):
+        packed.unlink()
+        make(packed)
+        assert_unreadable(folder, PACKED)
+        assert "sets it aside" in verify(folder).problems[0].rerun
+        with pytest.raises(StudyError, match=PACKED):
+            pack_rows(folder)
+        assert study_cases.study().run(folder, progress=False).csv() == before.csv()
+        pack_rows(folder)
+    packed.unlink()
+    packed.symlink_to(folder / "elsewhere")
+    study_cases.study().run(folder, progress=False)
+    assert not pack_rows(folder).is_symlink()
+
+
+def test_damaged_rows_are_not_packed_and_stay(folder: Path) -> None:
+    path = sorted((folder / "rows").iterdir())[0]
+    whole = path.read_bytes()
+    for damaged in (whole[:50], whole.replace(b'"epochs": 2', b'"epochs": 3'), b"[]"):
+        path.write_bytes(damaged)
+        with pytest.raises(StudyError, match=path.name):
+            pack_rows(folder)
+        assert path.read_bytes() == damaged
+        assert not (folder / PACKED).exists()
+
+
+def test_a_folder_that_is_in_use_is_not_packed(folder: Path) -> None:
+    with lock_folder(folder), pytest.raises(StudyError, match="that no process uses"):
+        pack_rows(folder)
+    assert not (folder / PACKED).exists()
 
 
 def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:

@@ -187,9 +187,13 @@ class Store:
             return None
 
     def set_aside(self, damage: DamageError) -> None:
-        """Rename a damaged file, and tell the user."""
+        """Rename a damaged file, and tell the user. Of packed rows, those that are whole become files again."""
         path, where = damage.path, ""
         if os.path.lexists(path):
+            if path == self.packed.path:
+                for key, text in self.packed.iter_whole_rows():
+                    if not os.path.lexists(self.row_path(key)):
+                        self._write_bytes(self.row_path(key), text)
             names = (path.with_name(path.name + ASIDE + (f".{n}" if n else "")) for n in count())
             aside = next(each for each in names if not os.path.lexists(each))
             self._apply_change(lambda: path.replace(aside), path)

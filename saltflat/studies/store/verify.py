@@ -215,7 +215,7 @@ class _FolderCheck:
                 self._add_problem(
                     initial.path, initial.why, self._format_rerun(key, "trains the run, and writes it again")
                 )
-        if isinstance(row, DamageError):
+        if isinstance(row, DamageError) and self._get_relative_path(row.path) not in self.problems:
             rebuilt = self.study.get("train") is None or self.study.get("network") is not None
             again = "measures the run again" if trained and rebuilt else "trains and measures the run again"
             self._add_problem(row.path, row.why, self._format_rerun(key, again))
