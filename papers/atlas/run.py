@@ -14,6 +14,7 @@ interrupted, a part resumes where it stopped. Weights stay in demo/atlas/; rows 
 """
 
 import argparse
+import math
 import os
 import shutil
 import signal
@@ -257,6 +258,8 @@ def main(words: list[str] | None = None) -> None:
     given = parser.parse_args(words)
     if given.what == "page" and (given.scale == "smoke" or given.out is not None):
         parser.error("Expected the rows in results/ for the page, but got --scale smoke or --out. Try table instead.")
+    if given.minutes is not None and not 0 < given.minutes < math.inf:
+        parser.error(f"Expected minutes above 0, but got --minutes {given.minutes:g}. Try 8, or leaving it out.")
     work = given.work or Path("demo") / ("atlas" if given.scale == "full" else "atlas-smoke")
     out = given.out or (HERE / "results" if given.scale == "full" else work / "results")
     parts = list_parts(given.scale)

@@ -361,6 +361,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where bounds go; results/ beside this script, or demo/ for smoke")
     parser.add_argument("--kept", type=Path, default=Path("demo") / "bounds", help="where trained weights are kept")
     given = parser.parse_args(words)
+    if given.what == "page" and (given.scale == "smoke" or given.out is not None):
+        parser.error("Expected the bounds in results/ for the page, but got --scale smoke or --out. Try table instead.")
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
     tasks = TASKS if given.scale == "full" else SMOKE
     if given.what == "certify":

@@ -347,6 +347,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SALTFLAT_DATA", "data")))
     parser.add_argument("--out", type=Path, help="where rows go; results/ beside this script, or demo/ for smoke")
     given = parser.parse_args(words)
+    if given.what == "page" and (given.scale == "smoke" or given.out is not None):
+        parser.error("Expected the rows in results/ for the page, but got --scale smoke or --out. Try table instead.")
     out = given.out or (HERE / "results" if given.scale == "full" else Path("demo") / HERE.name)
     for network in given.networks if given.what == "all" else ():
         folder, rounding = out / network, out / f"{network}_rounding.json"

@@ -42,6 +42,16 @@ def test_a_page_shows_the_table_of_its_rows(paper: Path) -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_a_page_is_made_of_the_committed_rows_alone(paper: Path, tmp_path: Path) -> None:
+    page = (paper / "README.md").read_bytes()
+    for words in (["--out", str(tmp_path)], ["--scale", "smoke"]):
+        with pytest.raises(subprocess.CalledProcessError) as raised:
+            run(paper, "page", *words)
+        assert raised.value.returncode == 2
+    assert (paper / "README.md").read_bytes() == page
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_numbers_in_the_prose_of_a_page_are_those_of_its_tables_or_settings(paper: Path) -> None:
     page = (paper / "README.md").read_text(encoding="utf-8").partition("## How it was run")[0]
     tables = print_table(paper)
