@@ -10,6 +10,7 @@ from typing import Any
 
 from pages import make_head, make_row
 
+from saltflat.results.text import format_count
 from saltflat.studies import Results, Study
 
 TITLE = "## Not run yet"
@@ -128,15 +129,19 @@ def write_spent(out: Path) -> Iterator[str]:
     """Yield how many networks of studies have rows, and how long they took on GPUs."""
     seconds: Counter[str] = Counter()
     networks: Counter[str] = Counter()
+    others = 0
     for path in sorted(out.rglob("rows/*.json")):
         row = json.loads(path.read_text(encoding="utf-8"))
         device = re.fullmatch(r"cuda\S* \((.*)\)", row["made_with"].get("device", ""))
-        if device is not None:
+        if device is None:
+            others += 1
+        else:
             seconds[device[1]] += sum(row["seconds"].values())
             networks[device[1]] += 1
+    beside = f" Not in this time: {format_count(others, 'network')} last measured on a CPU." if others else ""
     for name, number in networks.items():
         took = seconds[name] / 60
-        yield f"Rows so far: {number} networks, trained and measured in {took:.1f} minutes of an {name}."
+        yield f"Rows so far: {number} networks, trained and measured in {took:.1f} minutes of an {name}.{beside}"
         yield ""
 
 

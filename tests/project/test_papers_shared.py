@@ -88,7 +88,8 @@ def test_what_was_spent_is_the_sum_of_the_rows(shared: dict[str, ModuleType], tm
         row = {"made_with": {"device": device}, "seconds": {"training": 100.0, "measuring": 20.0}}
         (tmp_path / "one" / "rows" / f"{number}.json").write_text(json.dumps(row))
     (line,) = filter(None, shared["costs"].write_spent(tmp_path))
-    assert line == "Rows so far: 2 networks, trained and measured in 4.0 minutes of an NVIDIA H200."
+    told = "Rows so far: 2 networks, trained and measured in 4.0 minutes of an NVIDIA H200."
+    assert line == f"{told} Not in this time: 1 network last measured on a CPU."
 
 
 def test_a_further_measurement_needs_weights(
