@@ -41,15 +41,18 @@ HOW = (
     "Correlations are with the gap, test error minus training error. Intervals cover 95 % of 2000 resamples of "
     "configurations, each drawn with all its seeds; Fisher's interval assumes that all networks are independent. "
     '"At equal loss" is the partial correlation, which holds the training loss fixed: the loss and its logarithm '
-    "linearly (Pearson), or its order (Kendall's tau-b). A correlation is *reproduced* if its interval excludes zero "
-    "and the paper's number is in it or within 0.1 of ours, has the *same sign* if only the first holds, and is *not "
-    "reproduced* otherwise. For WRN-16-4, logits of unit deviation were measured with BatchNorm folded.\n\n"
+    "linearly (Pearson), or its order (Kendall's tau-b). A correlation is *reproduced* if its interval is on the "
+    "paper's side of zero and the paper's number is in it or within 0.1 of ours, has the *same sign* if only the "
+    "first holds, and is *not reproduced* otherwise. That normalized sharpness correlates most strongly is "
+    "*reproduced* if its interval is above zero and it is clearly ahead of both others, their signs aside, has the "
+    "*same sign* if it is ahead, but not clearly, and is *not reproduced* otherwise. For WRN-16-4, logits of unit "
+    "deviation were measured with BatchNorm folded.\n\n"
     "Figure 1: growth with random labels is *reproduced* if the interval of Kendall's correlation with the share is "
     "above zero and no mean is clearly lower than the one before (Welch's test at 5 %), and has the *same sign* if "
-    "only the first holds. Which measure grows most clearly is *not decided* where the interval of the lead contains "
-    "zero. Figure 2: slopes are those of logarithms. Growth in depth is *reproduced* as linear if the interval is "
-    "above zero and contains 1, or the slope is within 0.2 of 1; growth in width is *reproduced* as sub-linear if the "
-    "interval lies between 0 and 1."
+    "only the first holds. Which measure grows most clearly is *not decided* where the interval of the lead "
+    "contains zero. Figure 2: slopes are those of logarithms. Growth in depth is *reproduced* as linear if the "
+    "interval is above zero and contains 1, or the slope is within 0.2 of 1, and has the *same sign* if only the "
+    "first holds; growth in width is *reproduced* as sub-linear if the interval lies between 0 and 1."
 )
 
 
