@@ -2,6 +2,7 @@
 
 from saltflat import _startup as _startup  # isort: split
 
+import random as _random
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load a public name, or a public module, on first use."""
     if name in _HOMES:
-        value = getattr(_import_module(_HOMES[name]), name)
+        drawn = _random.getstate()  # rich draws a number while it is imported
+        try:
+            value = getattr(_import_module(_HOMES[name]), name)
+        finally:
+            _random.setstate(drawn)
         globals()[name] = value
         return value
     if name in _MODULES:
