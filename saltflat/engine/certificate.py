@@ -314,7 +314,7 @@ def _add_forward_curvatures(
     chosen = list(range(len(names))) if settled is None else [each for each in curved if names[each] not in settled]
     del outputs, total
     # Row 0 moves all parameters together, the others one parameter each.
-    step = max(1, limit // (ROW * trace.widest + trace.bytes // 4))
+    step = max(1, limit // max(1, ROW * trace.widest + trace.bytes // 4))
     parts = [chosen[start : start + step] for start in range(0, len(chosen), step)]
     parts = parts or [[]] if joint else parts
     values: list[tuple[str, float, float, float]] = []

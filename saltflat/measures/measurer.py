@@ -20,7 +20,7 @@ from saltflat.engine.problem import Problem, is_finite
 from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.engine.statistic import STATISTICS
 from saltflat.engine.structure import Structure
-from saltflat.errors import NonFiniteError, OptionError, format_error_line, make_unknown_name_error
+from saltflat.errors import EmptyDataError, NonFiniteError, OptionError, format_error_line, make_unknown_name_error
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.collect import DIAGONALS, StatisticCollector
 from saltflat.measures.registry import REFERENCES, MeasureRequest, parse_measures
@@ -168,7 +168,7 @@ def compute_certificate(context: Context) -> dict[str, Any]:
     """Return the certificate as a report has it."""
     try:
         gaps, examples = compute_gaps(context)
-    except RuntimeError as error:  # the same models that have no second derivatives
+    except (RuntimeError, EmptyDataError) as error:  # no second derivatives, or no target among the first that counts
         return {
             "holds": None,
             "gap": torch.nan,

@@ -20,7 +20,7 @@ from saltflat.engine.full_loss import compute_gradient_at
 from saltflat.engine.memory_watch import MemoryWatch
 from saltflat.engine.problem import Problem
 from saltflat.engine.statistic import COMPUTED
-from saltflat.errors import NotDefinedError
+from saltflat.errors import EmptyDataError, NotDefinedError
 from saltflat.measures.apply import is_axis_dependent
 from saltflat.measures.collect import DIAGONALS, StatisticCollector
 from saltflat.measures.measurer import Measurer
@@ -121,17 +121,16 @@ class Trial:
         wanted = size.chunk * self._repeats * tried_groups
         if groups is None:
             wanted = size.chunk * min(size.repeats, max(4, self._repeats))
-        self._batches, self._reading = self._take_examples(min(wanted, self.examples))
-        self.tried = sum(each.examples for each in self._batches)
-        context = self._make_context(self._batches)
-        if groups is not None:
-            numbers = torch.arange(self.tried) // (size.chunk * self._repeats)
-            context.groups = ExampleGroups.from_numbers(numbers, groups.count)
-        context.tick = _make_recorder(self._ticks)
-        self.search = search = StatisticCollector(
-            context, DIAGONALS[measurer.diagonal], measurer.needs_certificate, precision=measurer.precision
-        )
-        search.gather(measurer.asked)
+        skip = 0
+        while True:
+            try:
+                context = self._try_examples(min(wanted, self.examples - skip), skip)
+                break
+            except EmptyDataError:  # none of these targets counts
+                skip += wanted
+                if skip >= self.examples:
+                    raise
+        search = self.search
         readings, reasons = search.compute_readings(measurer.asked)
         taken = {step: search.seconds[step] for step in APPLYING}
         if sum(taken.values()) < QUICK:
@@ -143,23 +142,42 @@ class Trial:
         if measurer.needs_certificate:
             try:
                 search.seconds["certificate"] = estimate_certificate_seconds(context, TIMED_PARAMETERS)
-            except RuntimeError:  # no second derivatives, as the report will say
+            except (RuntimeError, EmptyDataError):  # none, as the report will say
                 search.seconds["certificate"] = 0.0
         self.symmetries = self._describe_symmetries()
         self._scale_seconds()
+
+    def _try_examples(self, wanted: int, skip: int) -> Context:
+        """Collect the statistics of some examples, and return their context."""
+        self._batches, self._reading = self._take_examples(wanted, skip)
+        self.tried = sum(each.examples for each in self._batches)
+        context, groups = self._make_context(self._batches), self.context.groups
+        if groups is not None:
+            numbers = torch.arange(self.tried) // (self._size.chunk * self._repeats)
+            context.groups = ExampleGroups.from_numbers(numbers, groups.count)
+        self._ticks.clear()
+        context.tick = _make_recorder(self._ticks)
+        diagonal = DIAGONALS[self._measurer.diagonal]
+        self.search = StatisticCollector(
+            context, diagonal, self._measurer.needs_certificate, precision=self._measurer.precision
+        )
+        self.search.gather(self._measurer.asked)
+        return context
 
     def _make_context(self, batches: Sequence[Batch]) -> Context:
         problem = replace(self._problem, data=list(batches))
         return self._measurer.make_context(problem, self._initial, structure=copy(self.context.structure))
 
-    def _take_examples(self, wanted: int) -> tuple[list[Batch], float]:
-        """Return the first examples, and the seconds that reading one takes."""
+    def _take_examples(self, wanted: int, skip: int) -> tuple[list[Batch], float]:
+        """Return the first examples after those to skip, and the seconds that reading one takes."""
         found: list[Batch] = []
         times, left = [], wanted
         for batch in read_batches(self._problem.data):
             times.append((time.perf_counter(), batch.examples))
-            if left:
-                found.append(batch.cut(0, left))
+            part = batch.cut(min(skip, batch.examples), batch.examples)
+            skip -= batch.examples - part.examples
+            if left and part.examples:
+                found.append(part.cut(0, left))
                 left -= found[-1].examples
             if not left and len(times) >= 3:
                 break
@@ -217,7 +235,8 @@ class Trial:
         run = compute_input_deviations if all(each == 1 for each in passes) else compute_gradient_at
         few = self._batches
         whole = next(iter(read_batches(self._problem.data)))
-        largest = next(self.context.split_batch(whole, 0)).examples
+        # Of the type that the model takes, as was probed.
+        largest = next(self.context.split_batch(self.batch, 0)).examples
         many = [whole.cut(0, largest)] if largest > self.tried else few
         seconds, counts = [], [sum(each.examples for each in data) for data in (few, many)]
         for data in (few, many):

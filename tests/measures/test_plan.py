@@ -19,7 +19,7 @@ import saltflat
 from saltflat.cli import app
 from saltflat.engine import sweep
 from saltflat.engine.progress import Forecast
-from saltflat.errors import ModelError
+from saltflat.errors import EmptyDataError, ModelError
 from saltflat.measures.trial import Trial
 from saltflat.results.plan import MeasurementPlan
 
@@ -55,6 +55,39 @@ def test_measures_and_reasons_are_those_of_the_report() -> None:
     assert found.left_out == {**report.left_out, **undefined}
     assert found.settings["strategy"] == report.settings["strategy"]
     assert found.examples == report.examples
+
+
+def test_a_plan_in_another_precision_than_the_datas_has_the_measures_of_the_report() -> None:
+    model, (inputs, labels) = mlp().float(), pair()
+    data = inputs.float(), labels
+    asked: dict[str, Any] = {"measures": ["relative_flatness", "hessian_top_eigenvalue"], "dtype": torch.float64}
+    assert list(saltflat.plan(model, data, **asked).measures) == list(saltflat.measure(model, data, **asked))
+
+
+@pytest.mark.parametrize("certificate", [True, False])
+def test_targets_that_do_not_count_at_the_beginning_are_skipped(certificate: bool) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 2), (torch.randn(200, 3), torch.arange(200) % 2)
+    data[1][:150] = -100
+    found = saltflat.plan(model, data, measures="quick", certificate=certificate)
+    report = saltflat.measure(model, data, measures="quick", certificate=certificate)
+    assert list(found.measures) == list(report)
+    assert found.examples == report.examples == 200
+    if certificate:
+        assert report.certificate is not None
+        assert report.certificate["holds"] is None
+        assert "first examples" in report.certificate["failed"]
+    data[1][:] = -100
+    with pytest.raises(EmptyDataError, match="all ignored"):
+        saltflat.plan(model, data)
+
+
+def test_a_model_without_gradients_has_a_plan_and_a_report() -> None:
+    model, data = mlp(), pair()
+    model.register_forward_hook(lambda module, inputs, output: output.detach())
+    report = saltflat.measure(model, data, measures=["hessian_trace"])
+    assert list(saltflat.plan(model, data, measures=["hessian_trace"]).measures) == list(report) == ["hessian_trace"]
+    assert report["hessian_trace"].value == 0
 
 
 def test_each_parameter_has_a_way_and_a_reason() -> None:
