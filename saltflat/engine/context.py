@@ -22,7 +22,7 @@ from saltflat.engine.output_curvature import ColumnPlan
 from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.processes import SINGLE_PROCESS, Processes
-from saltflat.engine.same_inputs import DataDigest, check_same_model
+from saltflat.engine.same_inputs import DataDigest, check_same_function, check_same_model
 from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, confirm_probe, run_probe
 from saltflat.engine.structure import Structure
 from saltflat.errors import MemoryLimitWarning, warn_caller
@@ -146,6 +146,12 @@ class Context:
         digest = DataDigest(problem.num_examples)
         digest.add(next(iter(read_batches(problem.data))))
         digest.check(self.processes)
+        found = self.get_probe(next(iter(problem.read_batches())))
+        assert self.first is not None
+        with torch.no_grad():
+            outputs = problem.network(self.first).double()
+        losses = problem.loss.total(outputs, cast_targets(self.first.targets))
+        check_same_function(self.processes, outputs, losses, found.tolerance)
 
     @property
     def probes(self) -> dict[Hashable, Probe]:

@@ -1,4 +1,4 @@
-"""What must be the same in all processes that share a measurement: arguments, modules, weights and data.
+"""What must be the same in all processes that share a measurement: arguments, modules, weights, data and outputs.
 
 Processes with other weights, or each with the part of the data that a ``DistributedSampler`` gives it, would add up
 numbers of different networks or count examples twice. So all of it is compared before any number is made of it.
@@ -17,11 +17,13 @@ from saltflat.engine.data import Batch, compute_batch_checksums
 from saltflat.engine.processes import Processes
 from saltflat.errors import DataError, ModelError, OptionError
 
+COMPARED_OUTPUTS = 4096  # entries, about
 
-def check_same_model(
-    processes: Processes, model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[str, object]
-) -> None:
-    """Check that all processes measure the same model, with the same tensors by name, in the same way."""
+
+def check_same_settings(processes: Processes, settings: Mapping[str, object]) -> None:
+    """Check that all processes were called with the same arguments, given by name."""
+    if processes.count == 1:
+        return
     other = processes.check_same("the settings", {name: repr(value) for name, value in settings.items()})
     if other:
         name, rank = other[0]
@@ -29,6 +31,13 @@ def check_same_model(
             f"Expected the same arguments in every process, but got another {name} in process {rank} than in process "
             "0. Try passing the same to all."
         )
+
+
+def check_same_model(
+    processes: Processes, model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[str, object]
+) -> None:
+    """Check that all processes measure the same model, with the same tensors by name, in the same way."""
+    check_same_settings(processes, settings)
     modules = {
         name: f"{type(module).__qualname__}({re.sub('0x[0-9a-f]+', '', module.extra_repr())})"
         for name, module in model.named_modules()
@@ -46,6 +55,35 @@ def check_same_model(
             "torch.distributed.broadcast(tensor, src=0) for each of model.state_dict().values(): under "
             "DistributedDataParallel, running statistics differ between processes."
         )
+
+
+def check_same_function(processes: Processes, outputs: Tensor, losses: Tensor, tolerance: float) -> None:
+    """Check that model and loss, which code and attributes determine too, give all processes the same numbers.
+
+    Args:
+        processes: that share the measurement.
+        outputs: of the model for the first examples.
+        losses: of these outputs.
+        tolerance: largest relative difference that counts as rounding. Processes may run on different devices.
+    """
+    own = [_select_entries(each) for each in (outputs, losses)]
+    found = processes.gather("the outputs", (tuple(outputs.shape), own, tolerance))
+    (shape, first, _), tolerance = found[0], max(each for _, _, each in found)
+    for rank, (other_shape, other, _) in enumerate(found):
+        same = shape == other_shape and all(
+            bool((a - b).abs().max() <= tolerance * a.abs().max()) for a, b in zip(first, other, strict=True)
+        )
+        if not same:
+            raise ModelError(
+                "Expected the same function in every process, but got other outputs, or another loss of them, in "
+                f"process {rank} than in process 0, from the same weights and examples. Try building model and loss "
+                "with the same arguments in every process, and comparing attributes, hooks and modes."
+            )
+
+
+def _select_entries(values: Tensor) -> Tensor:
+    flat = values.detach().double().flatten().cpu()
+    return flat[:: len(flat) // COMPARED_OUTPUTS + 1].clone()
 
 
 class DataDigest:
