@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import signal
 import socket
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process_support import Pair, Recorder, compare, find_differences, make_gpt, make_mlp, make_resnet
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import saltflat
 from saltflat import cli
@@ -38,94 +36,6 @@ TIMEOUT = 120  # seconds that processes wait for each other
 MEASURES = ["quick", "input_robustness", "input_margin", "sharpness(steps=2)", "adaptive_sharpness(draws=4)"]
 SEARCHES = ["hessian_top_eigenvalue", "kappa_max", "fisher_spectral_radius(pool=10)", "pac_bayes_flatness(draws=2)"]
 FEW = ["hessian_trace", "rho", "fisher_trace", "relative_flatness"]
-Pair = tuple[Tensor, Tensor]
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.one = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.two = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = torch.relu(self.norms[0](self.one(x)))
-        return torch.relu(x + self.norms[1](self.two(inner)))
-
-
-def make_mlp(examples: int = 23) -> tuple[nn.Sequential, Pair]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)).double()
-    return net, (torch.randn(examples, 5, dtype=torch.float64), torch.randint(4, (examples,)))
-
-
-def make_resnet() -> tuple[nn.Module, Pair]:
-    torch.manual_seed(0)
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), Residual(4), *head).double()
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean = torch.randn(4, dtype=torch.float64)
-            module.running_var = torch.rand(4, dtype=torch.float64) + 0.5
-    return net, (torch.randn(11, 3, 6, 6, dtype=torch.float64), torch.randint(3, (11,)))
-
-
-def make_gpt() -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    torch.manual_seed(0)
-    size = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    net = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0)).double()
-    tokens = [torch.randint(11, (count, 6)) for count in (3, 1, 2)]
-    return net, [{"input_ids": each, "labels": each} for each in tokens]
-
-
-def find_differences(one: Any, two: Any, where: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the relative difference of every pair of numbers, infinite for whatever else differs."""
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        one, two = ({f.name: getattr(each, f.name) for f in dataclasses.fields(one)} for each in (one, two))
-    if isinstance(one, Tensor):
-        one, two = one.flatten().tolist(), two.flatten().tolist()
-    if isinstance(one, float) and isinstance(two, float):
-        same = one == two or (math.isnan(one) and math.isnan(two))
-        # Beside the terms that cancel in it, a tiny number is rounding.
-        yield where, 0.0 if same else abs(one - two) / max(abs(one), abs(two), 1e-2)
-    elif isinstance(one, dict) and list(one) == list(two):
-        for key in one:
-            yield from find_differences(one[key], two[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple) and len(one) == len(two):
-        for number, pair in enumerate(zip(one, two, strict=True)):
-            yield from find_differences(*pair, f"{where}/{number}")
-    else:
-        yield where, 0.0 if one == two else math.inf
-
-
-def compare(one: Any, two: Any) -> tuple[str, float]:
-    """Return the largest difference between two results that is not of time, and where it is."""
-    timed = ("/seconds", "/created", "/started")
-    found = [each for each in find_differences(one, two) if not each[0].startswith(timed)]
-    assert len(found) > 100
-    return max(found, key=lambda each: each[1])
-
-
-class Recorder:
-    """What one process saw, written after every step."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path, self.rank = folder / f"rank{rank}.json", rank
-        self.seen: dict[str, Any] = {}
-
-    def keep(self, name: str, value: Any) -> None:
-        self.seen[name] = value
-        self.path.write_text(json.dumps(self.seen), encoding="utf-8")
-
-    def catch(self, name: str, call: Callable[[], object]) -> None:
-        started = time.perf_counter()
-        try:
-            call()
-            said = "no error"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        self.keep(name, said)
-        self.keep(f"{name} in seconds", time.perf_counter() - started)
 
 
 def compare_counts(recorder: Recorder, groups: dict[int, ProcessGroup | None]) -> None:
@@ -208,14 +118,35 @@ def make_mistakes(recorder: Recorder) -> None:
     recorder.catch("weights", lambda: measure(model=other))
     wider = nn.Sequential(net, nn.Softplus(beta=1.0 + (rank == 1)))
     recorder.catch("modules", lambda: measure(model=wider))
+    scaled = make_mlp()[0]
+    scaled[1].register_forward_hook(lambda module, inputs, output: output * (1 + (rank == 2)))
+    recorder.catch("function", lambda: measure(model=scaled))
+    halved = 1 + (rank == 1)
+    recorder.catch("loss", lambda: measure(loss=lambda *of: torch.nn.functional.cross_entropy(*of) / halved))
+    recorder.catch("logits", lambda: measure(logits="l2" if rank else "std"))
     recorder.catch("seed", lambda: measure(seed=int(rank == 1)))
     recorder.catch("measures", lambda: measure(measures=["rho" if rank else "kappa_trace"]))
+    recorder.catch("unknown", lambda: measure(measures=["rho" if rank else "rhp"]))
+    options: dict[str, Any] = {"memory": "1GiB" if rank else 0, "process_group": world}
+    recorder.catch("statistics", lambda: saltflat.compute_statistics(net, data, **options))
     recorder.catch("group", lambda: measure(process_group="world"))
+
+    def audit(**changes: Any) -> saltflat.Audit:
+        given = {"measures": ["rho"], "draws": 1, "progress": False, "process_group": world, **changes}
+        return saltflat.audit_invariance(net, data, **given)
+
+    recorder.catch("no draws", lambda: audit(draws=1 - rank // 3))
+    recorder.catch("spread", lambda: audit(spread=1.0 + rank))
 
     def fail(done: int) -> None:
         raise KeyError("no such row")
 
+    def stop_search(step: str, done: int, total: int | None) -> None:
+        if rank == 0 and step != "Sweeping examples":
+            raise RuntimeError("stopped by the user")
+
     # A process that raises, outside and within of a statistic that may be left out.
+    recorder.catch("stopped", lambda: measure(progress=stop_search, measures="all"))
     recorder.catch("callback", lambda: measure(progress=lambda step, done, total: fail(done) if rank == 0 else None))
 
     class Fragile(nn.Module):
@@ -231,18 +162,19 @@ def make_mistakes(recorder: Recorder) -> None:
 
     large = data[0].clone()
     large[14, 0] = 100  # of 23 examples, one that the third process takes
-    recorder.catch("raises", lambda: measure(model=Fragile(), data=(large, data[1]), certificate=False))
+    few = DataLoader(TensorDataset(large, data[1]), batch_size=8)
+    recorder.catch("raises", lambda: measure(model=Fragile(), data=few, certificate=False))
 
     def break_statistic(context: Any, **options: Any) -> Any:
         if rank == 2:
-            raise RuntimeError("out of memory here")
+            raise RecursionError("out of memory here")
         return usual.function(context, **options)
 
     usual = COMPUTED["input_jacobian"]
     COMPUTED["input_jacobian"] = dataclasses.replace(usual, function=break_statistic)
     torch.manual_seed(0)
-    tiny, few = nn.Linear(5, 2).double(), (data[0][:5], data[1][:5] % 2)
-    left_out = measure(model=tiny, data=few, measures="invariant", sampling=False, certificate=False).left_out
+    tiny, small = nn.Linear(5, 2).double(), (data[0][:5], data[1][:5] % 2)
+    left_out = measure(model=tiny, data=small, measures="invariant", sampling=False, certificate=False).left_out
     recorder.keep("left out", dict(left_out))
     recorder.catch("statistic", lambda: measure(measures=["input_robustness"]))
     COMPUTED["input_jacobian"] = usual

@@ -17,9 +17,10 @@ from saltflat.audit.result import Audit, AuditLine
 from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike
 from saltflat.engine.network import Network
-from saltflat.engine.processes import Processes, parse_process_group
+from saltflat.engine.processes import Processes, is_of_some, parse_process_group
 from saltflat.engine.progress import show_steps
 from saltflat.engine.read_data import select_examples
+from saltflat.engine.same_inputs import check_same_settings
 from saltflat.engine.session import check_module, open_session
 from saltflat.engine.sharding import gather_weights
 from saltflat.errors import OptionError, ProcessError, SaltflatError, format_error_line, make_unknown_name_error
@@ -102,10 +103,15 @@ def audit_invariance(
         (True, 'moves, as expected')
     """
     started = time.perf_counter()
-    check_count(1, draws=draws)
-    check_positive(spread=spread)
-    chosen, seed, data = _parse_kinds(kinds), check_seed(seed), select_examples(data, limit=limit)
-    parse_measures(measures)  # report unknown names before any computation
+    with parse_process_group(process_group).join() as processes:
+        check_count(1, draws=draws)
+        check_positive(spread=spread)
+        chosen, seed, data = _parse_kinds(kinds), check_seed(seed), select_examples(data, limit=limit)
+        parse_measures(measures)  # report unknown names before any computation
+        check_module(model)
+        check_same_settings(processes, {"draws": draws, "spread": spread, "kinds": chosen, "seed": seed})
+        with gather_weights(model, processes), open_session(model, "eval", data) as notes:
+            exact, example = copy_model(model).double(), take_example(data, torch.float64)
     options: dict[str, Any] = {
         "columns": columns,
         "layers": layers,
@@ -118,10 +124,6 @@ def audit_invariance(
         "initial": initial,
         "process_group": process_group,
     }
-    processes = parse_process_group(process_group)
-    check_module(model)
-    with gather_weights(model, processes), open_session(model, "eval", data) as notes:
-        exact, example = copy_model(model).double(), take_example(data, torch.float64)
     with processes.join(), show_steps(progress if processes.rank == 0 else False) as tick:
         # Outputs that the loss does not use may change; parameters that are not measured must not.
         measured = Network(exact, layers, None).measured
@@ -210,6 +212,8 @@ def _measure_rescaled(
     except SaltflatError as error:
         return str(error)
     except (RuntimeError, ArithmeticError, np.linalg.LinAlgError) as error:
+        if is_of_some(error) and not isinstance(error, RuntimeError):  # a ProcessError in the others
+            raise
         return format_error_line(error)
     if abs(found.loss - loss) > LOSS_TOLERANCE * max(1.0, abs(loss)):
         return (

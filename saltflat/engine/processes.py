@@ -9,7 +9,7 @@ one has failed, so that an error of one is raised by all.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import fsum
@@ -46,7 +46,9 @@ class Channel(Protocol):
 
 
 PIECE = 1 << 21  # numbers that are added up in one message
+GRAVEST = 2  # how far an error reaches that ends the measurement
 KNOWN = "_known_to_all"  # attribute of errors that every process has raised, or is about to
+SOME = "_of_some_processes"  # attribute of errors: whether other processes had none
 # Connections for the messages of measurements, by the groups of the user's that they serve.
 _CHANNELS: WeakKeyDictionary[ProcessGroup, Channel] = WeakKeyDictionary()
 
@@ -157,8 +159,12 @@ class Processes:
         return sums, [{name: found[number, name] for name in vector} for number, vector in enumerate(vectors)]
 
     @contextmanager
-    def join(self) -> Iterator[Processes]:
-        """Run a part of a measurement that fails in all processes if it fails in one, and ends in all together."""
+    def join(self, ends_all: Callable[[Exception], bool] = lambda error: False) -> Iterator[Processes]:
+        """Run a part of a measurement that fails in all processes if it fails in one, and ends in all together.
+
+        Args:
+            ends_all: returns whether an error of this process ends the measurement, whatever its type.
+        """
         if self.count == 1:
             yield self
             return
@@ -169,7 +175,7 @@ class Processes:
             self.gather("the end", None)
         except Exception as error:
             if not getattr(error, KNOWN, False):
-                self._announce(error)
+                self._announce(error, GRAVEST if ends_all(error) else _rank_gravity(error))
             raise
         except BaseException:  # Ctrl-C: nothing is known of the others, which notice that the connection is closed
             self._close()
@@ -185,7 +191,7 @@ class Processes:
             if first.get(name) != each.get(name)
         ]
 
-    def _exchange(self, message: tuple[str, Any, tuple[str, str] | None]) -> list[Any]:
+    def _exchange(self, message: tuple[str, Any, tuple[int, str, str] | None]) -> list[Any]:
         own = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         sizes = [int(each) for each in self._gather_tensors(torch.tensor([len(own)]))]
         padded = self._gather_tensors(F.pad(own, (0, max(sizes) - len(own))))
@@ -197,24 +203,25 @@ class Processes:
             self._get_channel().allgather([found], [own]).wait()
         return found
 
-    def _announce(self, error: Exception) -> None:
-        """Tell the others of an error. If one of them has an error of another kind, raise that."""
+    def _announce(self, error: Exception, gravity: int) -> None:
+        """Tell the others of an error. If one of them has a graver one, raise that."""
         _mark_known(error)
         try:
-            answers = self._exchange(("an error", None, (type(error).__name__, str(error))))
+            answers = self._exchange(("an error", None, (gravity, type(error).__name__, str(error))))
         except ProcessError:
             return  # the error itself says more
-        self._raise_failure(answers, error)
+        setattr(error, SOME, any(failure is None for _, _, failure in answers))
+        self._raise_failure(answers, error, gravity)
 
-    def _raise_failure(self, answers: Sequence[Any], own: Exception | None = None) -> None:
+    def _raise_failure(self, answers: Sequence[Any], own: Exception | None = None, own_gravity: int = -1) -> None:
         """Raise the gravest error of the processes as all have to, unless this one is about to."""
-        failures = [(_rank_gravity(*failure), rank, failure) for rank, (_, _, failure) in enumerate(answers) if failure]
+        failures = [(failure, rank) for rank, (_, _, failure) in enumerate(answers) if failure]
         if not failures:
             return
-        gravest, rank, (kind, message) = max(failures, key=lambda each: each[0])
-        if own is not None and _rank_gravity(type(own).__name__, str(own)) == gravest:
+        (gravest, kind, message), rank = max(failures, key=lambda each: each[0][0])
+        if own_gravity == gravest:
             return
-        raise _mark_known(_make_error_of_other(kind, message, rank)) from own
+        raise _mark_known(_make_error_of_other(gravest, kind, message, rank)) from own
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -316,24 +323,27 @@ def is_announced(error: BaseException) -> bool:
     return getattr(error, KNOWN, "") == "connected"
 
 
-def _rank_gravity(kind: str, message: str) -> int:
-    """Return how far an error reaches: 0 and 1 may leave out a single statistic."""
-    known = getattr(saltflat.errors, kind, None)
-    if kind == NotDefinedError.__name__:
+def is_of_some(error: BaseException) -> bool:
+    """Return whether other processes had no error, and raise one of their own for this."""
+    return getattr(error, SOME, False)
+
+
+def _rank_gravity(error: Exception) -> int:
+    """Return how far an error reaches: 0 and 1 may leave out a single statistic, as callers catch them."""
+    if isinstance(error, NotDefinedError):
         return 0
-    is_own = isinstance(known, type) and issubclass(known, SaltflatError)
-    return 1 if not is_own and kind in ("RuntimeError", "NotImplementedError", "OutOfMemoryError") else 2
+    return 1 if isinstance(error, RuntimeError) and not isinstance(error, SaltflatError) else GRAVEST
 
 
-def _make_error_of_other(kind: str, message: str, rank: int) -> Exception:
+def _make_error_of_other(gravity: int, kind: str, message: str, rank: int) -> Exception:
     """Return the error to raise for that of another process."""
     known = getattr(saltflat.errors, kind, None)
-    if kind == NotDefinedError.__name__:
+    if gravity == 0:
         return NotDefinedError(message)  # the reason, the same in all processes
     if isinstance(known, type) and issubclass(known, SaltflatError):
         return known(f"{message} (in process {rank})")
     line = (message.strip() or "no message").splitlines()[0]
-    if _rank_gravity(kind, message) == 1:
+    if gravity < GRAVEST:
         return RuntimeError(line)
     return ProcessError(
         f"Expected every process to finish, but got {kind}: {line} in process {rank}. Try looking at the traceback of "

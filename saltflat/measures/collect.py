@@ -249,14 +249,14 @@ class StatisticCollector:
     def _compute_statistic(self, need: StatisticRequest, strict: bool) -> None:
         with self.time_step(need.key):
             try:
-                with self.context.processes.join():
+                with self.context.processes.join(self._is_of_progress):
                     self.found[need.key] = COMPUTED[need.name].function(self.context, **dict(need.options))
             except NotDefinedError as reason:
                 self.reasons[need.key] = str(reason)
             except SaltflatError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
-                if error is getattr(self.context.tick, "error", None):
+                if self._is_of_progress(error):
                     raise
                 # Models may hold operations that cannot be differentiated twice, or run out of memory in one of many
                 # searches: that is no reason to lose the others.
@@ -267,6 +267,9 @@ class StatisticCollector:
                         "which), or lowering memory=."
                     ) from error
                 self.reasons[need.key] = f"failed: {format_error_line(error)}"
+
+    def _is_of_progress(self, error: Exception) -> bool:
+        return error is getattr(self.context.tick, "error", None)
 
     @contextmanager
     def time_step(self, step: str) -> Iterator[None]:

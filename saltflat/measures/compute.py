@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from saltflat.engine.data import Data
 from saltflat.engine.losses import LossLike
+from saltflat.engine.processes import parse_process_group
 from saltflat.measures.meter import Meter
 from saltflat.results.plan import MeasurementPlan
 from saltflat.results.report import Report
@@ -100,27 +101,29 @@ def measure(
         >>> sorted(report), report.certificate["holds"]
         (['hessian_trace', 'normalized_sharpness'], True)
     """
-    meter = Meter(
-        model,
-        loss,
-        measures,
-        columns=columns,
-        layers=layers,
-        memory=memory,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
-        mode=mode,
-        logits=logits,
-        diagonal=diagonal,
-        initial=initial,
-        certificate=certificate,
-        sampling=sampling,
-        limit=limit,
-        device=device,
-        precision=precision,
-        process_group=process_group,
-    )
+    # What one process refuses, all do.
+    with parse_process_group(process_group).join():
+        meter = Meter(
+            model,
+            loss,
+            measures,
+            columns=columns,
+            layers=layers,
+            memory=memory,
+            dtype=dtype,
+            seed=seed,
+            progress=progress,
+            mode=mode,
+            logits=logits,
+            diagonal=diagonal,
+            initial=initial,
+            certificate=certificate,
+            sampling=sampling,
+            limit=limit,
+            device=device,
+            precision=precision,
+            process_group=process_group,
+        )
     return meter.measure(data)
 
 

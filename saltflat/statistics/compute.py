@@ -115,11 +115,11 @@ def compute_statistics(
         14.0
     """
     started = time.perf_counter()
-    wanted, plan, room = find_statistics(names), parse_column_plan(columns), parse_bytes(memory)
-    seed, data = check_seed(seed), select_examples(data, limit=limit)
-    check_module(model)
     with ExitStack() as stack:
         processes = stack.enter_context(parse_process_group(process_group).join())
+        wanted, plan, room = find_statistics(names), parse_column_plan(columns), parse_bytes(memory)
+        seed, data = check_seed(seed), select_examples(data, limit=limit)
+        check_module(model)
         stack.enter_context(gather_weights(model, processes))
         notes = stack.enter_context(open_session(model, mode, data))
         problem = Problem.build(model, data, loss, layers, dtype, mode)

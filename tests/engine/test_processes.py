@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from process_cases import TIMEOUT, make_mlp
+from process_cases import TIMEOUT
+from process_support import make_mlp
 from torch import nn
 
 import saltflat
@@ -80,14 +81,22 @@ def test_a_meter_and_an_audit_are_those_of_one_process(seen: list[dict[str, Any]
         ("batches", "DataError: Expected the same data in every process, but got other examples in process 3"),
         ("weights", "ModelError: Expected the same weights in every process, but got others for '2.bias' in process 3"),
         ("modules", "ModelError: Expected the same model in every process, but got another module '1' in process 1"),
+        ("function", "ModelError: Expected the same function in every process, but got other outputs, or another loss"),
+        ("loss", "ModelError: Expected the same function in every process, but got other outputs, or another loss"),
+        ("logits", "ModelError: Expected the same function in every process, but got other outputs, or another loss"),
         ("seed", "OptionError: Expected the same arguments in every process, but got another seed in process 1"),
         ("measures", "OptionError: Expected the same arguments in every process, but got another measures"),
+        ("unknown", "UnknownNameError: Expected one of"),
+        ("statistics", "OptionError: Expected a positive size, but got memory=0"),
+        ("no draws", "OptionError: Expected a whole number from 1 to 10000000, but got draws=0"),
+        ("spread", "OptionError: Expected the same arguments in every process, but got another spread in process 1"),
         ("group", "OptionError: Expected a group of torch.distributed that this process belongs to, but got"),
     ],
 )
 def test_what_differs_between_processes_is_refused_by_all(seen: list[dict[str, Any]], mistake: str, said: str) -> None:
     for each in seen:
         assert each[mistake].startswith(said)
+        assert each[f"{mistake} in seconds"] < TIMEOUT / 2
 
 
 def test_an_error_of_one_process_is_raised_by_all(seen: list[dict[str, Any]]) -> None:
@@ -97,13 +106,17 @@ def test_an_error_of_one_process_is_raised_by_all(seen: list[dict[str, Any]]) ->
     ] * 4
     assert seen[0]["callback"] == "KeyError: 'no such row'"
     assert all("KeyError: 'no such row' in process 0" in each["callback"] for each in seen[1:])
-    assert all(each["statistic"] == seen[0]["statistic"] for each in seen)
-    assert seen[0]["statistic"].startswith("ModelError: Expected a model that allows it, but got RuntimeError: out of")
+    assert seen[0]["stopped"] == "RuntimeError: stopped by the user"
+    assert all("RuntimeError: stopped by the user in process 0" in each["stopped"] for each in seen[1:])
+    for rank, each in enumerate(seen):
+        kind = "RecursionError" if rank == 2 else "RuntimeError"
+        assert each["statistic"].startswith(f"ModelError: Expected a model that allows it, but got {kind}: out of")
 
 
 def test_a_statistic_that_fails_in_one_process_is_left_out_by_all(seen: list[dict[str, Any]]) -> None:
-    for each in seen:
-        assert each["left out"]["input_robustness"] == "failed: RuntimeError: out of memory here"
+    for rank, each in enumerate(seen):
+        kind = "RecursionError" if rank == 2 else "RuntimeError"
+        assert each["left out"]["input_robustness"] == f"failed: {kind}: out of memory here"
 
 
 def test_a_sharded_model_has_the_report_of_a_whole_one_and_is_restored(seen: list[dict[str, Any]]) -> None:
