@@ -23,6 +23,7 @@ from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.engine.same_inputs import DataDigest, check_same_function, check_same_model
+from saltflat.engine.silent_parameters import verify_silent_parameters
 from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, confirm_probe, run_probe
 from saltflat.engine.structure import Structure
 from saltflat.errors import MemoryLimitWarning, warn_caller
@@ -173,6 +174,13 @@ class Context:
         if self.first is None:
             self.first = batch.cut(0, max(1, min(FEW, self.limit // (found.fixed + found.moving))))
         return found
+
+    def verify_probe(self, batch: Batch) -> Probe:
+        """Return how to sweep these inputs, after comparing parameters that had no gradient before."""
+        found = self.get_probe(batch)
+        right = verify_silent_parameters(self.problem, batch, found, self.limit)
+        self.probes.update({kind: right for kind, each in self.probes.items() if each is found})
+        return right
 
     def _find_probe(self, kind: Hashable, batch: Batch) -> Probe:
         """Confirm what an earlier measurement has found about inputs of this kind, or else probe them."""

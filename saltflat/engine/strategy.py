@@ -37,6 +37,7 @@ from saltflat.engine.strategy_trial import (
     measure_gradient_bytes,
     run_strategy,
     try_strategies,
+    try_strategy,
 )
 from saltflat.errors import (
     ModelError,
@@ -71,6 +72,7 @@ class Probe:
         operations: digests of the operations that the model ran on the first pair of examples, and on those together.
         indices: digest of the whole numbers and truth values that these took from tensors.
         routes: how the gradients of each parameter are computed, and why not faster.
+        silent: the parameters without a gradient in all examples so far, for which no strategy has been compared.
     """
 
     strategy: str
@@ -86,6 +88,7 @@ class Probe:
     operations: tuple[str, str]
     indices: str
     routes: tuple[ParameterRoute, ...]
+    silent: tuple[str, ...]
 
     def choose_num_examples(self, batch: Batch, columns: int, limit: int) -> int:
         """Return how many examples of a batch to process at once."""
@@ -153,6 +156,20 @@ class _FirstExamples:
         """Return the references of more than one example, which a strategy for several has to reproduce."""
         return [truth for truth in self.truths if truth.batch.examples > 1]
 
+    @property
+    def alone(self) -> list[ReferenceGradients]:
+        """Return the references of single examples: the first, and those where further parameters have gradients."""
+        found: list[ReferenceGradients] = []
+        waiting = {name for name, value in self.truths[0].gradients.items() if value.numel()}
+        for single in (truth.select_example(n) for truth in self.truths for n in range(truth.batch.examples)):
+            heard = {name for name in waiting if bool(single.gradients[name].any())}
+            if heard or not found:
+                found.append(single)
+            waiting -= heard
+            if not waiting:
+                break
+        return found
+
     def can_decide(self, problem: Problem) -> bool:
         """Return whether they show if a strategy for several examples is right."""
         return bool(self.checks) and len(find_silent_parameters(self.truths)) < len(problem.network.measured)
@@ -172,10 +189,10 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     elif noticed.order:
         # Examples that are reordered can be mapped.
         strategies, alone = ["mapped"], SORTED
-    first = found.truths[0].select_example(0)
-    results = noticed.bytes // found.pairs[0].examples
+    singles = found.alone
+    first, results = singles[0], noticed.bytes // found.pairs[0].examples
     needs, fallback = measure_example_cost(problem, first, LOOPED, results), LOOPED
-    if needs is None:
+    if needs is None or any(try_strategy(problem, LOOPED, each, needs.calls) != "right" for each in singles[1:]):
         # The model uses a layer's parameters in a way that its rule does not cover.
         needs, fallback, strategies = measure_example_cost(problem, first, PLAIN, results), PLAIN, []
         alone = UNRULED
@@ -193,7 +210,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     ran_together = _check_uncoupled(problem, group, noticed.coarsest)
     if strategies and group.examples > 2:
         checks += make_group_references(problem, group, found.truths[0])
-    choice = choose_strategy(problem, strategies, checks, [first] if fallback == LOOPED else [], needs.calls)
+    choice = choose_strategy(problem, strategies, checks, singles if fallback == LOOPED else [], needs.calls)
     strategy, calls = choice.strategy or fallback, choice.calls
     held_copies = calls.count_elements() * outputs.element_size()
     if strategy == EXPANDED:
@@ -216,6 +233,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
         operations=(noticed.operations, ran_together),
         indices=noticed.indices,
         routes=routes,
+        silent=tuple(find_silent_parameters(found.truths)),
     )
 
 
@@ -234,10 +252,11 @@ def confirm_probe(problem: Problem, batch: Batch, earlier: Probe) -> Probe | Non
         return None
     checks = found.checks if not earlier.strategy.startswith("single") else []
     if not checks or earlier.strategy == EXPANDED:
-        checks = [*checks, found.truths[0].select_example(0)]
+        checks = [*checks, *found.alone]
     if try_strategies(problem, [earlier.strategy], checks, earlier.calls)[earlier.strategy] != "right":
         return None
-    return replace(earlier, indices=found.noticed.indices)
+    silent = tuple(name for name in find_silent_parameters(found.truths) if name in earlier.silent)
+    return replace(earlier, indices=found.noticed.indices, silent=silent)
 
 
 def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:

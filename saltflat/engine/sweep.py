@@ -103,7 +103,7 @@ class Sweep:
 
     def add_batch(self, batch: Batch) -> Iterator[None]:
         """Split a batch into chunks that fit in memory, and add them one by one."""
-        found = self.context.get_probe(batch)
+        found = self.context.verify_probe(batch)
         start, size = 0, self.compute_chunk_size(batch, found)
         size = -(-batch.examples // -(-batch.examples // size))  # equal parts: a small last one would cost as much
         while start < batch.examples:
