@@ -52,8 +52,9 @@ def measure(
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
         loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, ``"model"`` for the one the model itself computes
-            from labels, one of :mod:`saltflat.engine.losses`, the matching loss module of torch, or a function
-            ``loss(outputs, targets)``, which is called on one example at a time.
+            from labels, the matching loss module of torch with its options, such as
+            ``nn.CrossEntropyLoss(label_smoothing=0.1)``, or a function ``loss(outputs, targets)``, which is called on
+            one example at a time.
         measures: names, with options where wanted, such as ``["kappa", "rho(axis='row')"]``; ``"quick"`` (as None),
             all that one sweep over the data gives; ``"invariant"``, all that rescaling layers leaves unchanged;
             ``"all"``; or some of these, such as ``["quick", "kappa"]``. What only a preset asks for and this model does
@@ -90,8 +91,7 @@ def measure(
             notes and settings. Elsewhere, and in float64, ``"tf32"`` has no effect, and the report says so.
         process_group: processes that share the measurement, such as ``torch.distributed.group.WORLD`` in a script that
             ``torchrun`` starts; this process alone if None. Each of them makes the same call, with the same weights and
-            *all* of the data, computes on its part of the examples, and returns the same report; see
-            :mod:`saltflat.engine.processes`.
+            *all* of the data, computes on its part of the examples, and returns the same report.
 
     Example:
         >>> _ = torch.manual_seed(0)

@@ -87,8 +87,9 @@ def compute_statistics(
         model: any module. It is measured in eval mode and given back bit for bit as it was.
         data: a ``DataLoader``, a pair of tensors ``(inputs, targets)``, a dataset, or batches that can be read again.
         loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, ``"model"`` for the one the model itself computes
-            from labels, one of :mod:`saltflat.engine.losses`, the matching loss module of torch, or a function
-            ``loss(outputs, targets)``, which is called on one example at a time.
+            from labels, the matching loss module of torch with its options, such as
+            ``nn.CrossEntropyLoss(label_smoothing=0.1)``, or a function ``loss(outputs, targets)``, which is called on
+            one example at a time.
         names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``unit_forms``, ``unit_trace``,
             ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
         columns: how the loss's curvature is taken, which costs a backward pass for each column: ``"exact"``; ``"top"``
