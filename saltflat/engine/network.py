@@ -268,7 +268,8 @@ def _copy_constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Te
 
 
 def _is_unchanged(constant: Tensor, original: Tensor) -> bool:
-    return bool(((constant == original.to(constant.dtype)) | (constant != constant)).all())
+    original = original.to(constant.dtype)
+    return torch.equal(constant, original) or bool(((constant == original) | (constant != constant)).all())
 
 
 def _select_parameters(model: nn.Module, layers: Sequence[str] | str | None) -> list[str]:

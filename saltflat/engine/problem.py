@@ -157,9 +157,10 @@ class Problem:
         # All of them are checked at once first: on a GPU, each separate answer would have to be waited for.
         if not values or bool(all(flags.all() for flags in _stack_finite_flags(values.values()))):
             return
-        name, bad = next(
-            (name, int((~_widen_float8(v).isfinite()).sum())) for name, v in values.items() if not is_finite(v)
-        )
+        name = next((name for name, v in values.items() if not is_finite(v)), None)
+        if name is None:  # only sums overflow
+            return
+        bad = int((~_widen_float8(values[name]).isfinite()).sum())
         raise NonFiniteError(
             f"Expected finite weights, but got {bad} NaN or infinite numbers in {name!r}. This training has "
             "diverged. Try loading an earlier checkpoint."
@@ -199,11 +200,11 @@ class Problem:
 
 
 def _stack_finite_flags(values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield flags that say whether each tensor is finite, one array per device."""
-    flags: dict[torch.device, list[Tensor]] = {}
+    """Yield flags that say whether the sum of each tensor is finite, one array per device."""
+    sums: dict[torch.device, list[Tensor]] = {}
     for value in values:
-        flags.setdefault(value.device, []).append(_widen_float8(value).isfinite().all())
-    yield from (torch.stack(each) for each in flags.values())
+        sums.setdefault(value.device, []).append(_widen_float8(value).sum().double())
+    yield from (torch.stack(each).isfinite() for each in sums.values())
 
 
 def is_finite(values: Tensor) -> bool:

@@ -71,11 +71,9 @@ class ReferenceGradients:
         largest = torch.stack([norm.double() for norm in norms.values()]).amax()
         directions = {}
         for number, (name, value) in enumerate(gradients.items()):
-            noise = torch.Generator().manual_seed(number)
-            direction = torch.randn(value.shape[1:], generator=noise).to(value)
             # Gradients that are only rounding stay small; if all are, they stay below the tolerance.
             size = torch.maximum(norms[name], 0.01 * largest.to(value)) if largest > rounding else rounding / tolerance
-            directions[name] = direction / size
+            directions[name] = _draw_direction(value[0], number) / size
         along = torch.stack(
             [_project_gradients(value, directions[name]).double() for name, value in gradients.items()]
         ).sum(0)
@@ -350,6 +348,13 @@ def find_differences(
     return [name for name, each in zip(names, bad.tolist(), strict=True) if each]
 
 
+def _draw_direction(like: Tensor, seed: int) -> Tensor:
+    """Return a random direction. That of a matrix is a product of two vectors, which shows any difference, too."""
+    noise = torch.Generator().manual_seed(seed)
+    vectors = [torch.randn(shape, generator=noise).to(like) for shape in (like.shape[:1], like.shape[1:])]
+    return vectors[0] if like.dim() < 2 else vectors[0].reshape(-1, *(1,) * (like.dim() - 1)) * vectors[1]
+
+
 def _draw_random_column(outputs: Tensor, batch: Batch) -> Tensor:
     each = []
     for n in range(batch.examples):
@@ -393,8 +398,3 @@ def _compute_gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Te
     dense = [each.to_dense() if each is not None and each.layout != torch.strided else each for each in found]
     pairs = zip(leaves.items(), dense, strict=True)
     return {name: torch.zeros_like(leaf) if value is None else value.detach() for (name, leaf), value in pairs}
-
-
-def is_allclose(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Return whether two tensors differ by at most ``tolerance`` times the largest entry."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -21,7 +21,6 @@ from saltflat.engine.reference_gradients import (
     TOLERANCE,
     ReferenceGradients,
     find_silent_parameters,
-    is_allclose,
     make_coupled_error,
     make_group_references,
     split_singles,
@@ -353,7 +352,7 @@ def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> s
     with torch.no_grad():
         alone = [problem.network(single, as_is=True) for single in split_singles(batch)]
     tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float32])
-    if any(one.shape[1:] != together.shape[1:] for one in alone) or not is_allclose(
+    if any(one.shape[1:] != together.shape[1:] for one in alone) or not _is_allclose(
         together, torch.cat(alone), tolerance
     ):
         raise make_coupled_error()
@@ -362,7 +361,7 @@ def _check_uncoupled(problem: Problem, batch: Batch, coarsest: torch.dtype) -> s
 
 def _check_fixed_function(problem: Problem, truth: ReferenceGradients, outputs: Tensor) -> None:
     """Check that the outputs of a batch are those of its examples alone."""
-    if is_allclose(outputs, truth.outputs, truth.tolerance):
+    if _is_allclose(outputs, truth.outputs, truth.tolerance):
         return
     if torch.finfo(truth.coarsest).bits < 32:
         raise PrecisionError(
@@ -371,7 +370,7 @@ def _check_fixed_function(problem: Problem, truth: ReferenceGradients, outputs: 
         )
     with torch.no_grad():
         again = problem.network(truth.batch, as_is=True)
-    if is_allclose(outputs, again, truth.tolerance):
+    if _is_allclose(outputs, again, truth.tolerance):
         raise make_coupled_error()
     names = [name for name, m in problem.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     raise NondeterministicError(
@@ -390,3 +389,8 @@ def _check_first_loss(problem: Problem, outputs: Tensor, batch: Batch) -> None:
         raise NonFiniteError(
             "Expected a finite loss, but got NaN or infinity on the first examples. Check loss and targets."
         )
+
+
+def _is_allclose(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Return whether two tensors differ by at most ``tolerance`` times the largest entry."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())
