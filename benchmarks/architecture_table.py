@@ -3,6 +3,7 @@
     python benchmarks/architecture_table.py                   # all of them, as a table
     python benchmarks/architecture_table.py Swin T5           # some
     python benchmarks/architecture_table.py --write --times   # into docs/transformers.md and results/architectures.json
+    python benchmarks/architecture_table.py Swin --write      # the row of one, beside those of the others
 
 The reference is the definition: Jacobians of one example at a time by plain autograd, in float64, and the Hessian of
 the loss at the outputs. It shares no code with saltflat.
@@ -297,7 +298,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         rows.append(row)
         print(format_table([row]).splitlines()[-1], *row.reasons, flush=True)
     if options.write:
-        write(rows, {"torch": torch.__version__, "transformers": transformers.__version__, "threads": 1})
+        found = {row.name: row for row in (*read(), *rows)}
+        write(
+            [found[name] for name in ARCHITECTURES if name in found],
+            {"torch": torch.__version__, "transformers": transformers.__version__, "threads": 1},
+        )
     return rows
 
 

@@ -154,16 +154,17 @@ def compute_gaps(context: Context) -> tuple[dict[str, float], int]:
     no gap there on as many as :func:`certify` takes. The session has to be open. Model and data have been checked with
     the context's problem, and are not checked again.
     """
-    problem, seed, limit = context.problem.to_float64(), context.seed, context.limit
-    try:
-        found = _compare_curvatures(problem, PAIR, seed, limit, set())
-    except EmptyDataError:  # the first two targets do not count
-        found = _compare_curvatures(problem, EXAMPLES, seed, limit, set())
-    gaps = found.find_gaps()
-    doubtful = {name for name in found.curved if gaps[name] <= TOLERANCE}
-    if doubtful and found.examples < EXAMPLES:
-        more = _compare_curvatures(problem, EXAMPLES, seed, limit, set(gaps) - doubtful, found.forward).find_gaps()
-        gaps |= {name: more[name] for name in doubtful}
+    seed, limit = context.seed, context.limit
+    with context.problem.use_float64() as problem:
+        try:
+            found = _compare_curvatures(problem, PAIR, seed, limit, set())
+        except EmptyDataError:  # the first two targets do not count
+            found = _compare_curvatures(problem, EXAMPLES, seed, limit, set())
+        gaps = found.find_gaps()
+        doubtful = {name for name in found.curved if gaps[name] <= TOLERANCE}
+        if doubtful and found.examples < EXAMPLES:
+            more = _compare_curvatures(problem, EXAMPLES, seed, limit, set(gaps) - doubtful, found.forward).find_gaps()
+            gaps |= {name: more[name] for name in doubtful}
     return gaps, found.examples
 
 
@@ -174,17 +175,17 @@ def estimate_certificate_seconds(context: Context, timed: int = 2) -> float:
         context: what is measured.
         timed: the number of parameters to differentiate along.
     """
-    problem = context.problem.to_float64()
-    names = list(problem.network.measured)
+    names = list(context.problem.network.measured)
     few = set(names[:: -(-len(names) // timed)])
     seconds = []
-    for chosen in (set(), few):
-        started = time.perf_counter()
-        try:
-            found = _compare_curvatures(problem, PAIR, context.seed, context.limit, set(names) - chosen)
-        except EmptyDataError:
-            found = _compare_curvatures(problem, EXAMPLES, context.seed, context.limit, set(names) - chosen)
-        seconds.append(time.perf_counter() - started)
+    with context.problem.use_float64() as problem:
+        for chosen in (set(), few):
+            started = time.perf_counter()
+            try:
+                found = _compare_curvatures(problem, PAIR, context.seed, context.limit, set(names) - chosen)
+            except EmptyDataError:
+                found = _compare_curvatures(problem, EXAMPLES, context.seed, context.limit, set(names) - chosen)
+            seconds.append(time.perf_counter() - started)
     # Derivatives that all parameters share, then those of each; in reverse mode, on more examples afterwards.
     each = max(seconds[1] - seconds[0], 0.0) / max(1, len(few & found.curved))
     is_forward = found.forward is not False

@@ -22,15 +22,17 @@ class OperationRecorder(TorchDispatchMode):
 
     Attributes:
         sizes: whether there are results whose size depends on values (masks, experts).
-        order: whether values are sorted, or read from tensors.
+        numbers: whether numbers are read from tensors, other than truth values.
         reads: whether values are read from tensors, truth values included.
+        sorted_lengths: the lengths of the axes along which values are sorted, in this order.
         coarsest: the shortest floating-point type among all results.
         bytes: of all results.
     """
 
     def __init__(self, names: Mapping[int, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = self.order = self.reads = False
+        self.sizes = self.numbers = self.reads = False
+        self.sorted_lengths: list[int] = []
         self.coarsest, self.bytes = torch.float64, 0
         self._names = names
         self._operations, self._indices = blake2b(digest_size=16), blake2b(digest_size=16)
@@ -64,9 +66,9 @@ class OperationRecorder(TorchDispatchMode):
             self.sizes |= masks
         elif func is aten._local_scalar_dense.default:
             self.reads = True
-            self.order |= args[0].dtype != torch.bool
+            self.numbers |= args[0].dtype != torch.bool
         elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk):
-            self.order = True
+            self.sorted_lengths.append(_find_sorted_length(func, args, kwargs or {}))
         if self._names is not None:
             self._add_operands(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -101,3 +103,10 @@ class OperationRecorder(TorchDispatchMode):
                 known = self._numbers[id(tensor)] = weakref.ref(tensor), self._met
             name = str(known[1])
         return f"{name}:{tuple(tensor.shape)}:{tensor.stride()}:{tensor.dtype}:{tensor.device}"
+
+
+def _find_sorted_length(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the length of the axis along which an operation sorts."""
+    place, declared = next((n, each) for n, each in enumerate(func._schema.arguments) if each.name == "dim")
+    dim = kwargs.get("dim", args[place] if len(args) > place else declared.default_value)
+    return int(args[0].shape[dim]) if args[0].dim() else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import log
 
@@ -16,7 +17,15 @@ from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, LossL
 from saltflat.engine.model_targets import ModelLoss, TargetRule, takes_labels
 from saltflat.engine.network import Network, check_precision
 from saltflat.engine.progress import count_examples
-from saltflat.errors import DeviceError, EmptyDataError, ModelError, NonFiniteError, PrecisionError
+from saltflat.errors import (
+    DeviceError,
+    EmptyDataError,
+    ModelError,
+    NonFiniteError,
+    NotDefinedError,
+    PrecisionError,
+    format_error_line,
+)
 from saltflat.results.caveats import GUESSING
 
 CONVERTED = 4 << 20  # largest number of bytes of a batch to convert to another precision at once
@@ -85,6 +94,22 @@ class Problem:
         self.network.attributes.restore(thorough=True)  # passes in this precision may have written to them
         network = Network(self.model, list(self.network.measured), torch.float64)
         return replace(self, network=network, dtype=torch.float64)
+
+    @contextmanager
+    def use_float64(self) -> Iterator[Problem]:
+        """Yield the same problem in float64.
+
+        Raises:
+            NotDefinedError: if the model runs in its own precision only.
+        """
+        try:
+            yield self.to_float64()
+        except ModelError as error:
+            if all(value.dtype == torch.float64 for value in self.network.measured.values()):
+                raise
+            # What torch said is shorter than what this package makes of it.
+            reason = format_error_line(error.__cause__ or error)
+            raise NotDefinedError(f"needs float64, and this model does not run in it: {reason}") from error
 
     def read_batches(self, select: Callable[[Batch], Batch | None] | None = None) -> Iterator[Batch]:
         """Read the data once, and check every batch.

@@ -32,6 +32,7 @@ from saltflat.engine.strategy_trial import (
     PLAIN,
     TOGETHER,
     choose_strategy,
+    may_reorder_examples,
     measure_example_cost,
     measure_gradient_bytes,
     run_strategy,
@@ -185,7 +186,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     if not decided or noticed.sizes:
         # Examples that take different paths through the layers have to be run alone.
         strategies, alone = [], PATHS if decided else SILENT
-    elif noticed.order:
+    elif noticed.numbers or may_reorder_examples(problem, found.pairs[0], noticed):
         # Examples that are reordered can be mapped.
         strategies, alone = ["mapped"], SORTED
     singles = found.alone
@@ -217,7 +218,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
         columns += 2 * (measure_gradient_bytes(problem, strategy, first, calls) - needs.moving)
     moving = columns + (few + held_copies if strategy in (*TOGETHER, "single") else all_of_them)
     routes = find_routes(list(problem.network.measured), strategy, needs.outside, choice.blocked, alone)
-    by_values = noticed.sizes or noticed.order or noticed.reads or choice.was_wrong or fallback == PLAIN
+    by_values = noticed.sizes or bool(noticed.sorted_lengths) or noticed.reads or choice.was_wrong or fallback == PLAIN
     return Probe(
         strategy,
         fallback,

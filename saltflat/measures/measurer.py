@@ -20,7 +20,14 @@ from saltflat.engine.problem import Problem, is_finite
 from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.engine.statistic import STATISTICS
 from saltflat.engine.structure import Structure
-from saltflat.errors import EmptyDataError, NonFiniteError, OptionError, format_error_line, make_unknown_name_error
+from saltflat.errors import (
+    EmptyDataError,
+    NonFiniteError,
+    NotDefinedError,
+    OptionError,
+    format_error_line,
+    make_unknown_name_error,
+)
 from saltflat.measures.apply import list_invariances
 from saltflat.measures.collect import DIAGONALS, StatisticCollector
 from saltflat.measures.registry import REFERENCES, MeasureRequest, parse_measures
@@ -168,13 +175,14 @@ def compute_certificate(context: Context) -> dict[str, Any]:
     """Return the certificate as a report has it."""
     try:
         gaps, examples = compute_gaps(context)
-    except (RuntimeError, EmptyDataError) as error:  # no second derivatives, or no target among the first that counts
+    # No second derivatives, no float64, or no target among the first that counts.
+    except (RuntimeError, NotDefinedError, EmptyDataError) as error:
         return {
             "holds": None,
             "gap": torch.nan,
             "examples": 0,
             "gaps": {},
-            "failed": format_error_line(error),
+            "failed": str(error) if isinstance(error, NotDefinedError) else format_error_line(error),
         }
     largest = max(gaps.values())
     return {"holds": largest <= TOLERANCE, "gap": largest, "examples": examples, "gaps": gaps}

@@ -142,7 +142,7 @@ class Trial:
         if measurer.needs_certificate:
             try:
                 search.seconds["certificate"] = estimate_certificate_seconds(context, TIMED_PARAMETERS)
-            except (RuntimeError, EmptyDataError):  # none, as the report will say
+            except (RuntimeError, NotDefinedError, EmptyDataError):  # none, as the report will say
                 search.seconds["certificate"] = 0.0
         self.symmetries = self._describe_symmetries()
         self._scale_seconds()

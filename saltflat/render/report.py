@@ -93,6 +93,8 @@ def format_certificate(certificate: Mapping[str, object] | None) -> str:
     """Return a sentence on whether the Gauss-Newton blocks equal the Hessian's."""
     if certificate is None:
         return "Certificate: not requested."
+    if certificate.get("failed"):
+        return f"Certificate: could not be computed: {certificate['failed']}."
     seen = certificate.get("examples", "?")
     gap = certificate.get("gap", math.nan)
     verdict = "are" if certificate.get("holds") else "are NOT"

@@ -173,6 +173,8 @@ def _find_certificate_doubts(reports: Mapping[str, Report]) -> list[str]:
     def format_state(report: Report) -> str:
         if report.certificate is None:
             return "not requested"
+        if report.certificate.get("failed"):
+            return "could not be computed"
         return "holds" if report.certificate.get("holds") else "does not hold"
 
     return _find_disagreement(reports, "certificates", format_state, "curvature is the Hessian's only where it holds")

@@ -148,6 +148,25 @@ class Sorted(nn.Module):
         return out
 
 
+class SortedPositionsFirst(Sorted):
+    """Sorts its examples where they are at the second axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.T[:1].argsort(1, descending=True)[0]
+        hidden = torch.tanh(self.inner(x[order]))[order.argsort()]
+        out: Tensor = self.head(torch.tanh(self.inner(hidden)))
+        return out
+
+
+class SortedEntries(Sorted):
+    """Sorts the entries of each example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(x.sort(-1).values))
+        out: Tensor = self.head(hidden.topk(6).values)
+        return out
+
+
 class Experts(nn.Module):
     """Sends tokens to one of two layers, by sorting and counting."""
 
@@ -164,15 +183,35 @@ class Experts(nn.Module):
         return torch.cat(parts)[order.argsort()].view(*x.shape[:2], 3).mean(1)
 
 
+def draw_sorted_at_first() -> Tensor:
+    """Return examples of which all that strategies are compared on are in order, and others are not."""
+    x = random(24, 6)
+    x[:16, 0] = torch.arange(32.0, 16.0, -1.0)
+    return x
+
+
 def test_models_that_sort_their_examples_are_not_confused() -> None:
     torch.manual_seed(0)
-    x = random(8, 6)
-    x[:2, 0] = torch.tensor([2.0, 1.0])  # already in order
-    check_with_single_examples(Sorted().double(), [(x, labels(8))])
+    for model in (Sorted(), SortedPositionsFirst(), SortedEntries()):
+        check_with_single_examples(model.double(), [(draw_sorted_at_first(), labels(24))])
     tokens = random(8, 2, 6)
     tokens[:2, :, 0] = torch.tensor([1.0, -1.0])  # one token for each expert
     tokens[2::2, :, 0], tokens[3::2, :, 0] = 1.0, -1.0  # both for one
     check_with_single_examples(Experts().double(), [(tokens, labels(8))])
+
+
+def test_only_models_that_may_sort_their_examples_run_them_alone() -> None:
+    torch.manual_seed(0)
+    data = draw_sorted_at_first(), labels(24)
+    quick = {
+        type(model).__name__: saltflat.measure(model.double(), data, measures="hessian_trace")
+        for model in (Sorted(), SortedPositionsFirst(), SortedEntries())
+    }
+    assert {name: report.settings["strategy"] == "together" for name, report in quick.items()} == {
+        "Sorted": False,
+        "SortedPositionsFirst": False,
+        "SortedEntries": True,
+    }
 
 
 def test_an_input_overwritten_after_its_layer_is_refused_as_in_training() -> None:
