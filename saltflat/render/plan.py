@@ -36,6 +36,7 @@ class PlanRenderable:
         yield Text(make_printable(plan.model), style="bold")
         yield Text(" | ".join(_format_facts(plan)) + "\n")
         table = build_ruled_table("parameter")
+        table.columns[0].no_wrap = True  # names are folded, so that only reasons are wrapped
         add_number_column(table, "entries")
         table.add_column("way")
         table.add_column("why")

@@ -108,6 +108,25 @@ def test_each_parameter_has_a_way_and_a_reason() -> None:
     assert any("not swept with all examples together" in note for note in slow.notes)
 
 
+def test_names_are_not_broken_to_make_room_for_reasons() -> None:
+    part = nn.Module()
+    part.layers_scale_of_the_second_branch = nn.Parameter(torch.ones(1, 1, 2))
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = part, nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head((x.unsqueeze(1) * self.block.layers_scale_of_the_second_branch).sum(1))
+            return found
+
+    found = saltflat.plan(Scaled(), (torch.randn(4, 2), torch.arange(4) % 3), measures="hessian_trace")
+    lines = str(found).splitlines()
+    assert any(line.startswith("block.layers_scale_of_the_second_branch ") for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
 @pytest.mark.parametrize("sampling", [True, False])
 @pytest.mark.parametrize("kind", ["pair", "batches", "loader"])
 @pytest.mark.parametrize(("examples", "memory"), [(7, "1GiB"), (600, "1GiB"), (600, "2MB"), (900, "600kB")])
