@@ -312,9 +312,12 @@ def _compute_first_outputs(problem: Problem, pair: Batch, digest: bool) -> tuple
         raise
     except RUN_ERRORS as error:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in pair.list_tensors())
+        hint = "Check the inputs' shape and type against the model's."
+        if problem.dtype and any(value.dtype != problem.dtype for value in problem.model.parameters()):
+            hint = f"It was run in {str(problem.dtype).removeprefix('torch.')}: check that it can be."
         raise ModelError(
             f"Expected a model that runs on this data, but got {format_error_line(error)} from the model on the "
-            f"first examples (inputs {shapes}). Check the inputs' shape and type against the model's."
+            f"first examples (inputs {shapes}). {hint}"
         ) from error
     network.find_writes()
     return outputs, noticed
