@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -23,7 +24,8 @@ class OperationRecorder(TorchDispatchMode):
     Attributes:
         sizes: whether there are results whose size depends on values (masks, experts).
         numbers: whether numbers are read from tensors, other than truth values.
-        reads: whether values are read from tensors, truth values included.
+        reads: whether values, truth values included, are read from tensors that depend on parameters or buffers;
+            without names, from any tensor.
         sorted_lengths: the lengths of the axes along which values are sorted, in this order.
         coarsest: the shortest floating-point type among all results.
         bytes: of all results.
@@ -38,6 +40,7 @@ class OperationRecorder(TorchDispatchMode):
         self._operations, self._indices = blake2b(digest_size=16), blake2b(digest_size=16)
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._met = 0
+        self._weighted = WeakIdKeyDictionary()  # tensors that depend on parameters or buffers
 
     @property
     def operations(self) -> str:
@@ -60,19 +63,26 @@ class OperationRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         aten = torch.ops.aten
+        leaves = tree_flatten((args, sorted((kwargs or {}).items())))[0]
+        is_weighted = self._names is None or any(
+            isinstance(each, Tensor) and self._is_weighted(each) for each in leaves
+        )
         if torch.Tag.dynamic_output_shape in func.tags:
             # Indexing by integers gives a result of the index's size.
             masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
             self.sizes |= masks
         elif func is aten._local_scalar_dense.default:
-            self.reads = True
+            self.reads |= is_weighted
             self.numbers |= args[0].dtype != torch.bool
         elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk):
             self.sorted_lengths.append(_find_sorted_length(func, args, kwargs or {}))
         if self._names is not None:
-            self._add_operands(func, args, kwargs or {})
+            self._add_operands(func, leaves)
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else [result]:
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        if self._names is not None and is_weighted:
+            self._mark_weighted([*results, *(leaves if func._schema.is_mutable else ())])
+        for each in results:
             if isinstance(each, Tensor):
                 self.bytes += each.numel() * each.element_size()
                 if each.is_floating_point() and torch.finfo(each.dtype).bits < torch.finfo(self.coarsest).bits:
@@ -81,8 +91,19 @@ class OperationRecorder(TorchDispatchMode):
                     self._operations.update(self._describe_tensor(each).encode())
         return result
 
-    def _add_operands(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = tree_flatten((args, sorted(kwargs.items())))[0]
+    def _is_weighted(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or a buffer, or depends on one."""
+        own = [tensor] if tensor._base is None else [tensor, tensor._base]
+        return any(id(each) in (self._names or {}) or each in self._weighted for each in own)
+
+    def _mark_weighted(self, values: Sequence[object]) -> None:
+        for each in values:
+            if isinstance(each, Tensor):
+                self._weighted[each] = True
+                if each._base is not None:
+                    self._weighted[each._base] = True
+
+    def _add_operands(self, func: OpOverload[..., Any], leaves: Sequence[Any]) -> None:
         described = [self._describe_tensor(each) if isinstance(each, Tensor) else repr(each) for each in leaves]
         self._operations.update(f"{func}({', '.join(described)})".encode())
         for each in leaves:

@@ -397,6 +397,41 @@ def test_a_model_that_reads_values_is_prepared_every_time() -> None:
     assert meter.num_preparations == 2
 
 
+def read_mask(net: Any, x: Tensor) -> Tensor:
+    hidden = net.one(x).relu()
+    found: Tensor = net.two(hidden if bool((x != 0).all()) else hidden * (x[:, :1] != 0))
+    return found
+
+
+def read_hidden(net: Any, x: Tensor) -> Tensor:
+    hidden = net.one(x).relu()
+    found: Tensor = net.two(hidden if bool((hidden < 9).all()) else hidden.clamp(max=9))
+    return found
+
+
+def read_what_a_view_wrote(net: Any, x: Tensor) -> Tensor:
+    sums = x.new_zeros(2)
+    sums[:1].copy_(net.one.weight.sum(0)[:1])
+    found: Tensor = net.two(net.one(x).relu() if bool(sums[0] < 99) else net.one(x).tanh())
+    return found
+
+
+@pytest.mark.parametrize(("rule", "times"), [(read_mask, 1), (read_hidden, 2), (read_what_a_view_wrote, 2)])
+def test_only_values_that_depend_on_weights_are_a_reason_to_prepare_again(rule: Any, times: int) -> None:
+    model, (x, y) = Net(rule, one=nn.Linear(4, 5), two=nn.Linear(5, 3)), make_problem()[1]
+    meter = Meter(model, measures=MEASURES, progress=False)
+    for _ in range(2):
+        assert_like_a_single_call(meter, (x, y), measures=MEASURES)
+        step(model)
+    assert meter.num_preparations == times
+    padded = x.clone()
+    padded[1:, 0] = 0.0  # the other way through the first rule
+    assert_like_a_single_call(meter, (padded, y), measures=MEASURES)
+    padded = x.clone()
+    padded[-1, 0] = 0.0  # the same, but not in the first examples
+    assert_like_a_single_call(meter, (padded, y), measures=MEASURES)
+
+
 def test_after_an_error_the_next_report_is_right() -> None:
     model, data = make_problem()
     meter = Meter(model, measures=MEASURES, progress=False)

@@ -118,7 +118,8 @@ def test_names_are_not_broken_to_make_room_for_reasons() -> None:
             self.block, self.head = part, nn.Linear(2, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.head((x.unsqueeze(1) * self.block.layers_scale_of_the_second_branch).sum(1))
+            scale: Any = self.block.layers_scale_of_the_second_branch
+            found: Tensor = self.head((x.unsqueeze(1) * scale).sum(1))
             return found
 
     found = saltflat.plan(Scaled(), (torch.randn(4, 2), torch.arange(4) % 3), measures="hessian_trace")
