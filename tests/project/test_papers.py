@@ -179,6 +179,47 @@ def test_the_smallest_scale_of_the_atlas_packs_its_rows_and_answers(tmp_path: Pa
     assert len(json.loads((published / "costs.json").read_text())["seconds"]) == len(found["leads"]) + 1
 
 
+CHECK_ATLAS = """
+import doctest, analysis, parts, summary, tables
+for module in (analysis, parts, summary, tables):
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed, module
+ahead, level, behind = [0.2, 0.1, 0.3], [0.1, -0.1, 0.3], [-0.2, -0.3, -0.1]
+kinds = [
+    {"leads": {"rho": ahead, "kappa_trace": ahead, "path_norm": behind}},
+    {"leads": {"rho": ahead, "kappa_trace": level, "path_norm": ahead}},
+]
+print(summary.sum_up_leads(kinds))
+print(summary.sum_up_leads([{"leads": {"rho": level}}, *kinds]))
+flat = {name: {"difference": [0.0, 0.0, 0.0]} for name in summary.FLAT}
+moved = {**flat, "kappa_trace": {"difference": behind}, "hessian_trace": {"difference": level}}
+print(summary.sum_up_rescaling([{"rescaled": moved}, {"rescaled": {**flat, "rho": None}}]))
+"""
+
+
+def test_the_atlas_sums_up_on_how_many_kinds_of_network_a_finding_holds() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK_ATLAS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        cwd=ROOT / "papers" / "atlas",
+    )
+    every, some, rescaled = done.stdout.splitlines()
+    assert every == (
+        "on every kind, at least one measure of flatness is clearly ahead of both. Kinds on which a measure is: "
+        "`rho` (2 of 2), `kappa_trace` (1). Controls: `path_norm` (1 of 2)."
+    )
+    assert some.startswith("on 1 of 3 kinds, no measure of flatness is clearly ahead of both. ")
+    assert "`rho` (2 of 3), `kappa_trace` (1)" in some
+    assert rescaled == (
+        "tau-b clearly changes for `kappa_trace` (1 of 2), and stays exactly as it is on all kinds for 15 of 18 "
+        "measures of flatness."
+    )
+
+
 @pytest.mark.skipif(not (DATA / "MNIST").exists(), reason="needs MNIST in SALTFLAT_DATA")
 def test_feature_robustness_is_measured_in_both_states_of_both_networks(tmp_path: Path) -> None:
     paper = ROOT / "papers" / "petzka2019reparameterization"
