@@ -14,10 +14,13 @@ from saltflat.results.text import (
     add_number_column,
     build_ruled_table,
     can_fit,
+    format_factor,
     format_number,
     format_quantity,
+    format_short,
     make_printable,
 )
+from saltflat.results.verdict import SAME
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,13 +45,12 @@ class ComparisonTable:
         if not comparison:
             yield Text(EMPTY)
         else:
-            tables = (
-                [_render_wide_table(comparison), _render_compact_table(comparison)]
-                if len(comparison.reports) == 2
-                else []
-            )
+            tables: list[Table] = []
+            if len(comparison.reports) == 2:
+                compact = [_render_compact_table(comparison, with_intervals) for with_intervals in (True, False)]
+                tables = [_render_wide_table(comparison), *compact]
             fitting = [table for table in [*tables, _render_tall_table(comparison)] if can_fit(table, console, options)]
-            with_marks = not (tables and fitting and fitting[0] is tables[1])
+            with_marks = not (fitting and any(fitting[0] is table for table in tables[1:]))
             with_differences = bool(fitting) and with_marks
             yield fitting[0] if fitting else Text("\n".join(_format_comparison_lines(comparison)))
         for line in ["", *_format_comparison_footer(comparison, with_differences, with_marks)]:
@@ -57,7 +59,7 @@ class ComparisonTable:
 
 def render_comparison_html(comparison: Comparison) -> str:
     """Return the comparison as HTML."""
-    header = ["measure", "unchanged by", "report", "value", "difference", "ratio", "verdict", "flatter"]
+    header = ["measure", "unchanged by", "report", "value", "difference", name_ratio(comparison), "verdict", "flatter"]
     rows = [row for contrast in comparison.values() for row in _format_contrast_rows(contrast)]
     parts = [
         render_paragraph(make_printable(comparison.answer)),
@@ -84,6 +86,7 @@ def _format_comparison_footer(
     if any(error is not None for contrast in comparison.values() for error in contrast.errors.values()):
         shown = "+- after a difference is its standard error"
         lines.append(f"{shown if with_differences else 'Verdicts use standard errors of differences'} ({how}).")
+        lines.append("Verdicts are about these networks; other seeds may differ.")
     if len(comparison.reports) > 2:
         lines.append(f"Ratios and verdicts compare with the first report, {next(iter(comparison.reports))}.")
     if with_marks and any(contrast.flattest and not contrast.sure for contrast in comparison.values()):
@@ -101,6 +104,27 @@ def format_difference(contrast: Contrast, label: str) -> str:
     return format_quantity(contrast.differences[label], contrast.errors[label] or None)
 
 
+def name_ratio(comparison: Comparison) -> str:
+    """Return the header of ratios, which says what their intervals are if there are any."""
+    found = (format_ratio(each, label) for each in comparison.values() for label in each.verdicts)
+    return "ratio [99 %]" if any("[" in each for each in found) else "ratio"
+
+
+def format_ratio(contrast: Contrast, label: str, with_interval: bool = True) -> str:
+    """Format the ratio of a report to the first, with its 99 % interval where one is known."""
+    interval = contrast.compute_ratio_interval(label) if with_interval else None
+    ratio = format_number(contrast.ratios[label])
+    if interval is None or interval[0] == interval[1] or contrast.verdicts[label] == SAME:
+        return ratio
+    return f"{ratio} [{', '.join(map(_format_end, interval))}]"
+
+
+def _format_end(value: float) -> str:
+    """Format the end of an interval of ratios, so that only 1 prints as 1."""
+    text = format_short(value, 3)
+    return format_factor(value) if float(text) == 1 else text
+
+
 def _format_flattest(contrast: Contrast) -> str:
     return "" if contrast.flattest is None else contrast.flattest + "?" * (not contrast.sure)
 
@@ -112,7 +136,7 @@ def _format_contrast_rows(contrast: Contrast) -> Iterator[list[str]]:
         if label in contrast.verdicts:
             against = [
                 format_difference(contrast, label),
-                format_number(contrast.ratios[label]),
+                format_ratio(contrast, label),
                 contrast.verdicts[label],
             ]
         first = label not in contrast.verdicts
@@ -125,7 +149,7 @@ def _render_tall_table(comparison: Comparison) -> Table:
     table = build_ruled_table("measure")
     table.add_column("unchanged by", overflow="fold")
     table.add_column("report", overflow="fold")
-    for header in ("value", "difference", "ratio"):
+    for header in ("value", "difference", name_ratio(comparison)):
         add_number_column(table, header)
     table.add_column("verdict", overflow="fold")
     table.add_column("flatter", overflow="fold")
@@ -148,14 +172,14 @@ def _render_wide_table(comparison: Comparison) -> Table:
     first, second = comparison.reports
     table = build_ruled_table("measure")
     table.add_column("unchanged by", overflow="fold")
-    for header in (first, second, "difference", "ratio"):
+    for header in (first, second, "difference", name_ratio(comparison)):
         add_number_column(table, make_printable(header))
     table.add_column("verdict", overflow="fold")
     table.add_column("flatter", overflow="fold")
     for contrast in comparison.values():
         against = [f"only in {label}" for label in contrast.readings] if len(contrast.readings) == 1 else []
         for label, verdict in contrast.verdicts.items():
-            against = [format_difference(contrast, label), format_number(contrast.ratios[label]), verdict]
+            against = [format_difference(contrast, label), format_ratio(contrast, label), verdict]
         against = against if len(against) == 3 else ["", "", *against]
         cells = [
             contrast.name,
@@ -168,17 +192,17 @@ def _render_wide_table(comparison: Comparison) -> Table:
     return table
 
 
-def _render_compact_table(comparison: Comparison) -> Table:
+def _render_compact_table(comparison: Comparison, with_intervals: bool) -> Table:
     """Return a table without differences, with the flatter report as the verdict."""
     table = build_ruled_table("measure")
     table.add_column("unchanged by", overflow="fold")
-    for header in (*comparison.reports, "ratio"):
+    for header in (*comparison.reports, name_ratio(comparison) if with_intervals else "ratio"):
         add_number_column(table, make_printable(header))
     table.add_column("verdict", overflow="fold")
     for contrast in comparison.values():
         ratio, verdict = "", "".join(f"only in {label}" for label in contrast.readings)
         for label, said in contrast.verdicts.items():
-            ratio, verdict = format_number(contrast.ratios[label]), said
+            ratio, verdict = format_ratio(contrast, label, with_intervals), said
         flatter = _format_flattest(contrast)
         last = f"{flatter} flatter" if flatter and contrast.sure else verdict
         cells = [contrast.name, format_invariances(contrast), *_format_values(comparison, contrast), ratio, last]

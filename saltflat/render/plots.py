@@ -12,7 +12,6 @@ from saltflat.integrations.record import EDGE_NAME, THRESHOLD_NAME, Record, stri
 from saltflat.render.report import collect_layers, find_main_layers
 from saltflat.results.report import Reading
 from saltflat.results.text import format_quantity, make_printable
-from saltflat.results.verdict import WIDTH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,15 +152,12 @@ def draw_ratios(contrasts: Sequence[Contrast], labels: Sequence[str], title: str
     thick = 0.6 / max(1, len(labels) - 1)
     ratios, ends = [1.0], [1.0]
     for place, each in enumerate(shown):
-        first = next(iter(each.readings.values())).value
         for label in [label for label in each.verdicts if _has_ratio(each, label)]:
             index = list(labels).index(label)
-            error = each.errors[label]
-            ratio = each.ratios[label]
-            # As in verdicts, which are about differences: an interval without 1 is a significant difference.
-            width = None if error is None else WIDTH * error / abs(first)
+            ratio, interval = each.ratios[label], each.compute_ratio_interval(label)
+            width = None if interval is None else interval[1] - ratio
             ratios.append(ratio)
-            ends += [] if width is None else [ratio - width, ratio + width]
+            ends += interval or ()
             axis.errorbar(
                 ratio,
                 place + (index - len(labels) / 2) * thick,

@@ -49,7 +49,7 @@ WHY = {
 
 
 # Losses that differ by more than this factor are not equal.
-LOSS_RATIO = 1.25
+LOSS_RATIO = 1.1
 # At a minimum the gradients of single examples cancel, up to about 1 / examples. Training leaves a little more; beyond
 # this fraction it is no minimum.
 AGREEMENT = 0.005
@@ -125,12 +125,13 @@ def _find_group_doubts(reports: Mapping[str, Report]) -> list[str]:
 
 
 def _find_loss_doubts(reports: Mapping[str, Report]) -> list[str]:
-    """Return a sentence if the losses differ: curvature falls with the loss, whatever the minimum."""
+    """Return a sentence if the losses differ: curvature changes with the loss, whatever the minimum."""
     losses = {label: report.loss for label, report in reports.items() if report.loss > 0}
     if len(losses) < 2 or max(losses.values()) <= LOSS_RATIO * min(losses.values()):
         return []
     said = "; ".join(f"{loss:.3g} in {label}" for label, loss in losses.items())
-    return [f"Unequal loss (curvature falls as the outputs grow more certain; compare at equal training loss): {said}."]
+    why = "curvature changes with the loss, and late in training falls with it; compare at equal training loss"
+    return [f"Unequal loss ({why}): {said}."]
 
 
 def _find_minimum_doubts(reports: Mapping[str, Report]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from saltflat.results.report import (
     normalize_measure_name,
     parse_measure_names,
 )
-from saltflat.results.text import join_words, make_printable
+from saltflat.results.text import format_number, join_words, make_printable
 from saltflat.results.verdict import (
     ROUNDING,
+    WIDTH,
     compute_difference,
     compute_difference_error,
     compute_ratio,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 Source = Report | str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Contrast:
     """One measure in all the reports that have it.
 
@@ -69,6 +71,23 @@ class Contrast:
     logarithmic: bool
     flattest: str | None
     sure: bool
+
+    def __repr__(self) -> str:
+        values = [f"{make_printable(label)} {format_number(each.value)}" for label, each in self.readings.items()]
+        flatter = f"; {make_printable(self.flattest)} is flatter" if self.flattest and self.sure else ""
+        return f"<Contrast of {self.name}: {', '.join([*values, *self.verdicts.values()])}{flatter}>"
+
+    def compute_ratio_interval(self, label: str) -> tuple[float, float] | None:
+        """Return the 99 % interval of a report's ratio to the first, as verdicts use it; None where it is not known.
+
+        Verdicts are about differences: an interval without 1 is a significant difference.
+        """
+        error, first = self.errors.get(label), next(iter(self.readings.values())).value
+        ratio = self.ratios.get(label, math.nan)
+        if error is None or self.logarithmic or not math.isfinite(ratio) or not first:
+            return None
+        width = WIDTH * error / abs(first)
+        return ratio - width, ratio + width
 
 
 @dataclass(frozen=True, repr=False)

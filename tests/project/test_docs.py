@@ -91,6 +91,7 @@ def test_the_code_of_the_readme_prints_what_the_readme_shows(
 
 def _read_comparison(text: str) -> dict[str, list[float]]:
     """Return both values and their ratio for each measure in a printed comparison."""
+    text = re.sub(r" \[[^\]\n]+\]", "", text)  # intervals
     rows = re.findall(r"^(\w+) .*?((?: +[\d.]+){3})   (?:same|\w+ flatter)$", text, re.MULTILINE)
     return {name: [float(each) for each in numbers.split()] for name, numbers in rows}
 

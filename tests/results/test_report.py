@@ -805,6 +805,50 @@ def test_a_narrow_terminal_has_the_flatter_one_as_the_verdict() -> None:
     assert ["z", "2", "2", "1", "same"] in rows
 
 
+def test_ratios_have_the_interval_of_their_verdict() -> None:
+    pair = {
+        "sgd": report(sure("x", 4.0, sampling_stderr=0.3), sure("same", 2.0), sure("near", 100.0)),
+        "sam": report(sure("x", 1.0, sampling_stderr=0.4), sure("same", 2.0), sure("near", 101.0, sampling_stderr=0.4)),
+    }
+    found = compare(pair)
+    assert found["x"].compute_ratio_interval("sam") == pytest.approx((0.25 - 2.58 * 0.5 / 4, 0.25 + 2.58 * 0.5 / 4))
+    assert found["x"].compute_ratio_interval("sgd") is None
+    for name, each in found.items():
+        low, high = each.compute_ratio_interval("sam") or (1.0, 1.0)
+        assert (low <= 1 <= high) == (each.verdicts["sam"] in ("within errors", "same")), name
+    text = render_text(found, 130)
+    rows = [line.split() for line in text.splitlines()]
+    assert [
+        "measure",
+        "unchanged",
+        "by",
+        "sgd",
+        "sam",
+        "difference",
+        "ratio",
+        "[99",
+        "%]",
+        "verdict",
+        "flatter",
+    ] in rows
+    assert "0.25 [-0.0725, 0.573]" in text
+    assert "1.01 [0.9997, 1.02]" in text
+    assert "0.25 [-0.0725, 0.573]" in found._repr_html_()
+    assert "ratio [99 %]" in render_text(found, 78), "without differences"
+    assert "[99" not in render_text(found, 60), "without intervals"
+    logarithmic = replace(found["x"], logarithmic=True)
+    assert logarithmic.compute_ratio_interval("sam") is None
+    assert repr(found["x"]) == "<Contrast of x: sgd 4, sam 1, different; sam is flatter>"
+
+
+def test_losses_that_differ_by_more_than_a_tenth_are_unequal() -> None:
+    def says_unequal(loss: float) -> bool:
+        found = compare({"1": report(sure("x", 4.0), loss=1.0), "2": report(sure("x", 4.0), loss=loss)})
+        return "the losses are unequal" in found.answer and any("Unequal loss" in each for each in found.doubts)
+
+    assert [says_unequal(loss) for loss in (0.85, 0.95, 1.05, 1.15)] == [True, False, False, True]
+
+
 def test_more_reports_are_printed_below_each_other() -> None:
     trio = {"a": report(sure("x", 4.0)), "b": report(sure("x", 1.0)), "c": report(sure("x", 4.0))}
     rows = [line.split() for line in render_text(compare(trio), 120).splitlines()]

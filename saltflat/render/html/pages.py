@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from saltflat.errors import CodeNotAllowedError, SaltflatError, format_error_line
 from saltflat.measures.registry import REFERENCES
 from saltflat.render.bound import STATES, format_bound_answer, format_bound_facts, make_term_rows, plot_bounds
-from saltflat.render.comparison import format_difference, format_invariances
+from saltflat.render.comparison import format_difference, format_invariances, format_ratio, name_ratio
 from saltflat.render.html.page import encode_picture, format_quantity_html, is_log_scaled, render_page
 from saltflat.render.html.study import build_audit_view, build_study_content
 from saltflat.render.html.summary import GAPS
@@ -125,6 +125,7 @@ def render_comparison_page(comparison: Comparison) -> str:
             ],
             "unchanged_by": format_invariances(each),
             "apart": {label: format_difference(each, label) for label in each.verdicts},
+            "ratios": {label: format_ratio(each, label) for label in each.verdicts},
             "whole": build_chart(each.name, each.readings, labels, layers=False),
             "layers": build_chart(each.name, each.readings, labels) if collect_layers(each.readings.values()) else None,
         }
@@ -136,6 +137,7 @@ def render_comparison_page(comparison: Comparison) -> str:
         title=" / ".join(labels),
         comparison=comparison,
         labels=labels,
+        ratio=name_ratio(comparison),
         facts={label: format_report_facts(report) for label, report in comparison.reports.items()},
         lines=lines,
     )
