@@ -254,7 +254,7 @@ def write_tables(out: Path, tasks: dict[str, Task]) -> list[str]:
         "## Certificates",
         "",
         "| network | prior and posterior | examples | error of the network | of random networks | Monte Carlo margin | "
-        "KL divergence per example | **bound** | test error of the network | plain test of the prior |",
+        "KL divergence per example | **bound** | test error of the network | plain test of the prior (binary KL) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *(format_certificate_row(tasks[task], way, bound) for (task, way), bound in found.items() if way in WAYS),
         "",

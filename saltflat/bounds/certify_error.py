@@ -196,7 +196,9 @@ def certify_error(
             middle = Gaussian(posterior.weights.mean, still)
             at_center = estimate_risk(network, middle, of, draws=1, seed=seed, delta=delta).mean if moved else own.risk
         found = Certificate(posterior, risk, own.risk, at_center, examples, (1 - MONTE_CARLO_SHARE) * delta)
-        holdout = bound_monte_carlo(before.risk, examples, delta) if before is not None and split.seen else None
+        holdout = None
+        if before is not None and split.seen:
+            holdout = bound_monte_carlo(before.risk, examples, delta, "binomial" if of == "error" else "kl")
         guess = 1 - 1 / own.classes
         chance = guess if of == "error" else log(own.classes) / log(1 / LEAST_PROBABILITY)
         return Bound(

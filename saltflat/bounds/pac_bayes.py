@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from math import expm1, inf, log, log1p, sqrt
 from typing import Literal, TypeAlias, get_args
 
+from scipy.stats import beta
+
 from saltflat.errors import OptionError, make_unknown_name_error
 from saltflat.validation import check_non_negative, check_positive, parse_integer
 
 NEAR = 1e-2  # relative rise of a probability up to which logarithms are expanded
 MOST_STRENGTHS = 100_000  # of a grid
 MOST_EXAMPLES = 2**63
-MonteCarloMethod: TypeAlias = Literal["kl", "hoeffding"]
+MonteCarloMethod: TypeAlias = Literal["kl", "hoeffding", "binomial"]
 
 
 def compute_binary_kl(q: float, p: float) -> float:
@@ -123,11 +125,14 @@ def bound_monte_carlo(mean: float, samples: int, delta: float = 0.01, method: Mo
         mean: of the samples.
         samples: their number n.
         delta: the probability with which the bound may fail.
-        method: ``"kl"``, which is never larger, or ``"hoeffding"``.
+        method: ``"kl"``, or ``"hoeffding"``, which is never smaller. ``"binomial"`` is exact (Clopper and Pearson) and
+            smaller than both, for samples that are 0 or 1 and have one distribution.
 
     Example:
         >>> round(bound_monte_carlo(0.0, 100, 0.05).upper, 6)  # 1 - 0.05^(1/100)
         0.029513
+        >>> round(bound_monte_carlo(0.1, 100, 0.05, "binomial").upper, 4)  # at most 10 of 100 with probability 0.05
+        0.1637
         >>> round(bound_monte_carlo(0.0, 100, 0.05, "hoeffding").upper, 6)  # sqrt(ln(20) / 200)
         0.122387
     """
@@ -137,7 +142,18 @@ def bound_monte_carlo(mean: float, samples: int, delta: float = 0.01, method: Mo
     if method not in get_args(MonteCarloMethod):
         raise make_unknown_name_error("method", method, get_args(MonteCarloMethod))
     budget = -log(delta) / samples
-    upper = invert_binary_kl(mean, budget) if method == "kl" else min(1.0, mean + sqrt(budget / 2))
+    if method == "binomial":
+        ones = round(mean * samples)
+        if abs(ones - mean * samples) > 1e-6 * samples:
+            raise OptionError(
+                f"Expected a mean of {samples} samples that are 0 or 1 for method='binomial', but got mean={mean!r}. "
+                "Try method='kl'."
+            )
+        upper = 1.0 if ones == samples else float(beta.ppf(1 - delta, ones + 1, samples - ones))
+    elif method == "kl":
+        upper = invert_binary_kl(mean, budget)
+    else:
+        upper = min(1.0, mean + sqrt(budget / 2))
     return MonteCarlo(mean, samples, delta, upper, method)
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from bound_oracle import CAP, compute_diagonal, compute_risk, sample_risks
 from cases import Net
 from scipy.optimize import brentq, minimize_scalar
+from scipy.stats import binom
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -194,7 +195,11 @@ def test_every_term_is_its_definition(case: str, of: BoundedLoss) -> None:
         assert prior_model is not None
         tested = compute_risk(prior_model, used, of)
         assert bound.details["prior_risk"] == pytest.approx(tested, rel=1e-10)
-        assert bound.details["holdout"] == pytest.approx(solve_kl(tested, log(1 / DELTA) / m), rel=1e-10)
+        exact = binom.cdf(round(tested * m), m, bound.details["holdout"]) if of == "error" else DELTA
+        assert exact == pytest.approx(DELTA, rel=1e-8), "so few errors have probability delta there"
+        looser = solve_kl(tested, log(1 / DELTA) / m)
+        assert bound.details["holdout"] <= looser * (1 + 1e-10)
+        assert of == "error" or bound.details["holdout"] == pytest.approx(looser, rel=1e-10)
     else:
         assert "holdout" not in bound.details
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from scipy.stats import binom
 from torch.distributions import Normal, kl_divergence
 
 from saltflat.bounds import (
@@ -257,6 +258,19 @@ def test_the_fields_of_a_monte_carlo_estimate() -> None:
     assert found.upper <= bound_monte_carlo(0.2, 50, 0.1, "hoeffding").upper
     assert bound_monte_carlo(0.99, 2, 0.01, "hoeffding").upper == 1.0
     assert bound_monte_carlo(0.5, 10**7, 1e-320).upper < 0.51
+
+
+@pytest.mark.parametrize(("ones", "samples"), [(0, 10), (3, 10), (103, 1000), (999, 1000), (1000, 1000)])
+def test_the_exact_bound_of_a_share_is_where_so_few_ones_have_probability_delta(ones: int, samples: int) -> None:
+    found = bound_monte_carlo(ones / samples, samples, 0.05, "binomial")
+    assert found.method == "binomial"
+    if ones == samples:
+        assert found.upper == 1.0
+    else:
+        assert float(binom.cdf(ones, samples, found.upper)) == pytest.approx(0.05, rel=1e-9)
+    assert ones / samples <= found.upper <= bound_monte_carlo(ones / samples, samples, 0.05).upper + 1e-12
+    with pytest.raises(OptionError, match="samples that are 0 or 1"):
+        bound_monte_carlo(0.25, 10, 0.05, "binomial")
 
 
 RISKS, KLS, SIZES = [0.0, 0.01, 0.2, 0.5, 0.9, 1.0], [0.0, 1.0, 40.0, 3000.0], [1, 10, 1000, 60000]
