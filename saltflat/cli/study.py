@@ -110,7 +110,10 @@ def run(
         return
     print_result(results)
     if results.counts["missed"]:
-        print_message("Runs that missed the stopping rule are left out of scores and effects. Try --keep-missed there.")
+        print_message(
+            "Runs that missed the stopping rule are left out of scores and effects. Try more epochs, another target, "
+            "or --keep-missed there."
+        )
     if results.counts["failed"]:
         print_message(f"Tracebacks of failed runs are in {out}/rows. Retry them with --retry-failed.")
     print_message(

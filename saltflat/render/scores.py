@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from saltflat.render.html.summary import format_score_summary
 from saltflat.results.text import add_number_column, build_ruled_table, can_fit, fold_name, join_words, make_printable
 from saltflat.studies.scores.results import Score
 
@@ -23,8 +24,8 @@ HEADINGS = {
     "granulated": "gran-\nulated",
     "cmi": "CMI",
     "sign_error_mean": "sign\nerror",
-    "sign_error_p90": "same,\n90 %",
-    "sign_error_max": "same,\nworst",
+    "sign_error_p90": "sign err.,\n90 %",
+    "sign_error_max": "sign err.,\nworst",
     "kendall_a": "Kendall\ntau-a",
     "spearman": "Spear-\nman",
     "pearson": "Pear-\nson",
@@ -49,6 +50,9 @@ class ScoresTable:
         scores = self.scores
         yield Text(f"Against the gap of the {scores.gap}, test minus training", style="bold")
         yield Text(" | ".join(_format_facts(scores)) + "\n")
+        for line in format_score_summary(scores, brief=True):
+            yield Text(make_printable(line))
+        yield Text("")
         rest = [name for name in HEADINGS if name == "interval" or self._has_values(name)]
         legend = " ".join(text for name, text in LEGEND.items() if name in rest)
         notes = list(dict.fromkeys(note for each in scores.scores.values() for note in each.notes))

@@ -19,7 +19,7 @@ from rich.text import Text
 from saltflat._late import load_later
 from saltflat.errors import StudyError
 from saltflat.results.files import build_frame
-from saltflat.results.text import format_count, make_printable, render_text
+from saltflat.results.text import format_count, format_setting, join_words, make_printable, render_text
 from saltflat.studies.canonical import JsonLike
 from saltflat.studies.grid import USUAL, collect_axis_values, count_runs, is_same_value, iter_grid_points
 from saltflat.studies.recipe import ADDED
@@ -181,6 +181,28 @@ class Results:
         found = Counter(row.status for row in self.rows.values())
         return {**{status: found[status] for status in STATUSES}, "missing": len(self.places) - len(self.rows)}
 
+    def describe_missed(self) -> str:
+        """Return which networks missed the stopping rule, and by how much; empty if none did."""
+        ended = [key for key, row in self.rows.items() if row.status in ("done", "missed")]
+        missed = [key for key in ended if self.rows[key].status == "missed"]
+        if not missed:
+            return ""
+        said = []
+        for axis in collect_axis_values(self.study):
+            every, lost = (
+                Counter(format_setting(self.places[key].get(axis)) for key in keys) for keys in (ended, missed)
+            )
+            whole = [value for value in every if lost[value] == every[value]]
+            if whole and len(every) > 1:
+                said.append(f"all networks with {axis} {join_words(whole)}")
+        outcomes = [outcome for key in missed if (outcome := self.rows[key].outcome) is not None]
+        for target in [name for name in ("loss", "error") if name in self.study.stop]:
+            reached = [getattr(outcome, f"train_{target}") for outcome in outcomes]
+            if reached:
+                ends = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(reached), max(reached))))
+                said.append(f"with a training {target} of {ends}, where {self.study.stop[target]:g} was asked for")
+        return make_printable(f"Missed the stopping rule: {format_count(len(missed), 'run')}, {'; '.join(said)}.")
+
     def table(self) -> list[dict[str, Any]]:
         """Return one line per run, in the order of the grid."""
         return build_table(self.rows, self.places, list(collect_axis_values(self.study)), self.study.measures)
@@ -200,7 +222,10 @@ class Results:
 
         taken = {name for row in self.rows.values() for name in row.readings}
         asked = {"measures": [name for name in self.study.measures if name in taken], **options}
-        return score(self.rows.values(), self.study.axis_names, gap=gap, **asked)
+        found = score(self.rows.values(), self.study.axis_names, gap=gap, **asked)
+        named = zip(self.study.axis_names, self.study.axes, strict=True)
+        joint = [f"{name} stands for {axis}, which vary together." for name, axis in named if name != axis]
+        return replace(found, notes=(*found.notes, *joint))
 
     def effects(self, **options: Any) -> Effects:
         """Compare the values of each setting; see :func:`saltflat.studies.effects.compute_effects`."""
@@ -233,6 +258,9 @@ class Results:
         for status, count in counts.items():
             if count:
                 yield Text(f"{count:7,} {status:9} {MEANING[status]}")
+        missed = self.describe_missed()
+        if missed:
+            yield Text(missed)
         failures = Counter(row.failure["error"] for row in self.rows.values() if row.failure)
         for error, count in failures.most_common(MOST_ERRORS):
             yield Text(make_printable(f"  {count} x {error}"), style="red")

@@ -57,8 +57,13 @@ def format_runs(rows: Sequence[Row], axes: Sequence[str]) -> list[str]:
     return said
 
 
-def format_score_summary(scores: Scores) -> list[str]:
-    """Return sentences on which measures correlate with the gap, and whether any beats the controls."""
+def format_score_summary(scores: Scores, brief: bool = False) -> list[str]:
+    """Return sentences on which measures correlate with the gap, and whether any beats the controls.
+
+    Args:
+        scores: of a study.
+        brief: without the measures that show no relation.
+    """
     measures = [each for each in scores.scores.values() if each.kind == "measure"]
     controls = [each for each in scores.scores.values() if each.kind != "measure"]
     if not measures:
@@ -66,7 +71,7 @@ def format_score_summary(scores: Scores) -> list[str]:
     # The conclusion comes first.
     return [
         *_compare_with_controls(measures, controls, scores.chance),
-        *_format_relations(measures),
+        *_format_relations(measures, brief),
         *_format_granulated(measures),
     ]
 
@@ -79,7 +84,7 @@ def format_left_out(scores: Scores) -> str:
     )
 
 
-def _format_relations(measures: Sequence[Score]) -> list[str]:
+def _format_relations(measures: Sequence[Score], brief: bool) -> list[str]:
     by: dict[str, list[Score]] = {}
     for each in sorted(measures, key=_rank_score):
         by.setdefault(judge_score(each), []).append(each)
@@ -90,7 +95,7 @@ def _format_relations(measures: Sequence[Score]) -> list[str]:
         said.append(f"Larger where the gap is larger: {_format_scored_names(by[WITH])}.")
     if by.get(AGAINST):
         said.append(f"Smaller where the gap is larger: {_format_scored_names(by[AGAINST])}.")
-    if by.get(NEITHER):
+    if by.get(NEITHER) and not brief:
         said.append(f"No sign of a relation, the interval contains zero: {_format_scored_names(by[NEITHER])}.")
     if by.get(UNKNOWN):
         said.append(f"Cannot be judged: {join_words([make_printable(each.name) for each in by[UNKNOWN]])}.")
