@@ -38,6 +38,7 @@ from torch import nn
 
 STATISTIC = "curvature_diagonal"
 MEMORY = "1GiB"
+PANELS = 3  # of a figure, beside each other
 FITTED = 4  # largest sizes of a series, which its exponent is fitted to
 PATIENCE = 3.0  # seconds after which a call is not repeated
 LONGEST, LARGEST = 20.0, 6144.0  # seconds and MiB of a call, from which on a series ends
@@ -295,7 +296,14 @@ def draw_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw time and memory over every axis, both logarithmic, with the fitted exponents."""
     key = get_time_key(rows)
     shown = [axis for axis in AXES if any(row["axis"] == axis for row in rows)]
-    figure, axes = plt.subplots(2, len(shown), figsize=(3 * len(shown), 9), squeeze=False, layout="constrained")
+    # Three axes beside each other, the time of each above its memory.
+    groups = -(-len(shown) // PANELS)
+    figure, grid = plt.subplots(
+        2 * groups, PANELS, figsize=(3.4 * PANELS, 8.4 * groups), squeeze=False, layout="constrained"
+    )
+    axes = np.hstack([grid[2 * group : 2 * group + 2] for group in range(groups)])
+    for panel in axes[:, len(shown) :].flat:
+        panel.set_axis_off()
     names = [*SALTFLAT, *PEERS]
     for axis, competitor, own in list_series(rows):
         color = f"C{names.index(competitor)}"
@@ -308,8 +316,9 @@ def draw_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             panel.xaxis.set_minor_formatter(NullFormatter())
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
             panel.legend(fontsize=7, title="exponents, with 95 % intervals", title_fontsize=7, **place)
-    axes[0][0].set_ylabel("CPU seconds, one thread" if key == "cpu_seconds" else "seconds")
-    axes[1][0].set_ylabel("MiB beside model and data")
+    for upper, lower in zip(grid[::2], grid[1::2], strict=True):
+        upper[0].set_ylabel("CPU seconds, one thread" if key == "cpu_seconds" else "seconds")
+        lower[0].set_ylabel("MiB beside model and data")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

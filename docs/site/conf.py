@@ -49,6 +49,7 @@ html_theme = "furo"
 html_title = "saltflat"
 html_static_path = [str(HERE / "static")]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sphinx = False
 html_copy_source = False
 html_show_sourcelink = False

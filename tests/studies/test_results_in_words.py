@@ -31,7 +31,7 @@ def test_networks_that_missed_here_and_there_have_no_setting_in_common() -> None
 
 def test_scores_begin_with_what_they_say() -> None:
     def hold_gap(place: dict[str, Any]) -> float:
-        return 0.1 + 0.3 * place["lr"] + 0.01 * place["width"] + 0.02 * place["seed"]
+        return float(0.1 + 0.3 * place["lr"] + 0.01 * place["width"] + 0.02 * place["seed"])
 
     clear = str(made_study(hold_gap, error=hold_gap).scores())
     assert "Larger where the gap is larger: hessian_trace" in clear
