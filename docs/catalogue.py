@@ -12,7 +12,7 @@ from saltflat.measures.registry import MEASURES, PRESETS, REFERENCES, SYMMETRIES
 HEAD = """# Measures
 
 Generated from the catalog by `python docs/catalogue.py > docs/measures.md`; do not edit. `saltflat list` prints the
-same. [choosing.md](choosing.md) says which to use, [misprints.md](misprints.md) where papers print something else.
+same. [How to choose](choosing.md) says which to use, [misprints](misprints.md) where papers print something else.
 
 The tests check *unchanged by* for each measure, both ways: what is claimed must hold, and what is not claimed must
 visibly fail.

@@ -390,7 +390,7 @@ def _format_descent_notes(found: Certificate, is_closed: bool, moved: float, epo
                 if epochs
                 else "epochs=100, move=True, which certifies networks around other weights"
             )
-            + ", or a prior closer to the network."
+            + ", or a prior that other examples have trained (prior=, prior_data=)."
         )
     elif found.risk.mean > found.center + max(found.center, 0.05):
         notes.append(

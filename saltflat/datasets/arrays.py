@@ -54,8 +54,9 @@ def _make_unreadable_error(path: Path, error: OSError) -> DataError:
 def make_missing_file_error(path: Path, dataset: str) -> DataError:
     """Return the error for a missing file of a data set; ``dataset`` is torchvision's name for it."""
     return DataError(
-        f"Expected {dataset} as torchvision lays it out, but got no file {str(path)!r}. Try passing the folder it is "
-        f"in, or download it there with torchvision.datasets.{dataset}(folder, download=True)."
+        f"Expected {dataset} as torchvision lays it out, but got no file {str(path)!r}. Try naming the folder it is "
+        f"in (SALTFLAT_DATA or --data-dir), or download it there with torchvision.datasets.{dataset}(folder, "
+        "download=True)."
     )
 
 

@@ -17,6 +17,7 @@ from saltflat.measures.measurer import Measurer, format_device
 from saltflat.measures.trial import Trial
 from saltflat.results.plan import MeasurementPlan, ParameterPlan
 from saltflat.results.report import describe_run
+from saltflat.symmetry.batch_norm_uses import is_batch_norm
 
 SHOWN = 4  # names in a sentence
 
@@ -38,7 +39,7 @@ def make_plan(
     trial = Trial(measurer, problem, initial)
     context, tried = trial.context, trial.search.context
     parameters = tuple(_describe_parameters(model, context, trial.batch))
-    notes = _find_advice(parameters)
+    notes = [*_find_advice(parameters), *_find_norm_advice(model, parameters)]
     if tried.first is not None:
         notes += find_input_notes(problem, tried.first, tried.mean_loss)
     return MeasurementPlan(
@@ -92,4 +93,17 @@ def _find_advice(parameters: tuple[ParameterPlan, ...]) -> list[str]:
         f"{', '.join(slow[:SHOWN])}{more}: not swept with all examples together. That gives the same numbers, "
         "with more time and memory. Where it matters, leave out those that are the reason with layers=, or add a rule "
         "for their layers."
+    ]
+
+
+def _find_norm_advice(model: nn.Module, parameters: tuple[ParameterPlan, ...]) -> list[str]:
+    """Return what BatchNorm does to measures, if measured parameters come with it."""
+    norms = [name for name, module in model.named_modules() if is_batch_norm(module)]
+    if not norms or all(each.way == "not measured" for each in parameters):
+        return []
+    more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+    return [
+        f"Running statistics ({norms[0]}{more}) absorb the scales of the layers before them: minima over rescalings "
+        "leave these layers out, and other measures depend on how they happen to be scaled. Try measuring "
+        "saltflat.fold(model, inputs) instead."
     ]

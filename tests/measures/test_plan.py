@@ -108,6 +108,19 @@ def test_each_parameter_has_a_way_and_a_reason() -> None:
     assert any("not swept with all examples together" in note for note in slow.notes)
 
 
+def test_a_plan_says_what_running_statistics_do_to_measures() -> None:
+    norm = nn.BatchNorm1d(3)
+    model, data = (
+        nn.Sequential(nn.Linear(2, 3), norm, nn.ReLU(), nn.Linear(3, 2)),
+        (torch.randn(4, 2), torch.arange(4) % 2),
+    )
+    told = [note for note in saltflat.plan(model, data, measures="hessian_trace").notes if "saltflat.fold" in note]
+    assert len(told) == 1
+    assert told[0].startswith("Running statistics (1) absorb")
+    folded = saltflat.plan(saltflat.fold(model.eval(), data[0]), data, measures="hessian_trace")
+    assert not any("saltflat.fold" in note for note in folded.notes)
+
+
 def test_names_are_not_broken_to_make_room_for_reasons() -> None:
     part = nn.Module()
     part.layers_scale_of_the_second_branch = nn.Parameter(torch.ones(1, 1, 2))
