@@ -16,7 +16,7 @@ from saltflat.bounds.bound import Assumption, Bound
 from saltflat.bounds.constants import list_hidden_constants
 from saltflat.bounds.distributions import Gaussian
 from saltflat.bounds.losses import LEAST_PROBABILITY, BoundedLoss, check_bounded_loss
-from saltflat.bounds.pac_bayes import MonteCarlo, bound_monte_carlo, check_delta
+from saltflat.bounds.pac_bayes import MOST_COUNTED, MonteCarlo, MonteCarloMethod, bound_monte_carlo, check_delta
 from saltflat.bounds.posterior import (
     PARTS,
     SCALES,
@@ -196,9 +196,8 @@ def certify_error(
             middle = Gaussian(posterior.weights.mean, still)
             at_center = estimate_risk(network, middle, of, draws=1, seed=seed, delta=delta).mean if moved else own.risk
         found = Certificate(posterior, risk, own.risk, at_center, examples, (1 - MONTE_CARLO_SHARE) * delta)
-        holdout = None
-        if before is not None and split.seen:
-            holdout = bound_monte_carlo(before.risk, examples, delta, "binomial" if of == "error" else "kl")
+        kind: MonteCarloMethod = "binomial" if of == "error" and examples <= MOST_COUNTED else "kl"
+        holdout = bound_monte_carlo(before.risk, examples, delta, kind) if before is not None and split.seen else None
         guess = 1 - 1 / own.classes
         chance = guess if of == "error" else log(own.classes) / log(1 / LEAST_PROBABILITY)
         return Bound(

@@ -20,6 +20,7 @@ from saltflat.validation import check_non_negative, check_positive, parse_intege
 NEAR = 1e-2  # relative rise of a probability up to which logarithms are expanded
 MOST_STRENGTHS = 100_000  # of a grid
 MOST_EXAMPLES = 2**63
+MOST_COUNTED = 10**9  # samples whose ones are counted
 MonteCarloMethod: TypeAlias = Literal["kl", "hoeffding", "binomial"]
 
 
@@ -126,7 +127,7 @@ def bound_monte_carlo(mean: float, samples: int, delta: float = 0.01, method: Mo
         samples: their number n.
         delta: the probability with which the bound may fail.
         method: ``"kl"``, or ``"hoeffding"``, which is never smaller. ``"binomial"`` is exact (Clopper and Pearson) and
-            smaller than both, for samples that are 0 or 1 and have one distribution.
+            smaller than both, for at most a billion samples that are 0 or 1 and have one distribution.
 
     Example:
         >>> round(bound_monte_carlo(0.0, 100, 0.05).upper, 6)  # 1 - 0.05^(1/100)
@@ -144,12 +145,12 @@ def bound_monte_carlo(mean: float, samples: int, delta: float = 0.01, method: Mo
     budget = -log(delta) / samples
     if method == "binomial":
         ones = round(mean * samples)
-        if abs(ones - mean * samples) > 1e-6 * samples:
+        if abs(ones - mean * samples) > 1e-6 or samples > MOST_COUNTED:
             raise OptionError(
-                f"Expected a mean of {samples} samples that are 0 or 1 for method='binomial', but got mean={mean!r}. "
-                "Try method='kl'."
+                f"Expected the mean of at most {MOST_COUNTED:,} samples that are 0 or 1 for method='binomial', but got "
+                f"mean={mean!r} of {samples}. Try method='kl'."
             )
-        upper = 1.0 if ones == samples else float(beta.ppf(1 - delta, ones + 1, samples - ones))
+        upper = 1.0 if ones == samples else float(beta.isf(delta, ones + 1, samples - ones))
     elif method == "kl":
         upper = invert_binary_kl(mean, budget)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -14,33 +14,55 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from saltflat.engine.data import Batch
+from saltflat.engine.network import Network
+
+RUNNING = ("running_mean", "running_var")  # buffers that training changes
+
 
 class OperationRecorder(TorchDispatchMode):
     """Records operations that may treat the examples of a batch differently depending on their values.
 
     Args:
         names: names of parameters and buffers by their ids; without them, no digests are made.
+        settings: the ids of buffers that training does not change, whose values are part of a digest.
+        inputs: the ids of the examples.
 
     Attributes:
         sizes: whether there are results whose size depends on values (masks, experts).
-        numbers: whether numbers are read from tensors, other than truth values.
+        order: whether values are sorted, or numbers read from tensors, other than truth values.
         reads: whether values, truth values included, are read from tensors that depend on parameters or buffers;
             without names, from any tensor.
-        sorted_lengths: the lengths of the axes along which values are sorted, in this order.
         coarsest: the shortest floating-point type among all results.
         bytes: of all results.
     """
 
-    def __init__(self, names: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, str] | None = None,
+        settings: Collection[int] = frozenset(),
+        inputs: Collection[int] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = self.numbers = self.reads = False
-        self.sorted_lengths: list[int] = []
+        self.sizes = self.order = self.reads = False
         self.coarsest, self.bytes = torch.float64, 0
-        self._names = names
+        self._names, self._settings, self._inputs = names, settings, inputs
         self._operations, self._indices = blake2b(digest_size=16), blake2b(digest_size=16)
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._met = 0
         self._weighted = WeakIdKeyDictionary()  # tensors that depend on parameters or buffers
+
+    @classmethod
+    def make_for(cls, network: Network, batch: Batch) -> OperationRecorder:
+        """Return a recorder that makes digests of passes of a network over a batch."""
+        parameters = {name for name, _ in network.model.named_parameters(remove_duplicate=False)}
+        settings = {
+            id(value)
+            for name, value in network.constants.items()
+            if name not in parameters and not name.endswith(RUNNING)
+        }
+        names = {id(value): name for name, value in network.constants.items()}
+        return cls(names, settings, {id(tensor) for tensor in batch.list_tensors()})
 
     @property
     def operations(self) -> str:
@@ -52,7 +74,10 @@ class OperationRecorder(TorchDispatchMode):
 
     @property
     def indices(self) -> str:
-        """Return a digest of the whole numbers and truth values that operations take from tensors, such as tokens."""
+        """Return a digest of the whole numbers and truth values that operations take from tensors, such as tokens.
+
+        It has the numbers in buffers and in other tensors of the model's own, too, unless training changes them.
+        """
         return self._indices.hexdigest()
 
     def __torch_dispatch__(
@@ -73,9 +98,9 @@ class OperationRecorder(TorchDispatchMode):
             self.sizes |= masks
         elif func is aten._local_scalar_dense.default:
             self.reads |= is_weighted
-            self.numbers |= args[0].dtype != torch.bool
+            self.order |= args[0].dtype != torch.bool
         elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk):
-            self.sorted_lengths.append(_find_sorted_length(func, args, kwargs or {}))
+            self.order = True
         if self._names is not None:
             self._add_operands(func, leaves)
         result = func(*args, **(kwargs or {}))
@@ -104,14 +129,25 @@ class OperationRecorder(TorchDispatchMode):
                     self._weighted[each._base] = True
 
     def _add_operands(self, func: OpOverload[..., Any], leaves: Sequence[Any]) -> None:
+        own = [each for each in leaves if isinstance(each, Tensor) and self._is_setting(each)]
         described = [self._describe_tensor(each) if isinstance(each, Tensor) else repr(each) for each in leaves]
         self._operations.update(f"{func}({', '.join(described)})".encode())
-        for each in leaves:
-            if isinstance(each, Tensor) and not each.is_floating_point() and not each.is_complex():
-                try:
-                    self._indices.update(each.detach().cpu().contiguous().numpy().tobytes())
-                except (RuntimeError, TypeError, NotImplementedError):  # of a type that NumPy does not have
-                    self.reads = True
+        whole = [each for each in leaves if isinstance(each, Tensor) and not _is_fractional(each)]
+        for each in [*whole, *own]:
+            try:
+                self._indices.update(each.detach().cpu().contiguous().numpy().tobytes())
+            except (RuntimeError, TypeError, NotImplementedError):  # of a type that NumPy does not have
+                self.reads = True
+
+    def _is_setting(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is neither an example nor a weight, and was not computed in this pass."""
+        assert self._names is not None
+        if not _is_fractional(tensor):
+            return False
+        if id(tensor) in self._names:
+            return id(tensor) in self._settings
+        known = self._numbers.get(id(tensor))
+        return id(tensor) not in self._inputs and (known is None or known[0]() is not tensor)
 
     def _describe_tensor(self, tensor: Tensor) -> str:
         """Return the name or number of a tensor, and what can be known of it without its numbers."""
@@ -126,8 +162,5 @@ class OperationRecorder(TorchDispatchMode):
         return f"{name}:{tuple(tensor.shape)}:{tensor.stride()}:{tensor.dtype}:{tensor.device}"
 
 
-def _find_sorted_length(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the length of the axis along which an operation sorts."""
-    place, declared = next((n, each) for n, each in enumerate(func._schema.arguments) if each.name == "dim")
-    dim = kwargs.get("dim", args[place] if len(args) > place else declared.default_value)
-    return int(args[0].shape[dim]) if args[0].dim() else 1
+def _is_fractional(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -24,10 +24,13 @@ from saltflat.errors import (
     NonFiniteError,
     NotDefinedError,
     PrecisionError,
+    SaltflatError,
     format_error_line,
 )
 from saltflat.results.caveats import GUESSING
 
+# What models raise where they check the type of their inputs; RuntimeError may be about second derivatives instead.
+UNEXPECTED = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
 CONVERTED = 4 << 20  # largest number of bytes of a batch to convert to another precision at once
 
 
@@ -104,8 +107,9 @@ class Problem:
         """
         try:
             yield self.to_float64()
-        except ModelError as error:
-            if all(value.dtype == torch.float64 for value in self.network.measured.values()):
+        except (ModelError, *UNEXPECTED) as error:
+            is_other = isinstance(error, SaltflatError) and not isinstance(error, ModelError)
+            if is_other or all(value.dtype == torch.float64 for value in self.network.measured.values()):
                 raise
             # What torch said is shorter than what this package makes of it.
             reason = format_error_line(error.__cause__ or error)

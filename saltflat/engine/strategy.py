@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,6 @@ from saltflat.engine.strategy_trial import (
     PLAIN,
     TOGETHER,
     choose_strategy,
-    may_reorder_examples,
     measure_example_cost,
     measure_gradient_bytes,
     run_strategy,
@@ -49,8 +49,7 @@ from saltflat.errors import (
     format_error_line,
 )
 
-# The size in bytes of a chunk's largest array of gradients up to which it stays in the caches of a CPU.
-CPU_CHUNK = 6 << 20
+CPU_CHUNK = 6 << 20  # bytes of a chunk's largest array of gradients that stays in the caches of a CPU
 OVERHEAD = 16 << 20  # bytes
 
 
@@ -186,7 +185,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     if not decided or noticed.sizes:
         # Examples that take different paths through the layers have to be run alone.
         strategies, alone = [], PATHS if decided else SILENT
-    elif noticed.numbers or may_reorder_examples(problem, found.pairs[0], noticed):
+    elif noticed.order:
         # Examples that are reordered can be mapped.
         strategies, alone = ["mapped"], SORTED
     singles = found.alone
@@ -218,7 +217,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
         columns += 2 * (measure_gradient_bytes(problem, strategy, first, calls) - needs.moving)
     moving = columns + (few + held_copies if strategy in (*TOGETHER, "single") else all_of_them)
     routes = find_routes(list(problem.network.measured), strategy, needs.outside, choice.blocked, alone)
-    by_values = noticed.sizes or bool(noticed.sorted_lengths) or noticed.reads or choice.was_wrong or fallback == PLAIN
+    by_values = noticed.sizes or noticed.order or noticed.reads or choice.was_wrong or fallback == PLAIN
     return Probe(
         strategy,
         fallback,
@@ -240,17 +239,19 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
 def confirm_probe(problem: Problem, batch: Batch, earlier: Probe) -> Probe | None:
     """Return a lasting probe of inputs of this kind if it is right for this batch at the current weights, else None.
 
-    All checks of :func:`run_probe` are repeated on the first pairs, and the gradients of its strategy are compared with
-    those of single examples. What is left out are the gradients of more examples together, the other strategies and the
-    memory that an example needs: they do not change while the model runs the same operations.
+    All checks of :func:`run_probe` are repeated. What is left out are the other strategies and the memory that an
+    example needs: they do not change while the model runs the same operations.
     """
     if earlier.together != min(earlier.most, batch.examples):
         return None
     found = _FirstExamples.run(problem, batch)
-    operations = found.noticed.operations, _run_together(problem, batch.cut(0, earlier.together))[1]
+    group = batch.cut(0, earlier.together)
+    operations = found.noticed.operations, _run_together(problem, group)[1]
     if operations != earlier.operations or not found.can_decide(problem):
         return None
     checks = found.checks if not earlier.strategy.startswith("single") else []
+    if checks and group.examples > 2:
+        checks += make_group_references(problem, group, found.truths[0])
     if not checks or earlier.strategy == EXPANDED:
         checks = [*checks, *found.alone]
     if try_strategies(problem, [earlier.strategy], checks, earlier.calls)[earlier.strategy] != "right":
@@ -296,17 +297,17 @@ def compute_checked_outputs(problem: Problem, pair: Batch, digest: bool = False)
 def _compute_first_outputs(problem: Problem, pair: Batch, digest: bool) -> tuple[Tensor, OperationRecorder]:
     """Return the outputs of the model, run without rewriting anything, and a record of the operations."""
     network = problem.network
-    names = {id(value): name for name, value in network.constants.items()} if digest else None
+    make_recorder = partial(OperationRecorder.make_for, network, pair) if digest else OperationRecorder
     try:
         try:
-            with torch.no_grad(), OperationRecorder(names) as noticed:
+            with torch.no_grad(), make_recorder() as noticed:
                 outputs = network(pair, as_is=True)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
             # The model differentiates in its forward pass.
             network.needs_graph = True
-            with torch.no_grad(), OperationRecorder(names) as noticed:
+            with torch.no_grad(), make_recorder() as noticed:
                 outputs = network(pair, as_is=True)
     except SaltflatError:
         raise
@@ -339,8 +340,7 @@ def _check_loss_sees_outputs_alone(problem: Problem, outputs: Tensor, batch: Bat
 
 def _run_together(problem: Problem, batch: Batch) -> tuple[Tensor, str]:
     """Return the outputs of examples together, and a digest of the operations."""
-    names = {id(value): name for name, value in problem.network.constants.items()}
-    with torch.no_grad(), OperationRecorder(names) as noticed:
+    with torch.no_grad(), OperationRecorder.make_for(problem.network, batch) as noticed:
         outputs = problem.network(batch, as_is=True)
     return outputs, noticed.operations
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from saltflat.engine import per_example
 from saltflat.engine.data import Batch
 from saltflat.engine.expanded import find_uses, run_expanded
-from saltflat.engine.operation_recorder import OperationRecorder
 from saltflat.engine.problem import Problem
 from saltflat.engine.reference_gradients import (
     ReferenceGradients,
@@ -47,23 +46,6 @@ Outcome: TypeAlias = Literal["right", "wrong", "fails"]
 
 # Of a random column: alone, and two at once. Not all of torch's backward passes are right under vmap for more than one.
 MULTIPLES = (1.0,), (1.0, -2.0)
-
-
-def may_reorder_examples(problem: Problem, pair: Batch, noticed: OperationRecorder) -> bool:
-    """Return whether a model may sort its examples, and not only the entries of each.
-
-    An axis that counts examples has another length for one of them than for two.
-
-    Args:
-        problem: the model, loss and data.
-        pair: two examples.
-        noticed: the operations that the model ran on them.
-    """
-    if not noticed.sorted_lengths:
-        return False
-    with torch.no_grad(), OperationRecorder() as alone:
-        problem.network(pair.cut(0, 1), as_is=True)
-    return bool(alone.sorted_lengths != noticed.sorted_lengths)
 
 
 def run_strategy(

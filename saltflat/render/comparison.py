@@ -88,7 +88,8 @@ def _format_comparison_footer(
         lines.append(f"{shown if with_differences else 'Verdicts use standard errors of differences'} ({how}).")
         lines.append("Verdicts are about these networks; other seeds may differ.")
     if len(comparison.reports) > 2:
-        lines.append(f"Ratios and verdicts compare with the first report, {next(iter(comparison.reports))}.")
+        first = next(iter(comparison.reports))
+        lines.append(f"Ratios and verdicts compare with the first report that has the measure: {first} if it does.")
     if with_marks and any(contrast.flattest and not contrast.sure for contrast in comparison.values()):
         lines.append("? by the values alone: some of their errors are unknown")
     return [make_printable(line) for line in lines]

@@ -126,8 +126,10 @@ def _find_group_doubts(reports: Mapping[str, Report]) -> list[str]:
 
 def _find_loss_doubts(reports: Mapping[str, Report]) -> list[str]:
     """Return a sentence if the losses differ: curvature changes with the loss, whatever the minimum."""
-    losses = {label: report.loss for label, report in reports.items() if report.loss > 0}
-    if len(losses) < 2 or max(losses.values()) <= LOSS_RATIO * min(losses.values()):
+    losses = {label: report.loss for label, report in reports.items()}
+    least, most = min(losses.values()), max(losses.values())
+    # For positive losses, that their ratio is at most LOSS_RATIO. Other losses may be zero or negative.
+    if most - least <= (1 - 1 / LOSS_RATIO) * max(abs(least), abs(most)):
         return []
     said = "; ".join(f"{loss:.3g} in {label}" for label, loss in losses.items())
     why = "curvature changes with the loss, and late in training falls with it; compare at equal training loss"

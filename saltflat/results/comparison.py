@@ -84,7 +84,7 @@ class Contrast:
         """
         error, first = self.errors.get(label), next(iter(self.readings.values())).value
         ratio = self.ratios.get(label, math.nan)
-        if error is None or self.logarithmic or not math.isfinite(ratio) or not first:
+        if error is None or self.logarithmic or not first or not all(map(math.isfinite, (ratio, error, first))):
             return None
         width = WIDTH * error / abs(first)
         return ratio - width, ratio + width

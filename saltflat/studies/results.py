@@ -188,20 +188,21 @@ class Results:
         if not missed:
             return ""
         said = []
-        for axis in collect_axis_values(self.study):
-            every, lost = (
-                Counter(format_setting(self.places[key].get(axis)) for key in keys) for keys in (ended, missed)
-            )
-            whole = [value for value in every if lost[value] == every[value]]
-            if whole and len(every) > 1:
-                said.append(f"all networks with {axis} {join_words(whole)}")
+        for axis in collect_axis_values(self.study) if len(missed) < len(ended) else ():
+            values = {key: format_setting(self.places[key].get(axis)) for key in ended}
+            every, lost = Counter(values.values()), Counter(values[key] for key in missed)
+            whole = [f"{value} ({every[value]})" for value in every if lost[value] == every[value]]
+            if whole:
+                said.append(f"all with {axis} {join_words(whole)}")
         outcomes = [outcome for key in missed if (outcome := self.rows[key].outcome) is not None]
-        for target in [name for name in ("loss", "error") if name in self.study.stop]:
-            reached = [getattr(outcome, f"train_{target}") for outcome in outcomes]
-            if reached:
-                ends = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(reached), max(reached))))
-                said.append(f"with a training {target} of {ends}, where {self.study.stop[target]:g} was asked for")
-        return make_printable(f"Missed the stopping rule: {format_count(len(missed), 'run')}, {'; '.join(said)}.")
+        for name in ("loss", "error"):
+            target = self.study.stop.get(name)
+            above = [] if target is None else [getattr(each, f"train_{name}") for each in outcomes]
+            above = [value for value in above if not value <= target]
+            if above:
+                ends = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(above), max(above))))
+                said.append(f"with a training {name} of {ends}, where {target:g} was asked for")
+        return make_printable("; ".join([f"Missed the stopping rule: {format_count(len(missed), 'run')}", *said]) + ".")
 
     def table(self) -> list[dict[str, Any]]:
         """Return one line per run, in the order of the grid."""

@@ -167,6 +167,35 @@ class SortedEntries(Sorted):
         return out
 
 
+class SortedAmongOthers(Sorted):
+    """Sorts its examples along an axis that is as long for one as for many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = nn.functional.pad(-x[:, 0], (0, 64 - len(x)), value=torch.inf)
+        order = scores.argsort()[: len(x)]
+        hidden = torch.tanh(self.inner(x[order]))
+        out: Tensor = self.head(torch.empty_like(hidden).index_copy(0, order, hidden))
+        return out
+
+
+class Capacities(nn.Module):
+    """Sends each token to the best of three experts, in the order in which tokens arrive there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        gates = self.router(tokens).softmax(-1)
+        chosen = (gates.topk(1, -1).indices == torch.arange(3)).long()
+        places = torch.arange(len(tokens)) == (chosen.cumsum(0) - 1)[..., None]
+        sent = (places & (chosen[..., None] > 0)).to(tokens)
+        packed = torch.einsum("nec,nd->ecd", sent, tokens)
+        found = torch.stack([expert(part) for expert, part in zip(self.experts, packed, strict=True)])
+        return torch.einsum("nec,ecd,ne->nd", sent, found, gates * chosen).view(*x.shape[:2], 3).mean(1)
+
+
 class Experts(nn.Module):
     """Sends tokens to one of two layers, by sorting and counting."""
 
@@ -192,26 +221,18 @@ def draw_sorted_at_first() -> Tensor:
 
 def test_models_that_sort_their_examples_are_not_confused() -> None:
     torch.manual_seed(0)
-    for model in (Sorted(), SortedPositionsFirst(), SortedEntries()):
+    for model in (Sorted(), SortedPositionsFirst(), SortedEntries(), SortedAmongOthers()):
         check_with_single_examples(model.double(), [(draw_sorted_at_first(), labels(24))])
     tokens = random(8, 2, 6)
     tokens[:2, :, 0] = torch.tensor([1.0, -1.0])  # one token for each expert
     tokens[2::2, :, 0], tokens[3::2, :, 0] = 1.0, -1.0  # both for one
     check_with_single_examples(Experts().double(), [(tokens, labels(8))])
-
-
-def test_only_models_that_may_sort_their_examples_run_them_alone() -> None:
-    torch.manual_seed(0)
-    data = draw_sorted_at_first(), labels(24)
-    quick = {
-        type(model).__name__: saltflat.measure(model.double(), data, measures="hessian_trace")
-        for model in (Sorted(), SortedPositionsFirst(), SortedEntries())
-    }
-    assert {name: report.settings["strategy"] == "together" for name, report in quick.items()} == {
-        "Sorted": False,
-        "SortedPositionsFirst": False,
-        "SortedEntries": True,
-    }
+    mixture = Capacities().double()
+    with torch.no_grad():
+        mixture.router.weight[:, :3].mul_(20)
+    tokens = random(32, 2, 6)
+    tokens[:24, :, :3] = 3 * mixture.router.weight[:, :3].repeat_interleave(8, 0)[:, None] / 20  # all for one expert
+    check_with_single_examples(mixture, [(tokens, labels(32))])
 
 
 def test_an_input_overwritten_after_its_layer_is_refused_as_in_training() -> None:

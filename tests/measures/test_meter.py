@@ -432,6 +432,56 @@ def test_only_values_that_depend_on_weights_are_a_reason_to_prepare_again(rule: 
     assert_like_a_single_call(meter, (padded, y), measures=MEASURES)
 
 
+def rank_examples(net: Any, x: Tensor) -> Tensor:
+    hidden = x if bool((x != 0).all()) else x * (x[:, :1] != 0)
+    scores = hidden[:, 0]
+    rank = (scores[:, None] > scores[None]).sum(1)  # as sorting does, by comparisons
+    found: Tensor = net.two(net.one(torch.empty_like(hidden).index_copy(0, rank, hidden)).tanh())[rank]
+    return found
+
+
+def test_more_examples_than_a_pair_are_compared_again() -> None:
+    model, (x, y) = Net(rank_examples, one=nn.Linear(4, 5), two=nn.Linear(5, 3)), make_problem()[1]
+    x, y = x.repeat(3, 1)[:8] + 0.1, y.repeat(3)[:8]
+    x[:, 0] = torch.arange(1.0, 9.0, dtype=x.dtype)
+    meter = Meter(model, measures=MEASURES, progress=False)
+    assert_like_a_single_call(meter, (x, y), measures=MEASURES)
+    x = x.clone()
+    x[2:, 0] = x[2:, 0].flip(0)
+    assert_like_a_single_call(meter, (x, y), measures=MEASURES)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "plain tensor", "number"])
+def test_numbers_of_the_models_own_that_change_its_rescalings_are_noticed(kind: str) -> None:
+    def shift(net: Any, x: Tensor) -> Tensor:
+        moved = torch.tensor(net.shift) if kind == "number" else net.shift
+        found: Tensor = net.two((net.one(x) + moved).relu())
+        return found
+
+    model: Any = Net(shift, one=nn.Linear(4, 5, bias=False), two=nn.Linear(5, 3))
+    data = make_problem()[1]
+    model.to(data[0].dtype)
+
+    def set_shift(value: float) -> None:
+        if kind == "buffer":
+            model.register_buffer("shift", torch.tensor(value))
+        else:
+            model.shift = value if kind == "number" else torch.tensor(value)
+
+    set_shift(2.0)
+    measures = ["minimum_unit_sharpness", "minimum_sharpness"]
+    meter = Meter(model, measures=measures, progress=False)
+    found = []
+    for value in (2.0, 0.0, 2.0):
+        if kind == "number":
+            model.shift = value
+        else:
+            model.shift.fill_(value)
+        assert_like_a_single_call(meter, data, measures=measures)
+        found.append(meter.measure(data)["minimum_sharpness"].value)
+    assert found[0] == found[2] != found[1]
+
+
 def test_after_an_error_the_next_report_is_right() -> None:
     model, data = make_problem()
     meter = Meter(model, measures=MEASURES, progress=False)

@@ -17,15 +17,19 @@ def stop_at(found: Results, loss: float) -> Results:
 def test_networks_that_missed_the_stopping_rule_are_named_by_their_setting() -> None:
     found = stop_at(made_study(drawn, status=lambda place: "missed" if place["lr"] == 0.4 else "done"), 0.005)
     assert found.describe_missed() == (
-        "Missed the stopping rule: 12 runs, all networks with lr 0.4; with a training loss of 0.01, where 0.005 was "
-        "asked for."
+        "Missed the stopping rule: 12 runs; all with lr 0.4 (12); with a training loss of 0.01, where 0.005 was asked "
+        "for."
     )
-    assert "all networks with lr 0.4" in " ".join(str(found).split())
+    assert "all with lr 0.4" in " ".join(str(found).split())
 
 
 def test_networks_that_missed_here_and_there_have_no_setting_in_common() -> None:
     some = stop_at(made_study(drawn, status=lambda place: "missed" if place["seed"] == 0 else "done"), 0.005)
-    assert some.describe_missed().startswith("Missed the stopping rule: 12 runs, with a training loss of 0.01")
+    assert some.describe_missed().startswith("Missed the stopping rule: 12 runs; with a training loss of 0.01")
+    every = stop_at(made_study(drawn, status=lambda place: "missed"), 0.02)
+    assert every.describe_missed() == "Missed the stopping rule: 36 runs.", "their loss is below the target"
+    untold = replace(every, study=replace(every.study, stop={"epochs": 5, "loss": None}))
+    assert untold.describe_missed() == "Missed the stopping rule: 36 runs."
     assert made_study(drawn).describe_missed() == ""
 
 
