@@ -97,11 +97,11 @@ class Part:
 
     def build_study(self) -> Study:
         """Return the study. Networks with BatchNorm are measured after folding, in a pass of their own."""
-        names = {"resnet": "resnet20", "lenet": "lenet5"}
+        kind = self.network.removesuffix("_small")
         return Study(
             self.name,
             data={"name": self.dataset, "normalize": "standard"},
-            network=names.get(self.network, self.network.partition("_")[0]),
+            network={"resnet": "resnet20", "lenet": "lenet5"}.get(kind, kind),
             axes=dict(self.axes),
             seeds=self.seeds,
             settings={"momentum": 0.9, "label_noise_kind": "uniform", **self.settings},
@@ -123,8 +123,17 @@ WIDTHS: dict[str, tuple[str, list[Any]]] = {
     "lenet": ("channels, units", [[[6, 16], [120, 84]], [[12, 32], [240, 168]]]),
     "resnet": ("width", [8, 16]),
 }
-TITLES = {"mlp": "MLP", "lenet": "LeNet", "resnet": "ResNet-20", "mlp_small": "small MLP (CPU)"}
+# Of networks for a CPU.
+SMALL_WIDTHS: dict[str, tuple[str, list[Any]]] = {
+    "mlp": ("width", [32, 96]),
+    "lenet": ("channels, units", [[[3, 8], [60, 42]], [[6, 16], [120, 84]]]),
+    "resnet": ("width", [4, 8]),
+}
+TITLES = {"mlp": "MLP", "lenet": "LeNet", "resnet": "ResNet-20"}
 DATASETS = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+
+
+PAIRS = (("mlp", "mnist"), ("mlp", "cifar10"), ("lenet", "mnist"), ("lenet", "cifar10"), ("resnet", "cifar10"))
 
 
 def list_parts(scale: str = "full") -> dict[str, Part]:
@@ -133,9 +142,7 @@ def list_parts(scale: str = "full") -> dict[str, Part]:
     Args:
         scale: ``"full"``, or ``"smoke"`` for tiny networks on few images.
     """
-    found = [make_small_part("mnist", arm) for arm in ARMS]
-    for network, datasets in (("mlp", DATASETS), ("lenet", DATASETS), ("resnet", {"cifar10": ""})):
-        found += [make_part(network, dataset, arm) for dataset in datasets for arm in ARMS]
+    found = [make(*pair, arm) for make in (make_small_part, make_part) for pair in PAIRS for arm in ARMS]
     if scale == "smoke":
         found = [shrink_part(part) for part in found]
     return {part.name: part for part in found}
@@ -157,13 +164,22 @@ def make_part(network: str, dataset: str, arm: str) -> Part:
     return Part(network, dataset, arm, title, {**axes, name: values}, settings, stop, seeds, examples, dtype, residual)
 
 
-def make_small_part(dataset: str, arm: str) -> Part:
-    """Return a part that a CPU trains and measures in minutes: smaller MLPs, fewer images and fewer axes."""
-    axes = {**FEW, "dropout": [0.0, 0.15], "width": [32, 96]}
-    settings = {"train_size": 2000, "depth": 2, "batch_size": 64}
-    stop = {"epochs": 100, "loss": 0.2} if arm == "equal-loss" else {"epochs": 40}
-    title = f"{TITLES['mlp_small']} on {DATASETS[dataset]}"
-    return Part("mlp_small", dataset, arm, title, axes, settings, stop, 2 if arm == "equal-loss" else 1, 500)
+def make_small_part(network: str, dataset: str, arm: str) -> Part:
+    """Return a part that a CPU trains and measures in minutes: smaller networks, fewer images and fewer axes."""
+    residual, widths = network == "resnet", SMALL_WIDTHS[network]
+    axes = {**(ALL if (network, dataset) == ("mlp", "mnist") else FEW), **dict([widths])}
+    settings: dict[str, Any] = {"train_size": 1000, "batch_size": 32}
+    examples, dtype = (100, "float32") if residual else (250, "float64")
+    if network == "mlp":
+        axes |= {"batch_size": [16, 64], "dropout": [0.0, 0.15]}
+        settings = {"train_size": 2000, "depth": 2}
+        examples = 500
+    # Residual networks this small do not learn 1,000 images by heart.
+    stop = {"epochs": 60, "loss": 0.7} if residual else {"epochs": 100, "loss": 0.2}
+    stop = stop if arm == "equal-loss" else {"epochs": 40}
+    title = f"small {TITLES[network]} (CPU) on {DATASETS[dataset]}"
+    seeds = 2 if arm == "equal-loss" and not residual else 1
+    return Part(f"{network}_small", dataset, arm, title, axes, settings, stop, seeds, examples, dtype, residual)
 
 
 def shrink_part(part: Part) -> Part:

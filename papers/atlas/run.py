@@ -147,7 +147,7 @@ def measure_chunk(
 @cache
 def read_examples(dataset: str, data: Path) -> Examples:
     """Return the examples of all parts on a data set, read once in every process."""
-    found: Examples = make_small_part(dataset, "equal-loss").build_study().data.examples(data)
+    found: Examples = make_small_part("mlp", dataset, "equal-loss").build_study().data.examples(data)
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from analysis import LOSS, NEGATED, NORM, SCORES, Estimate, analyze_part, format_seconds
 from parts import ARMS, CONTROLS, MEASURES, Part
+from summary import write_summary
 
 MISSING = "not tested (no rows yet)"
 FEW = "not tested (too few networks were measured again)"
@@ -230,22 +231,17 @@ ANSWERS = (answer_lead, answer_rescaled, answer_fragility, answer_cost, answer_l
 def write_tables(parts: Mapping[str, Part], out: Path) -> Iterator[str]:
     """Yield the answers of all parts, and the tables behind them."""
     analyses = {name: analyze_part(part, out) for name, part in parts.items() if (out / name / "rows.tar.xz").exists()}
+    yield from write_summary(parts, analyses)
     yield from write_state(parts, analyses)
     for number, (question, answer) in enumerate(zip(QUESTIONS, ANSWERS, strict=True), 1):
         yield ""
         yield f"## {number}. {question}"
         yield ""
-        missing = []
-        for name, part in parts.items():
-            if part.arm != "equal-loss":
-                continue
-            found = analyses.get(name, {})
-            if "scores" in found:
-                yield f"* **{part.title}**: {answer(found)}"
-            else:
-                missing.append(part.title)
-        if missing:
-            yield f"* {', '.join(missing)}: **{MISSING}**"
+        answered = {name: analyses[name] for name, part in parts.items() if is_answered(part, "equal-loss", analyses)}
+        for name, found in answered.items():
+            yield f"* **{parts[name].title}**: {answer(found)}"
+        if not answered:
+            yield f"**{MISSING}**"
         if number == 1:
             yield from write_other_arm(parts, analyses)
         if number == 3:
@@ -260,6 +256,11 @@ def write_tables(parts: Mapping[str, Part], out: Path) -> Iterator[str]:
     yield from write_figures(out)
 
 
+def is_answered(part: Part, arm: str, analyses: Analyses) -> bool:
+    """Return whether a part belongs to an arm and has scores."""
+    return part.arm == arm and "scores" in analyses.get(part.name, {})
+
+
 def write_state(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[str]:
     """Yield a table of what was trained."""
     trained = sum(sum(found["statuses"].values()) - found["statuses"]["missing"] for found in analyses.values())
@@ -268,11 +269,12 @@ def write_state(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[str]:
     yield ""
     yield "| networks | number | scored | missed the loss | gap of the error | training loss | measured on | seconds |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    missing = []
     for name, part in parts.items():
         title = f"{part.title}, {ARMS[part.arm]}"
         found = analyses.get(name)
         if found is None or "gap" not in found:
-            yield f"| {title} | {MISSING} |  |  |  |  |  |  |"
+            missing.append(title)
             continue
         ended = sum(found["statuses"].values()) - found["statuses"]["missing"]
         ranges = [f"{low:.3g} to {high:.3g}" for low, high in (found["gap"], found["loss"])]
@@ -285,6 +287,9 @@ def write_state(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[str]:
             "; ".join(found["made_with"]),
         ]
         yield f"| {title} | {' | '.join(cells)} | {seconds} |"
+    if missing:
+        yield ""
+        yield f"**{MISSING[0].upper()}{MISSING[1:]}**: {'; '.join(missing)}."
 
 
 def write_other_arm(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[str]:
@@ -292,16 +297,11 @@ def write_other_arm(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[s
     yield ""
     yield "After equal epochs, where the training loss differs:"
     yield ""
-    missing = []
-    for name, part in parts.items():
-        if part.arm != "equal-epochs":
-            continue
-        if "scores" in analyses.get(name, {}):
-            yield f"* **{part.title}**: {answer_lead(analyses[name])}"
-        else:
-            missing.append(part.title)
-    if missing:
-        yield f"* {', '.join(missing)}: **{MISSING}**"
+    answered = {name: analyses[name] for name, part in parts.items() if is_answered(part, "equal-epochs", analyses)}
+    for name, found in answered.items():
+        yield f"* **{parts[name].title}**: {answer_lead(found)}"
+    if not answered:
+        yield f"**{MISSING}**"
 
 
 def write_scores(part: Part, found: dict[str, Any]) -> Iterator[str]:
