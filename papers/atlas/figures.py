@@ -7,13 +7,14 @@ from typing import Any
 from analysis import LOSS, analyze_part
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from parts import CONTROLS, MEASURES, Part
 from tables import label
 
 BLUE, RED, GRAY = "#0072b2", "#d55e00", "0.45"
 ROWS = (*(name for name in MEASURES if name not in CONTROLS), *CONTROLS, LOSS, "noise")
 DPI = 150
+COLUMNS = 3  # kinds of network beside each other
 
 
 def draw_figures(parts: Mapping[str, Part], out: Path) -> Iterator[Path]:
@@ -24,24 +25,33 @@ def draw_figures(parts: Mapping[str, Part], out: Path) -> Iterator[Path]:
     if not equal:
         return
     for name, draw in {"ranking": draw_ranking, "rescaled": draw_rescaled, "cost": draw_cost}.items():
-        figure = Figure(figsize=(2.6 + 2.9 * len(equal), 1.2 + 0.23 * len(ROWS)), layout="constrained")
-        panels = figure.subplots(1, len(equal), sharey=name != "cost", squeeze=False)[0]
-        for panel, (part, each) in zip(panels, equal.items(), strict=True):
+        lines, columns = -(-len(equal) // COLUMNS), min(len(equal), COLUMNS)
+        size = 2.6 + 2.9 * columns, lines * (1.2 + 0.23 * len(ROWS))
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(lines, columns, sharey=name != "cost", squeeze=False).flat
+        for panel in panels[len(equal) :]:
+            panel.set_axis_off()
+        for panel, (part, each) in zip(panels, equal.items(), strict=False):
             panel.set_title(parts[part].title, fontsize=9)
             draw(panel, each, found.get(part.replace("equal-loss", "equal-epochs")))
         yield save(figure, out / f"{name}.png")
-    shifts = {name: each["fragility"] for name, each in equal.items()}
-    many = max(map(len, shifts.values()))
-    figure = Figure(figsize=(2.6 + 1.7 * many, (1.0 + 0.23 * len(MEASURES)) * len(equal)), layout="constrained")
-    grid = figure.subplots(len(equal), many, sharey=True, squeeze=False)
-    for row, (part, each) in zip(grid, shifts.items(), strict=True):
-        row[0].set_ylabel(parts[part].title, fontsize=9)
-        for panel in row[len(each) :]:
-            panel.set_axis_off()
-        for panel, (name, shift) in zip(row, each.items(), strict=False):
-            panel.set_title(name, fontsize=8)
-            draw_survival(panel, shift["survivals"])
-    yield save(figure, out / "fragility.png")
+    for part, each in equal.items():
+        yield save(draw_fragility(each["fragility"]), out / f"fragility-{parts[part].pair}.png")
+
+
+def draw_fragility(shifts: dict[str, Any]) -> Figure:
+    """Draw how much of each order survives every change, a panel each."""
+    wide = 2 * COLUMNS
+    lines, columns = -(-len(shifts) // wide), min(len(shifts), wide)
+    size = 2.6 + 1.5 * columns, lines * (1.0 + 0.23 * len(MEASURES))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
+    for panel in panels[len(shifts) :]:
+        panel.set_axis_off()
+    for panel, (name, shift) in zip(panels, shifts.items(), strict=False):
+        panel.set_title(name, fontsize=8)
+        draw_survival(panel, shift["survivals"])
+    return figure
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -110,13 +120,16 @@ def draw_cost(panel: Axes, found: dict[str, Any], _: dict[str, Any] | None) -> N
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=7)
     for name, seconds in (costs or {"seconds": {}})["seconds"].items():
+        if name == "normalized_sharpness_arxiv":  # twice normalized_sharpness, which it would hide
+            continue
         value = found["scores"].get(name, {}).get("kendall_b", [None])[0]
         if value is not None:
             panel.plot([seconds], [value], "o", color=GRAY if name in CONTROLS else BLUE, markersize=4)
             panel.annotate(name, (seconds, value), fontsize=5, xytext=(3, 1), textcoords="offset points")
     panel.set_xscale("log")
-    for ticks in (panel.xaxis.set_major_formatter, panel.xaxis.set_minor_formatter):
-        ticks(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_minor_locator(NullLocator())
     panel.tick_params(axis="x", which="both", labelsize=7)
     panel.set_xlabel("seconds a network", fontsize=8)
     panel.set_ylabel("tau-b with the gap", fontsize=8)

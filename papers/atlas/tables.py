@@ -253,7 +253,7 @@ def write_tables(parts: Mapping[str, Part], out: Path) -> Iterator[str]:
             yield from write_scores(parts[name], found)
     if not any("scores" in found for found in analyses.values()):
         yield from ("", MISSING)
-    yield from write_figures(out)
+    yield from write_figures(parts, out)
 
 
 def is_answered(part: Part, arm: str, analyses: Analyses) -> bool:
@@ -320,14 +320,17 @@ def write_scores(part: Part, found: dict[str, Any]) -> Iterator[str]:
 FIGURES = {
     "ranking": "Kendall's tau-b with the gap; filled: stopped at one training loss, hollow: after equal epochs",
     "rescaled": "Kendall's tau-b with the gap, as trained and after a random rescaling",
-    "fragility": "How much of each order survives: tau-b between the orders before and after; the band is the gap's",
     "cost": "Seconds to measure a network by itself, and Kendall's tau-b with the gap",
 }
 
 
-def write_figures(out: Path) -> Iterator[str]:
+def write_figures(parts: Mapping[str, Part], out: Path) -> Iterator[str]:
     """Yield the figures that are drawn."""
     drawn = {name: title for name, title in FIGURES.items() if (out / f"{name}.png").exists()}
+    for part in parts.values():
+        if part.arm == "equal-loss" and (out / f"fragility-{part.pair}.png").exists():
+            told = "how much of each order survives: tau-b between the orders before and after; the band is the gap's"
+            drawn[f"fragility-{part.pair}"] = f"{part.title}, {told}"
     if drawn:
         yield from ("", "## Figures")
     for name, title in drawn.items():
