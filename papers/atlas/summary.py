@@ -63,8 +63,9 @@ def sum_up_leads(kinds: list[dict[str, Any]]) -> str:
     """Say which measures are ahead of the norm and the training loss, and on how many kinds."""
     flat, controls = count_leads(kinds, FLAT), count_leads(kinds, CONTROLS)
     none = sum(not any(is_clear(each["leads"].get(name), 1) for name in FLAT) for each in kinds)
-    told = "on every kind, at least one measure of flatness is clearly ahead of both"
-    told = told if not none else f"on {none} of {len(kinds)} kinds, no measure of flatness is clearly ahead of both"
+    told = "on every kind, at least one measure of flatness is clearly ahead"
+    told = told if not none else f"on {none} of {len(kinds)} kinds, no measure of flatness is clearly ahead"
+    told += " of the squared norm and the training loss"
     return (
         f"{told}. Kinds on which a measure is: {list_counts(flat, len(kinds))}. "
         f"Controls: {list_counts(controls, len(kinds))}."
@@ -152,14 +153,14 @@ def sum_up_forms(kinds: list[dict[str, Any]]) -> str:
     return f"{'; '.join(told)}."
 
 
-SUMMARIES: tuple[Callable[[list[dict[str, Any]]], str], ...] = (
-    sum_up_leads,
-    sum_up_rescaling,
-    sum_up_survival,
-    sum_up_costs,
-    sum_up_logits,
-    sum_up_forms,
-)
+SUMMARIES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "Beyond the norm and the loss": sum_up_leads,
+    "Rescaled at random": sum_up_rescaling,
+    "Fragility": sum_up_survival,
+    "Cost of a correct pair": sum_up_costs,
+    "Normalized logits": sum_up_logits,
+    "Forms of normalized sharpness": sum_up_forms,
+}
 
 
 def write_summary(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[str]:
@@ -176,8 +177,8 @@ def write_summary(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[str
     ]
     yield f"In short, over {len(kinds)} kinds of network ({'; '.join(titles)}), stopped at one training loss:"
     yield ""
-    for number, sum_up in enumerate(SUMMARIES, 1):
-        yield f"{number}. {(told := sum_up(kinds))[0].upper()}{told[1:]}"
+    for number, (question, sum_up) in enumerate(SUMMARIES.items(), 1):
+        yield f"{number}. **{question}**: {sum_up(kinds)}"
     if len(arms["equal-epochs"]) > 1:
         yield ""
         yield f"After equal epochs, question 1: {sum_up_leads(arms['equal-epochs'])}"

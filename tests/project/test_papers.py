@@ -209,10 +209,11 @@ def test_the_atlas_sums_up_on_how_many_kinds_of_network_a_finding_holds() -> Non
     )
     every, some, rescaled = done.stdout.splitlines()
     assert every == (
-        "on every kind, at least one measure of flatness is clearly ahead of both. Kinds on which a measure is: "
+        "on every kind, at least one measure of flatness is clearly ahead of the squared norm and the training loss. "
+        "Kinds on which a measure is: "
         "`rho` (2 of 2), `kappa_trace` (1). Controls: `path_norm` (1 of 2)."
     )
-    assert some.startswith("on 1 of 3 kinds, no measure of flatness is clearly ahead of both. ")
+    assert some.startswith("on 1 of 3 kinds, no measure of flatness is clearly ahead of the squared norm and ")
     assert "`rho` (2 of 3), `kappa_trace` (1)" in some
     assert rescaled == (
         "tau-b clearly changes for `kappa_trace` (1 of 2), and stays exactly as it is on all kinds for 15 of 18 "
