@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from saltflat.engine.data import Batch
 from saltflat.engine.network import Network
 
+COPIES = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 RUNNING = ("running_mean", "running_var")  # buffers that training changes
 
 
@@ -51,6 +53,16 @@ class OperationRecorder(TorchDispatchMode):
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._met = 0
         self._weighted = WeakIdKeyDictionary()  # tensors that depend on parameters or buffers
+        self._copies = _CopyWatcher(self)
+
+    def __enter__(self) -> OperationRecorder:
+        self._copies.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._copies.__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def make_for(cls, network: Network, batch: Batch) -> OperationRecorder:
@@ -160,6 +172,25 @@ class OperationRecorder(TorchDispatchMode):
                 known = self._numbers[id(tensor)] = weakref.ref(tensor), self._met
             name = str(known[1])
         return f"{name}:{tuple(tensor.shape)}:{tensor.stride()}:{tensor.dtype}:{tensor.device}"
+
+
+class _CopyWatcher(TorchFunctionMode):
+    """Notices tensors that are copied to Python or NumPy as a whole, which no kernel does."""
+
+    def __init__(self, recorder: OperationRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in COPIES:
+            self.recorder.order = self.recorder.reads = True
+        return func(*args, **(kwargs or {}))
 
 
 def _is_fractional(tensor: Tensor) -> bool:

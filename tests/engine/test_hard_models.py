@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -174,8 +176,34 @@ class SortedAmongOthers(Sorted):
         scores = nn.functional.pad(-x[:, 0], (0, 64 - len(x)), value=torch.inf)
         order = scores.argsort()[: len(x)]
         hidden = torch.tanh(self.inner(x[order]))
-        out: Tensor = self.head(torch.empty_like(hidden).index_copy(0, order, hidden))
+        restored = torch.empty_like(hidden).index_copy(0, order, hidden)
+        out: Tensor = self.head(torch.tanh(self.inner(restored)))
         return out
+
+
+class SortedInPython(Sorted):
+    """Sorts its examples outside of torch."""
+
+    def __init__(self, sort: Callable[[Tensor], list[int]]) -> None:
+        super().__init__()
+        self.sort = sort
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.tensor(self.sort(-x[:, 0]))
+        hidden = torch.tanh(self.inner(x[order]))
+        restored = torch.empty_like(hidden).index_copy(0, order, hidden)
+        out: Tensor = self.head(torch.tanh(self.inner(restored)))
+        return out
+
+
+def sort_list(scores: Tensor) -> list[int]:
+    values = scores.tolist()
+    return sorted(range(len(values)), key=values.__getitem__)
+
+
+def sort_array(scores: Tensor) -> list[int]:
+    found: list[int] = np.argsort(scores.detach().numpy()).tolist()
+    return found
 
 
 class Capacities(nn.Module):
@@ -221,7 +249,8 @@ def draw_sorted_at_first() -> Tensor:
 
 def test_models_that_sort_their_examples_are_not_confused() -> None:
     torch.manual_seed(0)
-    for model in (Sorted(), SortedPositionsFirst(), SortedEntries(), SortedAmongOthers()):
+    alike = [Sorted(), SortedPositionsFirst(), SortedEntries(), SortedAmongOthers()]
+    for model in (*alike, SortedInPython(sort_list), SortedInPython(sort_array)):
         check_with_single_examples(model.double(), [(draw_sorted_at_first(), labels(24))])
     tokens = random(8, 2, 6)
     tokens[:2, :, 0] = torch.tensor([1.0, -1.0])  # one token for each expert
