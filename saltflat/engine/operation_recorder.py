@@ -53,6 +53,7 @@ class OperationRecorder(TorchDispatchMode):
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._met = 0
         self._weighted = WeakIdKeyDictionary()  # tensors that depend on parameters or buffers
+        self._varying = WeakIdKeyDictionary()  # tensors that depend on these or on the examples
         self._copies = _CopyWatcher(self)
 
     def __enter__(self) -> OperationRecorder:
@@ -117,8 +118,12 @@ class OperationRecorder(TorchDispatchMode):
             self._add_operands(func, leaves)
         result = func(*args, **(kwargs or {}))
         results = list(result) if isinstance(result, tuple | list) else [result]
-        if self._names is not None and is_weighted:
-            self._mark_weighted([*results, *(leaves if func._schema.is_mutable else ())])
+        written = [*results, *(leaves if func._schema.is_mutable else ())]
+        if self._names is not None:
+            if is_weighted:
+                _mark(self._weighted, written)
+            if any(isinstance(each, Tensor) and self.is_varying(each) for each in leaves):
+                _mark(self._varying, written)
         for each in results:
             if isinstance(each, Tensor):
                 self.bytes += each.numel() * each.element_size()
@@ -133,12 +138,14 @@ class OperationRecorder(TorchDispatchMode):
         own = [tensor] if tensor._base is None else [tensor, tensor._base]
         return any(id(each) in (self._names or {}) or each in self._weighted for each in own)
 
-    def _mark_weighted(self, values: Sequence[object]) -> None:
-        for each in values:
-            if isinstance(each, Tensor):
-                self._weighted[each] = True
-                if each._base is not None:
-                    self._weighted[each._base] = True
+    def is_varying(self, tensor: Tensor) -> bool:
+        """Return whether a tensor depends on the examples, parameters or buffers; without names, that is assumed."""
+        own = [tensor] if tensor._base is None else [tensor, tensor._base]
+        return (
+            self._names is None
+            or self._is_weighted(tensor)
+            or any(id(each) in self._inputs or each in self._varying for each in own)
+        )
 
     def _add_operands(self, func: OpOverload[..., Any], leaves: Sequence[Any]) -> None:
         own = [each for each in leaves if isinstance(each, Tensor) and self._is_setting(each)]
@@ -188,9 +195,18 @@ class _CopyWatcher(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in COPIES:
+        if func in COPIES and self.recorder.is_varying(args[0]):
             self.recorder.order = self.recorder.reads = True
         return func(*args, **(kwargs or {}))
+
+
+def _mark(known: WeakIdKeyDictionary, values: Sequence[object]) -> None:
+    """Add tensors, and those that they are views of."""
+    for each in values:
+        if isinstance(each, Tensor):
+            known[each] = True
+            if each._base is not None:
+                known[each._base] = True
 
 
 def _is_fractional(tensor: Tensor) -> bool:
