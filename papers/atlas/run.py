@@ -1,8 +1,8 @@
 """The atlas: all cheap measures on networks that differ in optimizer, learning rate, batch size, width, noise and more.
 
     python papers/atlas/run.py parts                      list the parts with their numbers and what is done
-    python papers/atlas/run.py train --part 3 --jobs 3    train and measure a part, three processes on one device
-    python papers/atlas/run.py train --part 3 --minutes 8 the same, stopped after 8 minutes; run it again to go on
+    python papers/atlas/run.py train --part 11 --jobs 3   train and measure a part, three processes on one device
+    python papers/atlas/run.py train --part 11 --minutes 8 the same, stopped after 8 minutes; run it again to go on
     python papers/atlas/run.py train --scale smoke        everything, tiny, on a CPU
     python papers/atlas/run.py analyze                    answer the questions from the rows; takes minutes
     python papers/atlas/run.py table                      the answers

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from analysis import NORM, PASSES, Estimate
-from parts import CONTROLS, MEASURES, Part
+from parts import ARMS, CONTROLS, MEASURES, Part
 
 Analyses = Mapping[str, dict[str, Any]]
 FLAT = tuple(name for name in MEASURES if name not in CONTROLS)
@@ -20,15 +20,14 @@ CHANGES = {
 }
 
 
-def is_clear(found: Estimate | None, sign: int) -> bool:
-    """Return whether an interval lies above zero, or below it with a negative sign.
+def is_above(found: Estimate | None) -> bool:
+    """Return whether an interval lies above zero."""
+    return found is not None and found[1] is not None and found[1] > 0
 
-    >>> is_clear([0.2, 0.1, 0.3], 1), is_clear([0.2, 0.1, 0.3], -1), is_clear([0.2, -0.1, 0.5], 1)
-    (True, False, False)
-    """
-    if found is None or found[1] is None or found[2] is None:
-        return False
-    return found[1] > 0 if sign > 0 else found[2] < 0
+
+def is_below(found: Estimate | None) -> bool:
+    """Return whether an interval lies below zero."""
+    return found is not None and found[2] is not None and found[2] < 0
 
 
 def list_counts(counts: Mapping[str, int], kinds: int) -> str:
@@ -56,13 +55,13 @@ def format_range(values: list[float], style: str = ".2f") -> str:
 
 def count_leads(kinds: list[dict[str, Any]], names: tuple[str, ...]) -> Counter[str]:
     """Count the kinds of network on which a measure is clearly ahead of the squared norm and the training loss."""
-    return Counter(name for each in kinds for name in names if is_clear(each["leads"].get(name), 1))
+    return Counter(name for each in kinds for name in names if is_above(each["leads"].get(name)))
 
 
 def sum_up_leads(kinds: list[dict[str, Any]]) -> str:
     """Say which measures are ahead of the norm and the training loss, and on how many kinds."""
     flat, controls = count_leads(kinds, FLAT), count_leads(kinds, CONTROLS)
-    none = sum(not any(is_clear(each["leads"].get(name), 1) for name in FLAT) for each in kinds)
+    none = sum(not any(is_above(each["leads"].get(name)) for name in FLAT) for each in kinds)
     told = "on every kind, at least one measure of flatness is clearly ahead"
     told = told if not none else f"on {none} of {len(kinds)} kinds, no measure of flatness is clearly ahead"
     told += " of the squared norm and the training loss"
@@ -78,7 +77,7 @@ def sum_up_rescaling(kinds: list[dict[str, Any]]) -> str:
     counts: Counter[str] = Counter()
     for each in changed:
         differences = {name: one["difference"] for name, one in each.items() if one is not None}
-        counts.update(name for name, one in differences.items() if is_clear(one, 1) or is_clear(one, -1))
+        counts.update(name for name, one in differences.items() if is_above(one) or is_below(one))
     kept = [name for name in FLAT if all((each.get(name) or {}).get("difference", [1])[0] == 0 for each in changed)]
     told = f"tau-b clearly changes for {list_counts(counts, len(changed))}"
     return f"{told}, and stays exactly as it is on all kinds for {len(kept)} of {len(FLAT)} measures of flatness."
@@ -128,13 +127,11 @@ def sum_up_costs(kinds: list[dict[str, Any]]) -> str:
 def sum_up_logits(kinds: list[dict[str, Any]]) -> str:
     """Say whose correlation normalized logits change."""
     changed = [each["logits"] for each in kinds if each["logits"]]
-    counts: dict[int, Counter[str]] = {1: Counter(), -1: Counter()}
-    for each in changed:
-        for name, one in each.items():
-            for sign, own in counts.items():
-                own[name] += one is not None and is_clear(one["difference"], sign)
-    up, down = ({name: number for name, number in own.items() if number} for own in counts.values())
-    rises, falls = (list_counts(each, len(changed)) for each in (up, down))
+    differences = [(name, one["difference"]) for each in changed for name, one in each.items() if one is not None]
+    rises, falls = (
+        list_counts(Counter(name for name, each in differences if is_it(each)), len(changed))
+        for is_it in (is_above, is_below)
+    )
     return f"tau-b clearly rises for {rises} and clearly falls for {falls}."
 
 
@@ -145,7 +142,7 @@ def sum_up_forms(kinds: list[dict[str, Any]]) -> str:
         if name in ("normalized_sharpness", "normalized_sharpness_arxiv"):
             continue
         found = [each["forms"][name]["difference"] for each in kinds]
-        better, worse = (sum(is_clear(each, sign) for each in found) for sign in (1, -1))
+        better, worse = sum(map(is_above, found)), sum(map(is_below, found))
         told.append(
             f"`{name}` correlates clearly better than the converged form on {better} of {len(kinds)} kinds and clearly "
             f"worse on {worse}"
@@ -165,21 +162,19 @@ SUMMARIES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 
 def write_summary(parts: Mapping[str, Part], analyses: Analyses) -> Iterator[str]:
     """Yield a sentence for each question over all kinds of network, if there are several."""
-    arms = {
-        arm: [found for name, found in analyses.items() if parts[name].arm == arm and "scores" in found]
-        for arm in ("equal-loss", "equal-epochs")
-    }
-    kinds = arms["equal-loss"]
+    arms: dict[str, dict[str, dict[str, Any]]] = {arm: {} for arm in ARMS}
+    for name, found in analyses.items():
+        if "scores" in found:
+            arms[parts[name].arm][parts[name].title] = found
+    kinds = list(arms["equal-loss"].values())
     if len(kinds) < 2:
         return
-    titles = [
-        parts[name].title for name, found in analyses.items() if found in kinds and parts[name].arm == "equal-loss"
-    ]
+    titles = list(arms["equal-loss"])
     yield f"In short, over {len(kinds)} kinds of network ({'; '.join(titles)}), stopped at one training loss:"
     yield ""
     for number, (question, sum_up) in enumerate(SUMMARIES.items(), 1):
         yield f"{number}. **{question}**: {sum_up(kinds)}"
     if len(arms["equal-epochs"]) > 1:
         yield ""
-        yield f"After equal epochs, question 1: {sum_up_leads(arms['equal-epochs'])}"
+        yield f"After equal epochs, question 1: {sum_up_leads(list(arms['equal-epochs'].values()))}"
     yield ""

@@ -7,7 +7,7 @@ from typing import Any
 
 from analysis import LOSS, NEGATED, NORM, SCORES, Estimate, analyze_part, format_seconds
 from parts import ARMS, CONTROLS, MEASURES, Part
-from summary import write_summary
+from summary import is_above, is_below, write_summary
 
 MISSING = "not tested (no rows yet)"
 FEW = "not tested (too few networks were measured again)"
@@ -45,16 +45,6 @@ def show(found: Estimate | None, digits: int = 2) -> str:
 def label(name: str) -> str:
     """Return the name of a measure as tables have it."""
     return {NEGATED: f"{NEGATED} (negated)", LOSS: "training loss"}.get(name, name)
-
-
-def is_above(found: Estimate | None) -> bool:
-    """Return whether an interval lies above zero."""
-    return found is not None and found[1] is not None and found[1] > 0
-
-
-def is_below(found: Estimate | None) -> bool:
-    """Return whether an interval lies below zero."""
-    return found is not None and found[2] is not None and found[2] < 0
 
 
 def find_best(values: Mapping[str, Estimate]) -> str | None:

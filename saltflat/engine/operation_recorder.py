@@ -102,9 +102,7 @@ class OperationRecorder(TorchDispatchMode):
     ) -> Any:
         aten = torch.ops.aten
         leaves = tree_flatten((args, sorted((kwargs or {}).items())))[0]
-        is_weighted = self._names is None or any(
-            isinstance(each, Tensor) and self._is_weighted(each) for each in leaves
-        )
+        is_weighted = any(isinstance(each, Tensor) and self._is_weighted(each) for each in leaves)
         if torch.Tag.dynamic_output_shape in func.tags:
             # Indexing by integers gives a result of the index's size.
             masks = func is not aten.index.Tensor or any(i is not None and i.dtype == torch.bool for i in args[1])
@@ -134,18 +132,12 @@ class OperationRecorder(TorchDispatchMode):
         return result
 
     def _is_weighted(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or a buffer, or depends on one."""
-        own = [tensor] if tensor._base is None else [tensor, tensor._base]
-        return any(id(each) in (self._names or {}) or each in self._weighted for each in own)
+        """Return whether a tensor is a parameter or a buffer, or depends on one; without names, that is assumed."""
+        return self._names is None or _is_derived(tensor, self._names, self._weighted)
 
     def is_varying(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on the examples, parameters or buffers; without names, that is assumed."""
-        own = [tensor] if tensor._base is None else [tensor, tensor._base]
-        return (
-            self._names is None
-            or self._is_weighted(tensor)
-            or any(id(each) in self._inputs or each in self._varying for each in own)
-        )
+        return self._is_weighted(tensor) or _is_derived(tensor, self._inputs, self._varying)
 
     def _add_operands(self, func: OpOverload[..., Any], leaves: Sequence[Any]) -> None:
         own = [each for each in leaves if isinstance(each, Tensor) and self._is_setting(each)]
@@ -198,6 +190,12 @@ class _CopyWatcher(TorchFunctionMode):
         if func in COPIES and self.recorder.is_varying(args[0]):
             self.recorder.order = self.recorder.reads = True
         return func(*args, **(kwargs or {}))
+
+
+def _is_derived(tensor: Tensor, sources: Collection[int], known: WeakIdKeyDictionary) -> bool:
+    """Return whether a tensor, or the one it is a view of, is among sources, given by their ids, or known tensors."""
+    own = [tensor] if tensor._base is None else [tensor, tensor._base]
+    return any(id(each) in sources or each in known for each in own)
 
 
 def _mark(known: WeakIdKeyDictionary, values: Sequence[object]) -> None:
