@@ -168,7 +168,7 @@ def measure_risk(context: Context, of: BoundedLoss, what: str) -> OwnRisk:
         for batch in context.read_chunks(0):
             outputs = problem.network(batch)
             problem.check_outputs(outputs, batch)
-            context.check_uncoupled(batch, outputs)
+            context.independence.add(batch, outputs)
             for kind in totals:
                 losses = compute_bounded_losses(
                     "error" if kind == "error" else of, problem.loss, outputs, batch.targets

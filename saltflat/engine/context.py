@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from math import nan
@@ -15,16 +15,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from saltflat.engine.data import Batch, Leaf, read_batches
-from saltflat.engine.example_groups import ExampleGroups, can_join, join_batches
+from saltflat.engine.example_groups import ExampleGroups
+from saltflat.engine.independence import IndependenceCheck
 from saltflat.engine.losses import format_loss
 from saltflat.engine.network import Network
 from saltflat.engine.output_curvature import ColumnPlan
+from saltflat.engine.parameter_routes import MOVED, find_routes
 from saltflat.engine.per_example import LayerCalls
 from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.engine.same_inputs import DataDigest, check_same_function, check_same_model
 from saltflat.engine.silent_parameters import verify_silent_parameters
-from saltflat.engine.strategy import Probe, check_same_outputs, compute_working_memory, confirm_probe, run_probe
+from saltflat.engine.strategy import Probe, compute_working_memory, confirm_probe, run_probe
 from saltflat.engine.structure import Structure
 from saltflat.errors import MemoryLimitWarning, warn_caller
 from saltflat.gradients.base import HeapTrimmer
@@ -61,7 +63,6 @@ def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str
 Tick = Callable[[str, int, int | None], None]
 
 SMALL = 32 << 20  # bytes that are not worth a warning
-ALONE, TOGETHER = 4, 16  # examples of the first chunks that are run again alone, and of later ones that are run at once
 FEW = 32  # largest number of examples to keep for notes about the inputs
 
 
@@ -103,6 +104,7 @@ class Context:
         structure: what does not depend on the weights; contexts of one architecture may share it.
         processes: that share the measurement.
         first: the first few examples that were probed.
+        independence: the check of examples against others.
     """
 
     def __init__(
@@ -124,9 +126,9 @@ class Context:
         self.heap = HeapTrimmer(limit // 3)
         self.first: Batch | None = None
         self.results_bytes = self._warned_bytes = 0
-        self._seen: set[tuple[int, int, bool]] = set()
-        self._picked: list[tuple[Batch, Tensor, Tensor]] = []
-        self._rounding = 0.0  # of the outputs of the examples picked
+        self.independence = IndependenceCheck(
+            problem, self.get_probe, lambda: self.limit, lambda: self.structure.uncoupled
+        )
         self._counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
         self._is_same_data = processes.count == 1
@@ -182,6 +184,13 @@ class Context:
         self.probes.update({kind: right for kind, each in self.probes.items() if each is found})
         return right
 
+    def run_singly(self, found: Probe) -> Probe:
+        """Return a probe that takes examples one at a time, and use it from now on instead of this one."""
+        routes = find_routes([each.name for each in found.routes], found.fallback, (), {}, MOVED)
+        slower = replace(found, strategy=found.fallback, routes=routes, is_lasting=False)
+        self.probes.update({kind: slower for kind, each in self.probes.items() if each is found})
+        return slower
+
     def _find_probe(self, kind: Hashable, batch: Batch) -> Probe:
         """Confirm what an earlier measurement has found about inputs of this kind, or else probe them."""
         earlier = self.structure.kept.get(kind)
@@ -191,39 +200,6 @@ class Context:
                 self.structure.num_probes += 1
                 found = run_probe(self.problem, batch, self.limit)
         return found
-
-    def check_uncoupled(self, batch: Batch, outputs: Tensor, rounding: float = 0.0) -> None:
-        """Pick an example of this chunk, to check that its outputs do not depend on the rest of the batch.
-
-        Examples of the first chunks are run alone. Those of later chunks are run together, which is cheaper: a model
-        that couples examples couples them with others there. See :meth:`check_picked`. Outputs may differ by a
-        fraction ``rounding`` of the largest.
-        """
-        chunk = batch.first, batch.examples, batch.places is None
-        if batch.examples == 1 or chunk in self._seen:
-            return
-        self._seen.add(chunk)
-        number = batch.first * 7919 % batch.examples  # another position in every chunk
-        one = batch.take(torch.tensor([number]), batch.first)
-        self._picked.append((one, outputs[number : number + 1].detach().clone(), outputs.detach().abs().max()))
-        self._rounding = rounding
-        found = self.get_probe(batch)
-        fitting = compute_working_memory(self.limit) // (found.fixed + found.moving)
-        alone = len(self._seen) <= ALONE and not self.structure.uncoupled
-        if alone or len(self._picked) >= min(TOGETHER, fitting):
-            self.check_picked()
-
-    def check_picked(self) -> None:
-        """Check that the examples picked have the same outputs as before."""
-        picked, self._picked = self._picked, []
-        while picked:
-            first = picked[0][0]
-            tolerance = max(self.get_probe(first).tolerance, self._rounding)
-            alike = [each for each in picked if can_join(first, each[0]) and each[1].shape == picked[0][1].shape]
-            alike = alike or picked[:1]
-            picked = [each for each in picked if not any(each is other for other in alike)]
-            batches, outputs, scales = zip(*alike, strict=True)
-            check_same_outputs(self.problem, join_batches(batches), torch.cat(outputs), torch.stack(scales), tolerance)
 
     @property
     def example_bytes(self) -> int:
@@ -307,13 +283,13 @@ class Context:
         """Yield all data in chunks whose forward pass and graphs of ``passes`` backward passes fit in memory."""
         for batch in self.problem.read_batches():
             yield from self.split_batch(batch, passes)
-        self.check_picked()
+        self.independence.finish()
 
     def read_own_chunks(self, passes: int = 1) -> Iterator[Batch]:
         """Yield the examples that this process takes in the chunks of :meth:`read_chunks`."""
         for batch in self.read_own_batches():
             yield from self.split_batch(batch, passes)
-        self.check_picked()
+        self.independence.finish()
 
     def split_batch(self, batch: Batch, passes: int) -> Iterator[Batch]:
         """Yield a batch in the chunks of :meth:`read_chunks`."""

@@ -326,7 +326,7 @@ def _compute_outputs(context: Context, batch: Batch, leaves: Weights, is_moved: 
     outputs, targets = context.problem.network(batch, leaves=leaves).double(), cast_targets(batch.targets)
     context.problem.loss.check(outputs, targets)
     if not is_moved:
-        context.check_uncoupled(batch, outputs)
+        context.independence.add(batch, outputs)
     return outputs, targets
 
 

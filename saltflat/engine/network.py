@@ -21,6 +21,7 @@ from saltflat.validation import mark_running
 T = TypeVar("T")
 # Called with a module, its input and its output; returns the output to use instead.
 Tap = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Watch = Callable[[nn.Module, Tensor], None]
 # What a forward pass may return: the outputs, or an object or mapping that holds them as ``logits``.
 ModelOutput: TypeAlias = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
@@ -84,6 +85,7 @@ class Network:
         )
         self.needs_graph = False
         self.has_other_slope = False
+        self._watch: Watch | None = None
         self._originals = {name: (value, get_tensor_version(value)) for name, value in _iterate_members(model)}
         self._versions = {name: value._version for name, value in self.constants.items()}
         self._written: set[str] = set()
@@ -202,10 +204,21 @@ class Network:
         return value.detach() if get_tensor_version(value) == version else None
 
     @contextmanager
+    def watch_inputs(self, watch: Watch | None) -> Iterator[None]:
+        """Call a function with each module that is tapped and its input, until the end of the block."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    @contextmanager
     def _install_taps(self, tap: Tap | None, plain: bool) -> Iterator[None]:
         if tap is None:
             yield
             return
+        if self._watch is not None:
+            tap = _watch_first(self._watch, tap)
         try:
             for module, layer in self.layers.items():
                 module.forward = _make_tapped_forward(module, layer.rule, tap, plain)
@@ -241,6 +254,14 @@ def _make_tapped_forward(module: nn.Module, rule: LayerRule, tap: Tap, plain: bo
         return tap(module, x, y)
 
     return forward
+
+
+def _watch_first(watch: Watch, tap: Tap) -> Tap:
+    def watch_and_tap(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        watch(module, x)
+        return tap(module, x, y)
+
+    return watch_and_tap
 
 
 def _convert_channels_last(x: T) -> T | Tensor:

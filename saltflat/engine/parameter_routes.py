@@ -16,6 +16,7 @@ VECTORIZED = "an operation of the model cannot be vectorized over examples, so t
 SORTED = "the model sorts or selects by values, which may reorder examples, so they are run one at a time"
 SILENT = "the first examples have no gradients to compare strategies by, so they are run one at a time"
 UNRULED = "a layer uses its parameters in a way that its rule does not cover, so examples are run one at a time"
+MOVED = "the model reorders the examples of a batch, so they are run one at a time"
 SPLIT = "the layers' inputs cannot be split into examples along their first axis"
 
 

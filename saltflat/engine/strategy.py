@@ -260,20 +260,6 @@ def confirm_probe(problem: Problem, batch: Batch, earlier: Probe) -> Probe | Non
     return replace(earlier, indices=found.noticed.indices, silent=silent)
 
 
-def check_same_outputs(problem: Problem, batch: Batch, outputs: Tensor, scales: Tensor, tolerance: float) -> None:
-    """Check that examples have the same outputs in this batch as in others; ``scales`` are the sizes of those outputs.
-
-    The first examples, which are probed, need not reveal that others are coupled.
-    """
-    with torch.no_grad():
-        found = problem.network(batch)
-    if found.shape != outputs.shape:
-        raise make_coupled_error()
-    off = (found - outputs.to(found)).abs().reshape(batch.examples, -1).amax(1)
-    if not bool((off <= tolerance * scales.to(off)).all()):
-        raise make_coupled_error()
-
-
 def compute_checked_outputs(problem: Problem, pair: Batch, digest: bool = False) -> tuple[Tensor, OperationRecorder]:
     """Return the outputs of a few examples and a record of the operations, after checking model, data and loss.
 

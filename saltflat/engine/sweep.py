@@ -12,13 +12,8 @@ from saltflat.engine import per_example
 from saltflat.engine.context import Context, find_geometries
 from saltflat.engine.data import Batch
 from saltflat.engine.example_groups import ExampleGroups, GroupCounts, iterate_groups
-from saltflat.engine.output_curvature import (
-    Columns,
-    ExampleRNG,
-    can_join_columns,
-    join_columns,
-    make_columns,
-)
+from saltflat.engine.independence import MovedExamplesError
+from saltflat.engine.output_curvature import Columns, ExampleRNG, can_join_columns, join_columns, make_columns
 from saltflat.engine.precision import TF32_ROUNDING, use_precision
 from saltflat.engine.problem import cast_targets, is_finite
 from saltflat.engine.processes import Processes, combine_nested
@@ -111,12 +106,14 @@ class Sweep:
             with use_precision(self.precision):
                 try:
                     self._add_chunk(chunk, found)
-                except per_example.NotBatchableError:
-                    if self.emitted != counted:  # failed half-way: adding it again would count twice
-                        raise
+                except per_example.NotBatchableError as error:
+                    if self.emitted != counted:
+                        raise  # failed half-way: adding it again would count twice
+                    if isinstance(error, MovedExamplesError):
+                        found, size = self.context.run_singly(found), 1
                     for n in range(chunk.examples):
                         self._add_chunk(chunk.cut(n, n + 1), found, found.fallback)
-            start += size
+            start += chunk.examples
             self.seen[self.group].examples += chunk.examples
             self._join_rows()
             yield
@@ -143,7 +140,7 @@ class Sweep:
             for self.group, batch in grouped:
                 for _ in self.add_batch(batch):
                     report(self.examples)
-        self.context.check_picked()
+        self.context.independence.finish()
         self._combine(self.context.processes)
         return self
 
@@ -191,8 +188,9 @@ class Sweep:
         return sets
 
     def _add_chunk(self, batch: Batch, found: Probe, strategy: str | None = None) -> None:
-        raw, backward = found.forward(self.problem, batch, strategy)
-        self.context.check_uncoupled(batch, raw, 0.0 if self.precision == "ieee" else TF32_ROUNDING)
+        with self.context.independence.watch(batch, strategy or found.strategy):
+            raw, backward = found.forward(self.problem, batch, strategy)
+        self.context.independence.add(batch, raw, 0.0 if self.precision == "ieee" else TF32_ROUNDING)
         targets, of = cast_targets(batch.targets), self.problem.loss
         # Arrays of all outputs in float64, which a large vocabulary makes large, are let go as soon as possible.
         of.check(raw.double(), targets)

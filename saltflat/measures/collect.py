@@ -175,7 +175,7 @@ class StatisticCollector:
         for sweep in sweeps.values():
             with use_scratch():
                 next(sweep.add_batch(batch))
-            self.context.check_picked()
+            self.context.independence.finish()
         full, other = (sweep.compute_values() for sweep in sweeps.values())
         errors = {name: _compute_relative_error(other[name], values) for name, values in full.items()}
         self.settings = {"precision": self.precision, "precision_errors": errors}
