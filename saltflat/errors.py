@@ -107,30 +107,42 @@ def format_error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def _find_closest(name: str, names: Sequence[str]) -> str:
-    """Return the name meant, most likely: the one whose initials or beginning it is, else the most similar one.
+def _find_closest(name: str, names: Sequence[str]) -> str | None:
+    """Return the name meant, most likely: the one whose initials or beginning it is, else a similar one, if any is.
 
     >>> _find_closest("ce", ["bce_with_logits", "cross_entropy", "mse"])
     'cross_entropy'
     """
     initials = [each for each in names if name == "".join(word[:1] for word in each.split("_")) and "_" in each]
     begun = [each for each in names if name and each.startswith(name)]
-    return [*initials, *begun, *get_close_matches(name, names, n=1, cutoff=0.0)][0]
+    similar = get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+    return next(iter([*initials, *begun, *similar, *(names if len(names) == 1 else ())]), None)
 
 
 def make_unknown_name_error(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for a name that does not exist, which suggests the closest match.
+    """Return the error for a name that does not exist, which suggests the closest match, if one is close.
 
     >>> str(make_unknown_name_error("measure", "hessian_tract", ["rho", "hessian_trace"]))
     "Expected one of hessian_trace, rho, but got the measure 'hessian_tract'. Try 'hessian_trace'."
     """
-    names = sorted(known)
+    return make_unknown_names_error(kind, [name], known)
+
+
+def make_unknown_names_error(kind: str, unknown: Sequence[object], known: Iterable[str]) -> UnknownNameError:
+    """Return the error for names that do not exist, which suggests the closest match of each.
+
+    >>> str(make_unknown_names_error("measure", ["rhoo", "kapa"], ["rho", "kappa"]))
+    "Expected one of kappa, rho, but got the measures 'rhoo' and 'kapa'. Try 'rho' and 'kappa'."
+    """
+    names, kinds = sorted(known), f"{kind}s" if len(unknown) > 1 else kind
+    got = " and ".join(repr(name) for name in unknown)
     if not names:
-        return UnknownNameError(f"Expected no {kind}, but got {name!r}. Try leaving it out.")
-    closest = _find_closest(str(name), names)
+        return UnknownNameError(f"Expected no {kinds}, but got {got}. Try leaving it out.")
     listed = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
     expected = f"one of {listed}" if len(names) > 1 else listed
-    return UnknownNameError(f"Expected {expected}, but got the {kind} {name!r}. Try {closest!r}.")
+    closest = [repr(each) for name in unknown if (each := _find_closest(str(name), names)) is not None]
+    hint = " and ".join(dict.fromkeys(closest)) if closest else "one of these"
+    return UnknownNameError(f"Expected {expected}, but got the {kinds} {got}. Try {hint}.")
 
 
 class NotDefinedError(SaltflatError, ValueError):

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from saltflat.engine.statistic import COMPUTED, COSTS, STATISTICS, find_keyword_defaults
-from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error
+from saltflat.errors import OptionError, SaltflatError, make_unknown_name_error, make_unknown_names_error
 
 REFERENCES = {
     "tsuzuku2020normalized": "Tsuzuku, Sato, Sugiyama. Normalized Flat Minima: Exploring Scale Invariant Definition of "
@@ -257,6 +257,10 @@ def parse_measures(measures: str | Sequence[str] | None) -> list[MeasureRequest]
         raise OptionError(
             "Expected at least one name, but got no measures. Try leaving measures out for the quick ones."
         )
+    known = (*MEASURES, *PRESETS)
+    unknown = [name for text in texts if (name := text.partition("(")[0].strip()) not in known]
+    if unknown:
+        raise make_unknown_names_error("measure", unknown, known)
     found: dict[str, MeasureRequest] = {}
     for text in texts:
         several = _expand_preset(text.strip()) if text.strip() in PRESETS else [parse_measure(text)]

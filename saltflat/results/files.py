@@ -275,11 +275,14 @@ def build_frame_rows(readings: Iterable[Reading]) -> Iterator[dict[str, Any]]:
     for reading in readings:
         shared = {"exact": reading.exact, "converged": reading.converged}
         parts = {TOTAL: reading.value, **reading.layers}
-        errors = {TOTAL: reading.stderr, **reading.layer_stderr}
+        errors = {
+            "stderr": {TOTAL: reading.stderr, **reading.layer_stderr},
+            "sampling_stderr": {TOTAL: reading.sampling_stderr, **reading.layer_sampling_stderr},
+        }
         for layer, value in parts.items():
-            error = errors.get(layer)
-            stderr = float("nan") if error is None else error
-            yield {"measure": reading.name, "layer": layer, "value": value, "stderr": stderr, **shared}
+            known = {kind: by_layer.get(layer) for kind, by_layer in errors.items()}
+            filled = {kind: float("nan") if error is None else error for kind, error in known.items()}
+            yield {"measure": reading.name, "layer": layer, "value": value, **filled, **shared}
 
 
 def build_frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> Any:

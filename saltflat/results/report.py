@@ -291,7 +291,7 @@ class Report(Displayable, JsonFile, MeasureMapping[Reading]):
 
     def to_frame(self) -> Any:
         """Return a ``pandas.DataFrame`` with one row per measure and layer; the whole network is the layer ``""``."""
-        columns = ["measure", "layer", "value", "stderr", "exact", "converged"]
+        columns = ["measure", "layer", "value", "stderr", "sampling_stderr", "exact", "converged"]
         return build_frame(build_frame_rows(self.values()), columns)
 
     def plot(self, names: str | Sequence[str] | None = None) -> Figure:

@@ -179,6 +179,8 @@ def show_progress(progress: bool | ProgressDisplay | None) -> Iterator[ProgressD
 def select_executor(executor: str | Executor, timeout: float | None) -> Executor:
     """Return the executor, after checking that it can enforce the timeout."""
     chosen = make_executor(executor) if isinstance(executor, str) else executor
+    if not hasattr(chosen, "open_session"):
+        raise OptionError(f"Expected a name or an executor, but got {executor!r}. Try 'serial' or 'processes'.")
     if timeout is not None:
         check_positive(timeout=timeout)
         if chosen.name == "serial":

@@ -86,6 +86,13 @@ def test_a_new_measure_is_one_decorated_function() -> None:
     assert any(entry.name == "sharpest_weight" for entry in saltflat.list_measures())
 
 
+def test_all_misspelt_measures_are_named_with_what_they_are_close_to() -> None:
+    with pytest.raises(UnknownNameError, match=r"the measures 'kapa' and 'rhoo'\. Try 'kappa' and 'rho'\."):
+        parse_measures(["kapa", "hessian_trace", "rhoo"])
+    with pytest.raises(UnknownNameError, match=r"the measure 'zz'\. Try one of these\."):
+        parse_measures("zz")
+
+
 @pytest.mark.usefixtures("register")
 def test_a_misspelt_statistic_fails_where_it_is_written() -> None:
     with pytest.raises(UnknownNameError, match=r"unit_trase.*Try 'unit_trace'"):

@@ -454,14 +454,15 @@ def test_html_has_every_layer_and_the_meaning_of_the_measure() -> None:
 
 def test_a_frame_has_a_row_for_every_layer_and_one_for_the_network() -> None:
     reading = Reading("rho", 3.0, {"a": 1.0, "b": 2.0}, stderr=0.5, layer_stderr={"a": 0.25}, exact=False)
+    reading = replace(reading, sampling_stderr=0.75, layer_sampling_stderr={"b": 0.125})
     frame = report(reading, Reading("trace", 7.0)).to_frame()
-    assert list(frame.columns) == ["measure", "layer", "value", "stderr", "exact", "converged"]
+    assert list(frame.columns) == ["measure", "layer", "value", "stderr", "sampling_stderr", "exact", "converged"]
     rows = frame.fillna(-1).values.tolist()
     assert rows == [
-        ["rho", "", 3.0, 0.5, False, True],
-        ["rho", "a", 1.0, 0.25, False, True],
-        ["rho", "b", 2.0, -1, False, True],
-        ["trace", "", 7.0, -1, True, True],
+        ["rho", "", 3.0, 0.5, 0.75, False, True],
+        ["rho", "a", 1.0, 0.25, -1, False, True],
+        ["rho", "b", 2.0, -1, 0.125, False, True],
+        ["trace", "", 7.0, -1, -1, True, True],
     ]
 
 

@@ -35,6 +35,7 @@ from saltflat.studies.executors import (
     make_executor,
 )
 from saltflat.studies.executors.processes import count_cores
+from saltflat.studies.runner import select_executor
 
 SCRIPT = """
 import sys
@@ -145,6 +146,11 @@ def test_ctrl_c_and_sys_exit_end_the_serial_executor(error: type[BaseException])
 def test_the_serial_executor_cannot_stop_its_work_and_rejects_a_time_limit() -> None:
     with pytest.raises(OptionError, match=r"got timeout=3\.0 with executor='serial'.*Try executor='processes'"):
         list(SerialExecutor().run(tasks("a"), cases.upper, timeout=3.0))
+
+
+def test_something_else_than_an_executor_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"Expected a name or an executor, but got None\. Try 'serial'"):
+        select_executor(None, None)  # type: ignore[arg-type]
 
 
 def test_a_machine_that_starts_no_more_processes_ends_the_session_and_fails_no_task(
