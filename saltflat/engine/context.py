@@ -105,6 +105,7 @@ class Context:
         processes: that share the measurement.
         first: the first few examples that were probed.
         independence: the check of examples against others.
+        counts: examples, divisor of the loss and mean loss, once a pass over all the data has counted them.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Context:
         self.independence = IndependenceCheck(
             problem, self.get_probe, lambda: self.limit, lambda: self.structure.uncoupled
         )
-        self._counts: tuple[int, float, float] | None = None
+        self.counts: tuple[int, float, float] | None = None
         self._first: Batch | None = None
         self._is_same_data = processes.count == 1
 
@@ -335,10 +336,10 @@ class Context:
 
     def store_counts(self, examples: int, share: float, total: float) -> None:
         """Store what a pass over all the data has counted."""
-        self._counts = examples, share, total / share if share else nan
+        self.counts = examples, share, total / share if share else nan
 
     def _compute_counts(self) -> tuple[int, float, float]:
-        if self._counts is None:
+        if self.counts is None:
             examples, share, total = 0, 0.0, 0.0
             with torch.no_grad():
                 for batch in self.read_own_chunks(0):
@@ -348,8 +349,8 @@ class Context:
                     examples += batch.examples
             (counted, share, total), _ = self.processes.sum_parts("the counts", (examples, share, total))
             self.store_counts(int(counted), share, total)
-        assert self._counts is not None
-        return self._counts
+        assert self.counts is not None
+        return self.counts
 
 
 def describe_context(context: Context) -> dict[str, Any]:

@@ -101,10 +101,12 @@ class Network:
                 self.layers[module] = MeasuredLayer(rule, own, ModuleConstants(module, constants))
 
         # On a CPU the convolution kernels reorder images that are not channels-last on entry and exit. With 16 channels
-        # that takes half of their time; with fewer, the other layers lose more by the layout than it gains.
+        # that takes half of their time; with fewer, the other layers lose more by the layout than it gains. Those of
+        # float64 take the usual layout.
         images = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
         self.channels_last = bool(images) and all(
-            m.out_channels >= 16 and m.weight.device.type == "cpu" for m in images
+            m.out_channels >= 16 and m.weight.device.type == "cpu" and (dtype or m.weight.dtype) != torch.float64
+            for m in images
         )
 
     def __call__(

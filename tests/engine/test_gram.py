@@ -48,6 +48,53 @@ def test_the_gram_matrix_is_that_of_the_dense_gradients(name: str, limit: int) -
     torch.testing.assert_close(found, rows @ rows.mT, rtol=1e-10, atol=1e-12 * float(rows.square().sum(1).max()))
 
 
+class Tokens(nn.Module):
+    """Linear layers on every position of a sequence, and a convolution with groups over them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(width, width), nn.Conv1d(width, width, 3, groups=2)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.conv(self.linear(x).tanh().mT).mean(2))
+        return found
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 1 << 16])
+@pytest.mark.parametrize(("positions", "width"), [(3, 24), (12, 8)])
+def test_factors_of_few_or_many_positions_have_the_products_of_dense_gradients(
+    positions: int, width: int, limit: int
+) -> None:
+    """Position by position where these are few, and written out where they are many, in one window or in several."""
+    torch.manual_seed(0)
+    net = Tokens(width).double()
+    inputs, labels = torch.randn(13, positions, width, dtype=torch.float64), torch.arange(13) % 3
+    losses = [nn.functional.cross_entropy(net(x[None]), y[None]) for x, y in zip(inputs, labels, strict=True)]
+    rows = torch.stack(
+        [torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]) for loss in losses]
+    )
+    with open_session(net, "eval", None):
+        context = Context(Problem.build(net, (inputs, labels)), parse_column_plan("exact"), 0, limit)
+        found = compute_gram_matrix(context, torch.arange(13))
+    torch.testing.assert_close(found, rows @ rows.mT, rtol=1e-11, atol=1e-13 * float(rows.square().sum(1).max()))
+
+
+def test_data_that_are_all_chosen_need_not_be_read_again_to_be_counted() -> None:
+    case = ALL["sequence_with_weights_smoothing_and_ignored_positions"]()
+    with open_session(case.model, "eval", case.batches):
+        first, second = (
+            Context(Problem.build(case.model, case.batches, case.loss), parse_column_plan("exact"), 0, 1 << 30)
+            for _ in range(2)
+        )
+        count = second.examples
+        compute_gram_matrix(first, torch.arange(count))
+        assert first.counts == pytest.approx(second.counts, rel=1e-12)
+        part = Context(first.problem, parse_column_plan("exact"), 0, 1 << 30)
+        compute_gram_matrix(part, torch.arange(count - 1))
+        assert part.counts == pytest.approx(second.counts, rel=1e-12)
+
+
 class Routed(nn.Module):
     """An example goes to one of two layers by its values: the other has no gradient."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 import saltflat
+from saltflat.engine import context as context_module
 from saltflat.engine.context import Context
 from saltflat.engine.gram import compute_gram_matrix, use_float64
 from saltflat.engine.output_curvature import parse_column_plan
@@ -170,6 +171,40 @@ def test_integer_inputs_are_left_alone_and_probed_in_each_precision() -> None:
     assert kept is narrow
     assert (narrow.tolerance, probe.tolerance) == (1e-3, 1e-9)
     assert probe.moving > narrow.moving, "its examples need more memory"
+
+
+class Different(nn.Module):
+    """Uses the weight of a layer by itself, and only in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x).tanh()
+        if x.dtype == torch.float64:
+            hidden = hidden + (x @ self.one.weight.T).square()
+        outputs: Tensor = self.two(hidden)
+        return outputs
+
+
+@pytest.mark.parametrize(("build", "is_searched"), [(make_mlp, False), (Different, True)])
+def test_a_strategy_is_confirmed_in_float64_or_searched_again(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[[], nn.Module], is_searched: bool
+) -> None:
+    net, data = build(), make_data(6)
+    searched: list[torch.dtype | None] = []
+    run_probe = context_module.run_probe
+
+    def record_probe(problem: Problem, *others: Any) -> Any:
+        searched.append(problem.dtype)
+        return run_probe(problem, *others)
+
+    monkeypatch.setattr(context_module, "run_probe", record_probe)
+    found = measure(net, data, RADIUS)[RADIUS].value
+    assert found == pytest.approx(find_oracle(net, data, dense.fisher_spectral_radius), rel=1e-10)
+    assert (torch.float64 in searched) == is_searched
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 18])
