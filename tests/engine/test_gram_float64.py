@@ -23,6 +23,7 @@ from saltflat.engine.gram import compute_gram_matrix, use_float64
 from saltflat.engine.output_curvature import parse_column_plan
 from saltflat.engine.problem import Problem
 from saltflat.engine.session import open_session
+from saltflat.engine.strategy import run_probe
 from saltflat.errors import NotDefinedError
 from saltflat.measures.fisher import fisher_logdet, fisher_spectral_radius
 from saltflat.measures.measurer import Measurer
@@ -195,7 +196,6 @@ def test_a_strategy_is_confirmed_in_float64_or_searched_again(
 ) -> None:
     net, data = build(), make_data(6)
     searched: list[torch.dtype | None] = []
-    run_probe = context_module.run_probe
 
     def record_probe(problem: Problem, *others: Any) -> Any:
         searched.append(problem.dtype)

@@ -79,8 +79,10 @@ def test_the_benchmark_of_measures_finds_all_competitors_in_agreement(
     assert max(row["difference"] for row in found["spectrum"]["rows"]) < 1e-8
     assert all(row["sweeps_alone"] in (None, row["steps"]) for row in found["spectrum"]["rows"])
     assert {row["competitor"] for row in found["density"]["rows"]} == {"saltflat, k=1", "saltflat, k=10"}
-    assert set(found["gram"]["difference"]) == {"saltflat", "vmap"}
-    assert max(found["gram"]["difference"].values()) < 1e-5
+    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-13)):
+        differences = found["gram"]["precisions"][dtype]["difference"]
+        assert set(differences) == {"saltflat", "saltflat, prepared", "vmap"}
+        assert max(differences.values()) < tolerance
     assert {"RANDOM", "EXTRAPOLATED"} <= set(capsys.readouterr().out.replace(":", " ").split())
 
 
