@@ -311,7 +311,8 @@ class _Window:
     """
 
     def __init__(self, keeper: _GradientKeeper, start: int, stop: int, room: int, result: Tensor) -> None:
-        self.keeper, self.start, self.stop, self.room, self.result = keeper, start, stop, room, result
+        self.keeper, self.start, self.stop, self.result = keeper, start, stop, result
+        self.whole = self.room = room
         self.end = start  # of the examples kept
         self.rows: Tensor | None = None
         self.factored: list[tuple[int, _Chunk]] = []
@@ -345,14 +346,15 @@ class _Window:
         """Take so many bytes from the room. They do not count as gaps of the heap, which trimming would return."""
         self.room -= size
         heap = self.keeper.context.heap
-        heap.low += size if heap.low else 0
+        heap.low = max(1, heap.low + size) if heap.low else 0
 
     def multiply_rows(self) -> int:
-        """Multiply the gradients kept in rows with each other; return where the window ends."""
+        """Multiply the gradients kept in rows with each other, and keep nothing more; return where the window ends."""
         rows = None if self.rows is None else self.rows[: self.end - self.start]
         if rows is not None:
             for first in range(0, len(rows), BLOCK):
                 self._add_block(0, first, rows[: first + BLOCK] @ rows[first : first + BLOCK].mT)
+        self._account_for(self.room - self.whole)
         return self.end
 
     def _add_block(self, row: int, column: int, block: Tensor) -> None:

@@ -95,6 +95,17 @@ def test_data_that_are_all_chosen_need_not_be_read_again_to_be_counted() -> None
         assert part.counts == pytest.approx(second.counts, rel=1e-12)
 
 
+def test_what_windows_kept_is_no_longer_counted_when_they_are_done() -> None:
+    torch.manual_seed(0)
+    net = Tokens(8).double()
+    data = torch.randn(13, 12, 8, dtype=torch.float64), torch.arange(13) % 3
+    with open_session(net, "eval", None):
+        context = Context(Problem.build(net, data), parse_column_plan("exact"), 0, 1 << 16)
+        context.heap.room, context.heap.low = 1 << 60, 1 << 30  # is never trimmed, which would set it anew
+        compute_gram_matrix(context, torch.arange(13))
+    assert context.heap.low == 1 << 30
+
+
 class Routed(nn.Module):
     """An example goes to one of two layers by its values: the other has no gradient."""
 
