@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
-    """An MLP-Mixer, which returns a loss for labels as transformers' models do."""
+    """An MLP-Mixer."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -124,10 +125,32 @@ class Mixer(nn.Module):
         self.blocks = nn.Sequential(MixerBlock(4, width), MixerBlock(4, width))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.patches(x).flatten(2).mT)).mean(1))
+        return logits
+
+
+class Classifier(nn.Module):
+    """A network that returns a loss for labels, as transformers' models do."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.blocks(self.patches(pixel_values).flatten(2).mT)
-        logits = self.head(self.norm(x).mean(1))
+        logits = self.network(pixel_values)
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def make_network(module: str, name: str, pixels: int = PIXELS, **options: Any) -> Callable[..., Built]:
+    """Return a builder of a classifier of images of torchvision or timm."""
+
+    def build(count: int = COUNT) -> Built:
+        return Classifier(getattr(import_module(module), name)(num_classes=CLASSES, **options)), draw_images(
+            count, pixels
+        )
+
+    return build
 
 
 def make_mixture(implementation: str) -> Callable[..., Built]:
@@ -162,6 +185,22 @@ SWIN = {
     "patch_size": 2, "embed_dim": 4, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "hidden_size": None,
     "num_attention_heads": None,
 }  # fmt: skip
+TIMM_VIT: dict[str, Any] = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 8, "depth": 2, "num_heads": 2}
+TIMM_SWIN: dict[str, Any] = {
+    "img_size": PIXELS, "patch_size": 2, "embed_dim": 4, "depths": (2, 2), "num_heads": (2, 2), "window_size": 2,
+}  # fmt: skip
+TIMM_MIXER: dict[str, Any] = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 8, "num_blocks": 2}
+TORCHVISION_VIT: dict[str, Any] = {
+    "image_size": PIXELS, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 12,
+}  # fmt: skip
+TORCHVISION_SWIN: dict[str, Any] = {
+    "patch_size": [2, 2], "embed_dim": 4, "depths": [2, 2], "num_heads": [2, 2], "window_size": [2, 2],
+}  # fmt: skip
+MAXVIT: dict[str, Any] = {
+    "input_size": (PIXELS, PIXELS), "stem_channels": 4, "partition_size": 2, "block_channels": [4, 8],
+    "block_layers": [1, 1], "head_dim": 4, "stochastic_depth_prob": 0.0,
+}  # fmt: skip
+DENSENET: dict[str, Any] = {"growth_rate": 2, "block_config": (1, 2), "num_init_features": 4, "bn_size": 2}
 ARCHITECTURES: dict[str, Callable[..., Built]] = {
     "BERT": make_classifier("Bert"),
     "RoBERTa": make_classifier("Roberta"),
@@ -190,10 +229,22 @@ ARCHITECTURES: dict[str, Callable[..., Built]] = {
     "BEiT": make_vision("Beit", use_relative_position_bias=True, use_shared_relative_position_bias=False),
     "Swin": make_vision("Swin", **SWIN),
     "ConvNeXt": make_vision("ConvNext", hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, patch_size=4),
-    "MLP-Mixer": lambda count=COUNT: (Mixer(), draw_images(count)),
+    "MLP-Mixer": lambda count=COUNT: (Classifier(Mixer()), draw_images(count)),
     "ResNet": make_vision("ResNet", embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic"),
     "MobileNetV2": make_vision("MobileNetV2", depth_multiplier=0.1),
     "Wav2Vec2": make_speech,
+    "ViT (timm)": make_network("timm.models.vision_transformer", "VisionTransformer", **TIMM_VIT),
+    "DeiT (timm)": make_network("timm.models.deit", "VisionTransformerDistilled", **TIMM_VIT),
+    "CaiT (timm)": make_network("timm.models.cait", "Cait", **TIMM_VIT, depth_token_only=1, init_values=0.1),
+    "EVA-02 (timm)": make_network("timm.models.eva", "Eva", **TIMM_VIT, use_rot_pos_emb=True, swiglu_mlp=True),
+    "Swin (timm)": make_network("timm.models.swin_transformer", "SwinTransformer", **TIMM_SWIN),
+    "Swin V2 (timm)": make_network("timm.models.swin_transformer_v2", "SwinTransformerV2", **TIMM_SWIN),
+    "ConvNeXt (timm)": make_network("timm.models.convnext", "ConvNeXt", 32, depths=(1, 1, 1, 1), dims=(4, 4, 8, 8)),
+    "MLP-Mixer (timm)": make_network("timm.models.mlp_mixer", "MlpMixer", **TIMM_MIXER),
+    "ViT (torchvision)": make_network("torchvision.models.vision_transformer", "VisionTransformer", **TORCHVISION_VIT),
+    "Swin (torchvision)": make_network("torchvision.models.swin_transformer", "SwinTransformer", **TORCHVISION_SWIN),
+    "MaxViT (torchvision)": make_network("torchvision.models.maxvit", "MaxVit", **MAXVIT),
+    "DenseNet (torchvision)": make_network("torchvision.models.densenet", "DenseNet", 32, **DENSENET),
 }
 WIDE_TEXT = {
     "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 3, "d_model": 64,

@@ -8,6 +8,10 @@ import pytest
 
 pytest.importorskip("transformers")
 SCRIPTS = Path(__file__).parent.parents[1] / "benchmarks"
+TEXT = ["BERT", "RoBERTa", "GPT-2", "Llama", "Qwen2", "Mistral", "T5", "OPT", "DeBERTa", "Mamba", "Wav2Vec2"]
+IMAGES = ["ViT", "DeiT", "Swin", "ConvNeXt", "MLP-Mixer", "BEiT"]
+OTHERS = ["DeiT (timm)", "Swin (timm)", "MLP-Mixer (timm)", "ViT (torchvision)", "MaxViT (torchvision)"]
+QUICK = TEXT + IMAGES + OTHERS
 
 
 @pytest.fixture
@@ -16,11 +20,12 @@ def architectures(monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_module("architecture_table")
 
 
-@pytest.mark.parametrize(
-    "name", ["T5", "OPT", "ViT", "DeiT", "Swin", "ConvNeXt", "MLP-Mixer", "DeBERTa", "BEiT", "Mamba", "Wav2Vec2"]
-)
+@pytest.mark.parametrize("name", QUICK)
 @pytest.mark.filterwarnings("ignore")  # of the libraries that build the models
 def test_an_architecture_is_quick_and_right(architectures: Any, name: str) -> None:
+    for library in ("timm", "torchvision"):
+        if library in name:
+            pytest.importorskip(library)
     row = architectures.examine(name)
     assert row.share >= 0.95
     assert not row.reasons
@@ -40,4 +45,6 @@ def test_an_architecture_that_is_not_quick_is_right_and_has_a_reason(architectur
 def test_the_page_has_the_rows_of_the_results(architectures: Any) -> None:
     rows = architectures.read()
     assert len(rows) >= 24
+    assert set(QUICK) <= {row.name for row in rows}
+    assert all(row.difference < 1e-10 and row.loss_difference < 1e-12 for row in rows)
     assert architectures.format_table(rows) in architectures.PAGE.read_text()
