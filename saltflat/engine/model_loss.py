@@ -17,7 +17,7 @@ from saltflat.engine.data import SPANS, Batch
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, format_shape
 from saltflat.engine.model_targets import ModelLoss, TargetRule, find_decoder_rule, shift_labels
 from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
-from saltflat.errors import LabelError, ModelError
+from saltflat.errors import LabelError, ModelError, format_error_line
 
 TOLERANCE = 1e-5  # relative; the model computes its own loss in float32
 
@@ -40,7 +40,7 @@ def fit_targets(problem: Problem) -> Problem:
             own = compute_model_loss(problem.model, batch.args, batch.kwargs, batch.targets)
         if own is None:
             if wanted:
-                raise _refuse_model(problem, "which returns no loss for the labels of the data")
+                raise _refuse_model(problem, _explain_missing_loss(problem, batch))
             return problem
         if isfinite(own):
             return _choose_loss(problem, batch, own)
@@ -138,6 +138,18 @@ def compute_model_loss(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Tensor
 ) -> float | None:
     """Return the loss of a model that is called with labels, or None if it returns none."""
+    try:
+        outputs = _run_with_labels(model, args, kwargs, labels)
+    except Exception:  # labels it does not accept
+        return None
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, tuple):
+        found = outputs[0]
+    return float(found) if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def _run_with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Tensor) -> Any:
+    """Return what a model returns when it is called with labels, or raise what it raises."""
     config: Any = getattr(model, "config", None)
     kept = getattr(config, "problem_type", None)  # transformers sets it in the first pass with labels
     # Copies, because a model may write to its inputs.
@@ -147,16 +159,20 @@ def compute_model_loss(
     if "labels" not in parameters and all(name in parameters for name in SPANS):
         named = dict(zip(SPANS, labels.unbind(1), strict=False))
     try:
-        outputs = model(*args, **{**kwargs, **named})
-    except Exception:  # labels it does not accept
-        return None
+        return model(*args, **{**kwargs, **named})
     finally:
         if hasattr(config, "problem_type"):
             config.problem_type = kept
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if found is None and isinstance(outputs, tuple):
-        found = outputs[0]
-    return float(found) if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def _explain_missing_loss(problem: Problem, batch: Batch) -> str:
+    """Return why the model has no loss for the labels of a batch."""
+    try:
+        with torch.no_grad(), problem.network.use_parameters(problem.network.constants):
+            _run_with_labels(problem.model, batch.args, batch.kwargs, batch.targets)
+    except Exception as error:
+        return f"which raises {format_error_line(error)} for these inputs and labels"
+    return "which returns no loss for the labels of the data"
 
 
 def _compute_mean_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from saltflat.engine.data import Batch, find_unsupported_kind
@@ -86,8 +88,10 @@ class Network:
         self.needs_graph = False
         self.has_other_slope = False
         self._watch: Watch | None = None
-        self._originals = {name: (value, get_tensor_version(value)) for name, value in _iterate_members(model)}
-        self._versions = {name: value._version for name, value in self.constants.items()}
+        self._originals = {
+            name: (value, get_tensor_version(value)) for name, value in _iterate_members(model) if not is_packed(value)
+        }
+        self._versions = {name: self.constants[name]._version for name in self._originals}
         self._written: set[str] = set()
         by_id = self.names
         for module in model.modules():
@@ -151,6 +155,8 @@ class Network:
         """
         self.undo_writes()
         self.attributes.restore()
+        # With the scales that belong to them. Their layers may move these elsewhere, or pack them in another way.
+        parameters = {name: deepcopy(value) if is_packed(value) else value for name, value in parameters.items()}
         holders = ("_parameters", "_buffers", "_modules")
         kept = [(m, dict(vars(m)), {key: dict(vars(m)[key]) for key in holders}) for m in self.modules]
         try:
@@ -177,7 +183,8 @@ class Network:
 
         This is not done right after that pass, since its backward pass needs what it wrote.
         """
-        for name, constant in self.constants.items():
+        for name in self._originals:
+            constant = self.constants[name]
             if constant._version == self._versions[name] and name not in self._written:
                 continue
             original = self._get_original(name)
@@ -194,8 +201,8 @@ class Network:
 
         From now on these are restored before every pass.
         """
-        for name, constant in self.constants.items():
-            original = self._get_original(name)
+        for name in self._originals:
+            constant, original = self.constants[name], self._get_original(name)
             if original is not None and (constant.shape != original.shape or not _is_unchanged(constant, original)):
                 self._written.add(name)
         return [name for name in self.constants if name in self._written]
@@ -245,7 +252,7 @@ def _make_tapped_forward(module: nn.Module, rule: LayerRule, tap: Tap, plain: bo
         own = module._parameters
         kept = dict(own)
         try:
-            own.update({key: value.detach() for key, value in kept.items() if value is not None})  # type: ignore[misc]
+            own.update({key: _detach(value) for key, value in kept.items() if value is not None})  # type: ignore[misc]
             if rule.forward is not None and len(args) == 1 and not kwargs and not plain:
                 y = rule.forward(module, args[0])
             else:
@@ -266,6 +273,10 @@ def _watch_first(watch: Watch, tap: Tap) -> Tap:
     return watch_and_tap
 
 
+def _detach(value: Tensor) -> Tensor:
+    return value if is_packed(value) else value.detach()
+
+
 def _convert_channels_last(x: T) -> T | Tensor:
     return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
 
@@ -282,12 +293,20 @@ def _copy_constants(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Te
     """
 
     def copy_tensor(value: Tensor) -> Tensor:
+        if is_packed(value):
+            return value  # every pass gets a copy
         constant = value.detach()
         if dtype is not None and value.is_floating_point():
             constant = constant.to(dtype)
         return constant.clone() if constant.data_ptr() == value.data_ptr() else constant
 
     return {name: copy_tensor(value) for name, value in _iterate_members(model)}
+
+
+def is_packed(value: Tensor) -> bool:
+    """Return whether a tensor holds its numbers in a form of its own, as quantized weights of 8 or 4 bits do."""
+    is_own_kind = isinstance(value, nn.Parameter) and type(value) is not nn.Parameter
+    return is_traceable_wrapper_subclass(value) or (is_own_kind and not value.is_floating_point())
 
 
 def _is_unchanged(constant: Tensor, original: Tensor) -> bool:
@@ -313,15 +332,15 @@ def _select_parameters(model: nn.Module, layers: Sequence[str] | str | None) -> 
         names = _find_named_parameters(model, listed, parameters)
         suspects = {name: parameters[name] for name in names}
     for name, parameter in suspects.items():
-        if not parameter.is_floating_point():
+        if is_packed(parameter) or not parameter.is_floating_point():
             raise ParameterError(_explain_other_numbers(name, parameter))
     return names
 
 
 def _explain_other_numbers(name: str, parameter: Tensor) -> str:
     """Return why a parameter without real floating-point numbers cannot be measured."""
-    got = f"{name!r} ({parameter.dtype})"
-    if parameter.dtype in (torch.int8, torch.uint8):
+    got = f"{name!r} ({type(parameter).__name__ if is_packed(parameter) else parameter.dtype})"
+    if is_packed(parameter) or parameter.dtype in (torch.int8, torch.uint8):
         return (
             f"Expected real floating-point parameters, but got {got}, 8- or 4-bit weights, which "
             "are not trained. Try measuring adapters trained on top of them, by naming the parameters that require a "

@@ -15,7 +15,7 @@ from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch, Data, prepare_data, read_batches
 from saltflat.engine.losses import BinaryCrossEntropy, CrossEntropy, Loss, LossLike, NegativeLogLikelihood, parse_loss
 from saltflat.engine.model_targets import ModelLoss, TargetRule, takes_labels
-from saltflat.engine.network import Network, check_precision
+from saltflat.engine.network import Network, check_precision, is_packed
 from saltflat.engine.progress import count_examples
 from saltflat.errors import (
     DeviceError,
@@ -182,7 +182,7 @@ class Problem:
 
     def _check_weights(self) -> None:
         members = [*self.model.named_parameters(), *self.model.named_buffers()]
-        values = {name: v.detach() for name, v in members if v.is_floating_point()}
+        values = {name: v.detach() for name, v in members if v.is_floating_point() and not is_packed(v)}
         # All of them are checked at once first: on a GPU, each separate answer would have to be waited for.
         if not values or bool(all(flags.all() for flags in _stack_finite_flags(values.values()))):
             return

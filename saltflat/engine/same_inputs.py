@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from saltflat.engine.data import Batch, compute_batch_checksums
 from saltflat.engine.processes import Processes
@@ -122,6 +123,8 @@ def _format_names(other: Sequence[tuple[str, int]]) -> str:
 
 
 def _compute_digest(value: Tensor) -> str:
+    if is_traceable_wrapper_subclass(value):  # quantized weights
+        return " ".join(_compute_digest(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     value = value.detach().cpu().contiguous()
     content = blake2b(digest_size=16)
     if value.numel():

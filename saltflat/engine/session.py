@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from saltflat.engine.data import Data, find_unsupported_kind
 from saltflat.engine.precision import use_full_precision
-from saltflat.errors import DeviceError, ModelError, OptionError, PrecisionError
+from saltflat.errors import DeviceError, ModelError, OptionError, ParameterError, PrecisionError
 from saltflat.results.caveats import TRAIN_MODE
 from saltflat.validation import borrow_model, is_choice
 
@@ -184,9 +184,10 @@ def open_session(model: nn.Module, mode: str, data: Data | None = None) -> Itera
     """Lend the model under fixed conditions, and give it back bit for bit as it was.
 
     Inside, the model belongs to this thread and is in eval mode (unless ``mode="keep"``). Gradients are on; autocast,
-    fused kernels, TF32, checkpointing and compilation are off. The session restores the modes of the modules, their
-    plain attributes, the random states (also those of the generators of ``data``) and torch's global settings.
-    Parameters and buffers are never written to: :class:`saltflat.engine.network.Network` runs the model with copies.
+    fused kernels, TF32, checkpointing, compilation and the packing of quantized weights are off. The session restores
+    the modes of the modules, their plain attributes, the random states (also those of the generators of ``data``) and
+    torch's global settings. Parameters and buffers are never written to: :class:`saltflat.engine.network.Network` runs
+    the model with copies.
 
     Yields:
         Notes for the reader of the result.
@@ -218,6 +219,7 @@ def open_session(model: nn.Module, mode: str, data: Data | None = None) -> Itera
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         stack.enter_context(use_full_precision(model))
         stack.enter_context(remove_accelerate_autocast(model))
+        stack.enter_context(keep_weights_differentiable(model))
         stack.enter_context(disable_checkpointing())
         # A compiled model would compile the network's taps into its graphs.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -244,6 +246,26 @@ def remove_accelerate_autocast(model: nn.Module) -> Iterator[None]:
                 stack.callback(held.__setitem__, "forward", wrapped)
                 held["forward"] = held["_original_forward"]
         yield
+
+
+@contextmanager
+def keep_weights_differentiable(model: nn.Module) -> Iterator[None]:
+    """Keep layers of bitsandbytes from packing weights for inference on a CPU, which cuts gradients at these layers."""
+    packs = "support_avx512bf16_for_cpu"
+    layers = [module for module in model.modules() if vars(module).get(packs)]
+    for name, value in model.named_parameters() if layers else ():
+        if getattr(getattr(value, "quant_state", None), "packing_format_for_cpu", False):
+            raise ParameterError(
+                f"Expected weights that gradients pass through, but got {name!r}, packed for inference on a CPU by "
+                "bitsandbytes. Try model.state_dict(), which unpacks them."
+            )
+    try:
+        for module in layers:
+            setattr(module, packs, False)
+        yield
+    finally:
+        for module in layers:
+            setattr(module, packs, True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from saltflat.engine import per_example
 from saltflat.engine.data import Batch
 from saltflat.engine.expanded import find_uses, run_expanded
+from saltflat.engine.network import is_packed
 from saltflat.engine.problem import Problem
 from saltflat.engine.reference_gradients import (
     ReferenceGradients,
@@ -214,7 +215,7 @@ def measure_example_cost(
     """
     single = truth.batch
     network = problem.network
-    constants = {value.untyped_storage().data_ptr() for value in network.constants.values()}
+    constants = {each.untyped_storage().data_ptr() for each in network.constants.values() if not is_packed(each)}
     saved: dict[int, int] = {}
 
     def record_saved(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import saltflat
 from saltflat.cli import app
-from saltflat.errors import DataError, DeviceError, ParameterError, PrecisionError
+from saltflat.errors import DataError, DeviceError, ModelError, ParameterError, PrecisionError
 
 WORDS, LENGTH = 11, 5
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation config")
@@ -120,6 +120,137 @@ def test_weights_in_8_bits_are_refused_and_adapters_on_them_measured() -> None:
     wide.adapter, wide.weight = model.adapter, nn.Parameter(model.weight.double(), requires_grad=False)
     expected = saltflat.compute_statistics(wide, (data[0].double(), data[1]))
     assert_close(dict(found["curvature_trace"]), dict(expected["curvature_trace"]))
+
+
+class QuantizedWeight(nn.Parameter):
+    """Weights in 8 bits with their scales, which a layer takes from it in its first pass, as bitsandbytes does."""
+
+    scales: Tensor | None
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> QuantizedWeight:
+        made: QuantizedWeight = Tensor._make_subclass(cls, data, requires_grad)
+        made.scales = None
+        return made
+
+    def __deepcopy__(self, memo: Any) -> QuantizedWeight:
+        made = QuantizedWeight(self.data.clone())
+        made.scales = self.scales
+        return made
+
+
+class QuantizedLinear(nn.Linear):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(*weight.shape[::-1])
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        self.weight = QuantizedWeight((weight / scales).round().to(torch.int8))
+        self.weight.scales, self.scales = scales, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if weight.scales is not None:
+            self.scales, weight.scales = weight.scales, None
+        assert self.scales is not None
+        return nn.functional.linear(x, self.scales * weight.to(x.dtype), self.bias)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter, between two more."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.start, self.base = nn.Linear(4, 64), base
+        self.adapter = nn.Sequential(nn.Linear(64, 2, bias=False), nn.Linear(2, 64, bias=False))
+        self.end = nn.Linear(64, 3)
+        for name, value in self.named_parameters():
+            value.requires_grad_("adapter" in name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x).tanh()
+        x = (self.base(x) + self.adapter(x)).tanh()
+        out: Tensor = self.end(x)
+        return out
+
+
+ADAPTER = ["adapter.0.weight", "adapter.1.weight"]
+
+
+def draw_base() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 64)
+
+
+def draw_pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(2)), torch.arange(6) % 3
+
+
+def widen(model: Adapted, weight: Tensor) -> Adapted:
+    """Return the model with whole weights in place of the quantized ones."""
+    base, own = draw_base(), model.base.get_parameter("bias")
+    base.weight.data, base.bias.data = weight, own.data
+    wide = Adapted(base)
+    wide.adapter = model.adapter
+    return wide
+
+
+def check_adapters(model: Adapted, wide: Adapted, rtol: float) -> None:
+    """Compare what is measured of adapters on quantized weights with the same on whole ones."""
+    with pytest.raises(ParameterError, match=r"8- or 4-bit weights.*adapters"):
+        saltflat.measure(model, draw_pair(), measures="hessian_trace")
+    names = ["curvature_diagonal", "gradient_second_moment", "mean_gradient"]
+    found, expected = (
+        saltflat.compute_statistics(each, draw_pair(), names=names, layers=ADAPTER) for each in (model, wide)
+    )
+    assert_close(found.loss, expected.loss, rtol=rtol, atol=0)
+    for name in names:
+        for key, value in expected[name].items():
+            assert_close(found[name][key], value, rtol=rtol, atol=rtol * float(value.abs().max()))
+
+
+def test_quantized_weights_keep_the_scales_that_belong_to_them() -> None:
+    base = QuantizedLinear(draw_base().weight.detach())
+    assert isinstance(base.weight, QuantizedWeight)
+    scales = base.weight.scales
+    assert scales is not None
+    model = Adapted(base)
+    check_adapters(model, widen(model, scales * base.weight.float()), 1e-5)
+    assert base.weight.scales is scales  # the model is as it was
+    assert base.scales is None
+    assert saltflat.measure(model, draw_pair(), layers=["base.bias", *ADAPTER], measures="hessian_trace").loss > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_weights_of_torchao_are_measured() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = Adapted(draw_base())
+    quantization.quantize_(model.base, quantization.Int8WeightOnlyConfig())
+    packed: Any = model.base.weight
+    check_adapters(model, widen(model, packed.dequantize()), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_weights_of_bitsandbytes_are_measured_without_packing_them() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    base = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
+    base.weight = bitsandbytes.nn.Params4bit(draw_base().weight.detach(), requires_grad=False, quant_type="nf4")
+    model = Adapted(base.to("cpu"))
+    kept = base.weight.data.clone()
+    whole = bitsandbytes.functional.dequantize_4bit(base.weight.data, base.weight.quant_state).clone()
+    check_adapters(model, widen(model, whole), 1e-5)
+    assert torch.equal(base.weight.data, kept)
+    with torch.no_grad():
+        model.eval()(draw_pair()[0])  # where the processor allows it, this packs the weights for inference
+    if getattr(base.weight.quant_state, "packing_format_for_cpu", False):
+        with pytest.raises(ParameterError, match=r"'base\.weight', packed for inference.*state_dict\(\)"):
+            saltflat.measure(model, draw_pair(), measures="hessian_trace", layers=ADAPTER)
+        model.state_dict()
+    assert saltflat.measure(model, draw_pair(), measures="hessian_trace", layers=ADAPTER).loss > 0
+
+
+def test_a_model_that_fails_on_its_labels_is_refused_with_its_own_error() -> None:
+    model = gpt()
+    with pytest.raises(ModelError, match=r"loss='model', which raises IndexError: .*out of range.* for these inputs"):
+        measure(model, {**batch(), "input_ids": batch()["input_ids"] + WORDS})
 
 
 def test_flash_attention_is_refused_by_name() -> None:
