@@ -14,7 +14,7 @@ from saltflat.engine.data import Batch
 from saltflat.engine.model_loss import check_model_loss
 from saltflat.engine.operation_recorder import OperationRecorder
 from saltflat.engine.parameter_routes import PATHS, SILENT, SORTED, UNRULED, VECTORIZED, ParameterRoute, find_routes
-from saltflat.engine.problem import Problem, can_accept_labels, cast_targets
+from saltflat.engine.problem import Problem, cast_targets
 from saltflat.engine.reference_gradients import (
     GROUP,
     PAIRS,
@@ -138,8 +138,7 @@ class _FirstExamples:
         pairs = [batch.cut(start, start + 2) for start in range(0, min(batch.examples, 2 * PAIRS), 2)]
         outputs, noticed = compute_checked_outputs(problem, pairs[0], digest=True)
         _check_loss_sees_outputs_alone(problem, outputs, pairs[0])
-        if can_accept_labels(problem.model, pairs[0]):
-            check_model_loss(problem, pairs)
+        check_model_loss(problem, pairs)
         truths = [ReferenceGradients.compute(problem, pairs[0], noticed.coarsest)]
         _check_fixed_function(problem, truths[0], outputs)
         truths[0] = verify_reference(problem, truths[0])
@@ -205,6 +204,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     columns = 2 * needs.moving + 24 * outputs[0].numel()
     fitting = int(limit // (held * (needs.fixed + min(few, all_of_them) + columns)))
     most = min(GROUP, max(2, fitting))
+    check_model_loss(problem, [batch.cut(0, max(2, fitting))])
     group = batch.cut(0, most)
     ran_together = _check_uncoupled(problem, group, noticed.coarsest)
     if strategies and group.examples > 2:

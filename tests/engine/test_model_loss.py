@@ -241,6 +241,33 @@ class Extra(nn.Module):
         return {"logits": outputs} | ({} if labels is None else {"loss": F.cross_entropy(outputs, labels) + 0.01})
 
 
+def average_by_example(model: Any) -> Callable[..., Any]:
+    plain = type(model).forward
+
+    def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        found = plain(model, input_ids=input_ids, attention_mask=attention_mask)
+        if labels is not None:
+            found.loss = torch.stack(list(map(F.cross_entropy, found.logits, labels))).mean()
+        return found
+
+    return forward
+
+
+@pytest.mark.parametrize("loss", ["model", "cross_entropy"])
+@pytest.mark.parametrize("ignored", [0, 4, COUNT - 1])
+def test_a_loss_that_weighs_examples_otherwise_is_refused_wherever_the_first_batch_shows_it(
+    loss: str, ignored: int
+) -> None:
+    model, labels = bert(BertForMaskedLM).double(), tokens()
+    model.forward = average_by_example(model)
+    assert measured(model, batch(labels), loss) == pytest.approx(own_loss(model, batch(labels)), rel=1e-6)
+    labels[ignored, 2:] = -100
+    given = batch(labels)
+    message = refusal(model, given, loss)
+    if ignored > 1:  # the first two examples do not show it
+        assert f"for {COUNT} examples, while BertForMaskedLM itself computes {own_loss(model, given):.6g}" in message
+
+
 def test_wrappers_are_looked_through_and_other_losses_named() -> None:
     assert "shifting the labels" in refusal(Wrapped(gpt()), batch(tokens()), PLAIN)
     assert measured(Wrapped(gpt()), batch(tokens())) == pytest.approx(own_loss(gpt(), batch(tokens())), rel=1e-6)
