@@ -19,6 +19,8 @@ from saltflat.engine.data import Batch
 from saltflat.engine.network import Network
 
 COPIES = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+aten = torch.ops.aten
+SELECTIONS = (aten.where, aten.masked_fill, aten.masked_fill_)  # which choose for every entry by itself
 RUNNING = ("running_mean", "running_var")  # buffers that training changes
 
 
@@ -32,7 +34,10 @@ class OperationRecorder(TorchDispatchMode):
 
     Attributes:
         sizes: whether there are results whose size depends on values (masks, experts).
-        order: whether values are sorted, or numbers read from tensors, other than truth values.
+        order: whether numbers are read from tensors, other than truth values.
+        sorts: whether values are sorted.
+        compares: whether whole numbers and truth values found by comparing values have an effect on others, other than
+            on single entries.
         reads: whether values, truth values included, are read from tensors that depend on parameters or buffers;
             without names, from any tensor.
         coarsest: the shortest floating-point type among all results.
@@ -46,7 +51,7 @@ class OperationRecorder(TorchDispatchMode):
         inputs: Collection[int] = frozenset(),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = self.order = self.reads = False
+        self.sizes = self.order = self.sorts = self.compares = self.reads = False
         self.coarsest, self.bytes = torch.float64, 0
         self._names, self._settings, self._inputs = names, settings, inputs
         self._operations, self._indices = blake2b(digest_size=16), blake2b(digest_size=16)
@@ -54,6 +59,7 @@ class OperationRecorder(TorchDispatchMode):
         self._met = 0
         self._weighted = WeakIdKeyDictionary()  # tensors that depend on parameters or buffers
         self._varying = WeakIdKeyDictionary()  # tensors that depend on these or on the examples
+        self._chosen = WeakIdKeyDictionary()  # whole numbers and truth values that are found by comparing
         self._copies = _CopyWatcher(self)
 
     def __enter__(self) -> OperationRecorder:
@@ -78,6 +84,11 @@ class OperationRecorder(TorchDispatchMode):
         return cls(names, settings, {id(tensor) for tensor in batch.list_tensors()})
 
     @property
+    def may_reorder(self) -> bool:
+        """Return whether the model may reorder its examples by their values."""
+        return self.sorts or self.compares
+
+    @property
     def operations(self) -> str:
         """Return a digest of all operations: what they compute, from which tensors, with which other arguments.
 
@@ -100,7 +111,6 @@ class OperationRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        aten = torch.ops.aten
         leaves = tree_flatten((args, sorted((kwargs or {}).items())))[0]
         is_weighted = any(isinstance(each, Tensor) and self._is_weighted(each) for each in leaves)
         if torch.Tag.dynamic_output_shape in func.tags:
@@ -111,7 +121,7 @@ class OperationRecorder(TorchDispatchMode):
             self.reads |= is_weighted
             self.order |= args[0].dtype != torch.bool
         elif func.overloadpacket in (aten.sort, aten.argsort, aten.topk):
-            self.order = True
+            self.sorts = True
         if self._names is not None:
             self._add_operands(func, leaves)
         result = func(*args, **(kwargs or {}))
@@ -122,6 +132,7 @@ class OperationRecorder(TorchDispatchMode):
                 _mark(self._weighted, written)
             if any(isinstance(each, Tensor) and self.is_varying(each) for each in leaves):
                 _mark(self._varying, written)
+            self._follow_choices(func, [each for each in leaves if isinstance(each, Tensor)], results)
         for each in results:
             if isinstance(each, Tensor):
                 self.bytes += each.numel() * each.element_size()
@@ -138,6 +149,19 @@ class OperationRecorder(TorchDispatchMode):
     def is_varying(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on the examples, parameters or buffers; without names, that is assumed."""
         return self._is_weighted(tensor) or _is_derived(tensor, self._inputs, self._varying)
+
+    def _follow_choices(
+        self, func: OpOverload[..., Any], operands: Sequence[Tensor], results: Sequence[object]
+    ) -> None:
+        """Note whether an operation compares numbers, or uses what was found by comparing."""
+        chosen = any(not _is_fractional(each) and _is_derived(each, (), self._chosen) for each in operands)
+        if not chosen and not any(_is_fractional(each) and self.is_varying(each) for each in operands):
+            return
+        for each in results:
+            if isinstance(each, Tensor) and not _is_fractional(each):
+                _mark(self._chosen, [each])
+            elif chosen and func.overloadpacket not in SELECTIONS:
+                self.compares = True
 
     def _add_operands(self, func: OpOverload[..., Any], leaves: Sequence[Any]) -> None:
         own = [each for each in leaves if isinstance(each, Tensor) and self._is_setting(each)]

@@ -147,7 +147,7 @@ def _find_contradiction(problem: Problem, truth: ReferenceGradients) -> str | No
     try:
         leaves = per_example.make_leaves(network)
         outputs = network(batch, leaves=leaves)
-        found = _compute_gradients(outputs, leaves, columns[0])
+        found = compute_gradients(outputs, leaves, columns[0])
     except SaltflatError:
         raise
     except Exception as error:
@@ -371,7 +371,7 @@ def _differentiate_example(problem: Problem, single: Batch) -> tuple[Tensor, Ten
         outputs = network(single, leaves=leaves)
         per_example.check_hidden_parameters(network, outputs)
         column = _draw_random_column(outputs, single)
-        return outputs.detach(), column, _compute_gradients(outputs, leaves, column[0])
+        return outputs.detach(), column, compute_gradients(outputs, leaves, column[0])
     except SaltflatError:
         raise
     except Exception as error:
@@ -391,10 +391,10 @@ def _make_not_differentiable_error(error: Exception, what: str) -> ModelError:
     )
 
 
-def _compute_gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Tensor) -> dict[str, Tensor]:
+def compute_gradients(outputs: Tensor, leaves: Mapping[str, Tensor], column: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of outputs, times a column, by plain autograd."""
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if outputs.requires_grad:
         found = torch.autograd.grad(outputs, list(leaves.values()), column, allow_unused=True)
-    dense = [each.to_dense() if each is not None and each.layout != torch.strided else each for each in found]
-    pairs = zip(leaves.items(), dense, strict=True)
-    return {name: torch.zeros_like(leaf) if value is None else value.detach() for (name, leaf), value in pairs}
+    pairs = zip(leaves.items(), found, strict=True)
+    return {name: torch.zeros_like(leaf) if each is None else each.detach().to_dense() for (name, leaf), each in pairs}

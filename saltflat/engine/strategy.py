@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.engine import per_example
+from saltflat.engine.chunk_check import run_checked
 from saltflat.engine.custom_losses import CustomLoss
 from saltflat.engine.data import Batch
 from saltflat.engine.model_loss import check_model_loss
@@ -65,6 +66,7 @@ class Probe:
         widest: bytes of the largest activation of one example.
         calls: the calls of layers for one example.
         tolerance: largest relative difference between outputs that counts as rounding.
+        is_doubtful: whether the model may reorder examples by their values, so that every chunk is checked.
         is_lasting: whether it holds while the model runs the same operations, at whatever weights.
         together: how many examples were run together.
         most: how many would have been run together, if there had been as many.
@@ -81,6 +83,7 @@ class Probe:
     widest: int
     calls: per_example.LayerCalls
     tolerance: float
+    is_doubtful: bool
     is_lasting: bool
     together: int
     most: int
@@ -106,7 +109,9 @@ class Probe:
         self, problem: Problem, batch: Batch, strategy: str | None = None
     ) -> tuple[Tensor, per_example.Backward]:
         """Return the outputs, checked, and the backward pass."""
-        outputs, backward = run_strategy(problem, strategy or self.strategy, batch, self.calls)
+        run = partial(run_strategy, problem, strategy or self.strategy, batch, self.calls)
+        is_doubtful = self.is_doubtful and (strategy or self.strategy) in TOGETHER and batch.examples > 1
+        outputs, backward = run_checked(problem, batch, run, self.tolerance) if is_doubtful else run()
         problem.check_outputs(outputs, batch)
         return outputs, backward
 
@@ -187,6 +192,8 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
     elif noticed.order:
         # Examples that are reordered can be mapped.
         strategies, alone = ["mapped"], SORTED
+    elif noticed.may_reorder:
+        alone = SORTED
     singles = found.alone
     first, results = singles[0], noticed.bytes // found.pairs[0].examples
     needs, fallback = measure_example_cost(problem, first, LOOPED, results), LOOPED
@@ -217,7 +224,9 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
         columns += 2 * (measure_gradient_bytes(problem, strategy, first, calls) - needs.moving)
     moving = columns + (few + held_copies if strategy in (*TOGETHER, "single") else all_of_them)
     routes = find_routes(list(problem.network.measured), strategy, needs.outside, choice.blocked, alone)
-    by_values = noticed.sizes or noticed.order or noticed.reads or choice.was_wrong or fallback == PLAIN
+    by_values = (
+        noticed.sizes or noticed.order or noticed.sorts or noticed.reads or choice.was_wrong or fallback == PLAIN
+    )
     return Probe(
         strategy,
         fallback,
@@ -226,6 +235,7 @@ def run_probe(problem: Problem, batch: Batch, limit: int) -> Probe:
         needs.widest,
         calls,
         first.tolerance,
+        is_doubtful=noticed.may_reorder,
         is_lasting=decided and not by_values,
         together=group.examples,
         most=most,

@@ -93,6 +93,13 @@ def mix_experts(net: Any, x: Tensor) -> Any:
     return torch.einsum("bne,bnd,edf->bnf", gates, x, net.experts)
 
 
+def route_tokens(net: Any, x: Tensor) -> Any:
+    tokens = x.flatten(0, 1)
+    gates, chosen = F.linear(tokens, net.router).softmax(-1).topk(2)
+    found = net.experts[chosen.flatten()] @ tokens.repeat_interleave(2, 0).unsqueeze(2)
+    return (found.view(-1, 2, WIDTH) * gates.unsqueeze(2)).sum(1).view_as(x)
+
+
 def convolve_with_standardized_weights(net: Any, x: Tensor) -> Any:
     weight = (net.kernel - net.kernel.mean((1, 2), keepdim=True)) / net.kernel.std((1, 2), keepdim=True)
     return F.conv1d(x.mT, weight, padding=1).mT
@@ -146,6 +153,7 @@ NETS: dict[str, tuple[Function, Parts]] = {
     "tied embedding": (tie, lambda: {"words": nn.Embedding(WIDTH, WIDTH)}),
     "rows by tokens": (read_rows, lambda: {"rows": draw(WIDTH, WIDTH)}),
     "stack of experts": (mix_experts, lambda: {"part": nn.Linear(WIDTH, WIDTH), "experts": draw(3, WIDTH, WIDTH)}),
+    "tokens sent to experts": (route_tokens, lambda: {"router": draw(3, WIDTH), "experts": draw(3, WIDTH, WIDTH)}),
     "standardized kernel": (convolve_with_standardized_weights, lambda: {"kernel": draw(WIDTH, WIDTH, 3)}),
     "normalization by function": (normalize_by_function, lambda: {"gamma": draw(WIDTH), "beta": draw(WIDTH)}),
     "attention of torch": (attend, lambda: {"attention": nn.MultiheadAttention(WIDTH, 1, batch_first=True)}),

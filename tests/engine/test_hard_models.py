@@ -181,6 +181,32 @@ class SortedAmongOthers(Sorted):
         return out
 
 
+class Compared(Sorted):
+    """Ranks its examples by comparing them, and reads them in this order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = self.rank(x)
+        hidden = torch.tanh(self.inner(torch.zeros_like(x).index_copy(0, ranks, x)))[ranks]
+        out: Tensor = self.head(torch.tanh(self.inner(hidden)))
+        return out
+
+    @staticmethod
+    def rank(x: Tensor) -> Tensor:
+        places = torch.arange(len(x))
+        same = (x[:, :1] == x[:, 0]) & (places[:, None] > places)
+        return ((x[:, :1] < x[:, 0]) | same).sum(1)
+
+
+class ComparedAsMatrix(Compared):
+    """Reorders its examples by a product with a matrix of zeros and ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = (self.rank(x) == torch.arange(len(x))[:, None]).to(x)
+        hidden = sent.T @ torch.tanh(self.inner(sent @ x))
+        out: Tensor = self.head(torch.tanh(self.inner(hidden)))
+        return out
+
+
 class SortedInPython(Sorted):
     """Sorts its examples outside of torch."""
 
@@ -262,6 +288,45 @@ def test_models_that_sort_their_examples_are_not_confused() -> None:
     tokens = random(32, 2, 6)
     tokens[:24, :, :3] = 3 * mixture.router.weight[:, :3].repeat_interleave(8, 0)[:, None] / 20  # all for one expert
     check_with_single_examples(mixture, [(tokens, labels(32))])
+
+
+@pytest.mark.parametrize("kind", [Compared, ComparedAsMatrix, SortedAmongOthers])
+def test_chunks_of_models_that_may_reorder_examples_are_checked(
+    kind: type[Sorted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, data = kind().double(), [(draw_sorted_at_first(), labels(24))]
+    check_with_single_examples(model, data)
+    report = saltflat.measure(model, data, measures="hessian_trace")
+    assert report.settings["strategy"] == "together"  # except where a chunk shows that examples were taken for others
+    monkeypatch.setattr("saltflat.engine.strategy.run_checked", lambda problem, batch, run, tolerance: run())
+    with pytest.raises(AssertionError):
+        check_with_single_examples(model, data)
+
+
+def test_a_chunk_whose_examples_have_other_outputs_in_company_is_refused() -> None:
+    class Limited(Capacities):
+        """Drops what an expert receives beyond four tokens."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.flatten(0, 1)
+            chosen = (self.router(tokens).argmax(-1)[:, None] == torch.arange(3)).long()
+            kept = (chosen * (chosen.cumsum(0) <= 4)).to(tokens)
+            found = torch.stack([expert(tokens) for expert in self.experts], 1)
+            out: Tensor = (kept[..., None] * found).sum(1).view(*x.shape[:2], 3).mean(1)
+            return out
+
+    torch.manual_seed(0)
+    model, tokens = Limited().double(), random(40, 1, 6)
+    with torch.no_grad():
+        own = model.router(tokens[:, 0]).argmax(-1)
+    first = torch.cat([(own == expert).nonzero()[:2, 0] for expert in range(3)])
+    rest = torch.tensor([n for n in range(40) if n not in first.tolist()])
+    data = tokens[torch.cat([first, rest])], labels(40)
+    few = data[0][:6], data[1][:6]
+    assert saltflat.measure(model, few, measures="hessian_trace").settings["strategy"] == "together"
+    with pytest.raises(errors.CoupledExamplesError):
+        saltflat.measure(model, data, measures="hessian_trace")
 
 
 def test_an_input_overwritten_after_its_layer_is_refused_as_in_training() -> None:

@@ -35,7 +35,7 @@ class Gated(nn.Module):
             taken = turned.view(x.shape[1], -1, WIDTH).transpose(0, 1)
         else:
             taken = self.branch(each)
-        found: Tensor = self.end((each + taken.sin() * (x[:, :1, :1] > 0)).mean(1))
+        found: Tensor = self.end((each + taken.sin() * x[:, :1, :1].relu()).mean(1))
         return found
 
 
