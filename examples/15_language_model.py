@@ -59,6 +59,7 @@ def list_ways(base: GPT2LMHeadModel) -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     out, seed = parse_arguments(__doc__, quick="training stops after 20 steps", seed="weights and sequences")
+    torch.set_num_threads(1)  # more are slower for so small a model
     torch.manual_seed(seed)
     size: dict[str, Any] = {
         "loss_type": "ForCausalLM",
