@@ -45,6 +45,8 @@ def compare_counts(recorder: Recorder, groups: dict[int, ProcessGroup | None]) -
         # By itself in an initialized group: the others take no part.
         alone = [call(None) if recorder.rank == 0 else None]
         distributed.broadcast_object_list(alone)
+        if isinstance(alone[0], saltflat.Report):
+            recorder.keep(f"measures of {name}", len(alone[0].readings))
         for count, group in groups.items():
             if recorder.rank < count:
                 recorder.keep(f"{name}, {count}", compare(alone[0], call(group)))
@@ -60,6 +62,14 @@ def compare_counts(recorder: Recorder, groups: dict[int, ProcessGroup | None]) -
     run_all("resnet", lambda group: saltflat.measure(resnet, images, columns="sampled:3", process_group=group, **quiet))
     gpt, tokens = make_gpt()
     run_all("gpt", lambda group: saltflat.measure(gpt, tokens, columns="top:2", process_group=group, **quiet))
+
+    def measure_all(net: nn.Module, of: Any, group: ProcessGroup | None, columns: str) -> saltflat.Report:
+        options: dict[str, Any] = {"columns": columns, "initial": net, "sampling": False, "certificate": False, **quiet}
+        return saltflat.measure(net, of, measures="all", process_group=group, **options)
+
+    run_all("all of mlp", lambda group: measure_all(mlp, data, group, "exact"))
+    run_all("all of resnet", lambda group: measure_all(resnet, images, group, "exact"))
+    run_all("all of gpt", lambda group: measure_all(gpt, tokens, group, "sampled:2"))
 
     def compute_all(net: nn.Module, of: Any, group: ProcessGroup | None, columns: str) -> Statistics:
         names = list(STATISTICS)

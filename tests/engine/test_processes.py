@@ -21,7 +21,8 @@ from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.errors import ModelError, OptionError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes are forks")
-CALLS = ("mlp", "searches", "resnet", "gpt", "statistics of mlp", "statistics of resnet", "statistics of gpt")
+NETWORKS = ("mlp", "resnet", "gpt")
+CALLS = ("searches", *(f"{what}{name}" for name in NETWORKS for what in ("", "all of ", "statistics of ")))
 ODD = ("fewer examples", "one example", "unknown length", "shuffled", "limit")
 
 
@@ -56,6 +57,12 @@ def test_several_processes_give_the_report_of_one(seen: list[dict[str, Any]], ca
     for rank in range(count):
         where, difference = seen[rank][f"{call}, {count}"]
         assert difference <= 1e-12, where
+
+
+def test_the_reports_that_are_compared_have_many_measures(seen: list[dict[str, Any]]) -> None:
+    for name in NETWORKS:
+        assert seen[0][f"measures of {name}"] >= 15
+        assert seen[0][f"measures of all of {name}"] >= 27  # tokens have no gradients
 
 
 @pytest.mark.parametrize("data", ODD)
