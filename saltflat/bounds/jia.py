@@ -22,7 +22,7 @@ from saltflat.bounds.evidence import Evidence
 from saltflat.bounds.pac_bayes import check_delta
 from saltflat.bounds.registry import BoundResult, bound
 from saltflat.engine.data import Data
-from saltflat.engine.network import extract_logits
+from saltflat.engine.model_output import extract_logits
 from saltflat.engine.problem import Problem
 from saltflat.engine.session import open_session
 from saltflat.errors import LabelError, NotDefinedError, OptionError, ParameterError

@@ -45,6 +45,7 @@ def run_checked(
     weighted = column * weights.reshape(-1, *(1,) * (outputs.dim() - 1))
     expected = compute_gradients(outputs, leaves, weighted.to(outputs))
     outputs = outputs.detach()
+    problem.check_outputs(outputs, batch)
     _check_halves(problem, batch, outputs, torch.randperm(batch.examples, generator=noise), tolerance)
     del leaves
     found = {name: torch.zeros_like(value) for name, value in expected.items()}

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-from saltflat.engine.data import Batch, find_unsupported_kind
+from saltflat.engine.data import Batch
+from saltflat.engine.model_output import extract_logits
 from saltflat.engine.session import AttributeSnapshot, get_tensor_version
-from saltflat.errors import ModelError, OptionError, ParameterError, PrecisionError, make_unknown_name_error
+from saltflat.errors import OptionError, ParameterError, PrecisionError, make_unknown_name_error
 from saltflat.layers import LayerRule, find_layer_rule
 from saltflat.layers.normalization import NormalizationRewriter
 from saltflat.validation import mark_running
@@ -24,8 +25,6 @@ T = TypeVar("T")
 # Called with a module, its input and its output; returns the output to use instead.
 Tap = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Watch = Callable[[nn.Module, Tensor], None]
-# What a forward pass may return: the outputs, or an object or mapping that holds them as ``logits``.
-ModelOutput: TypeAlias = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
 
 class ModuleConstants:
@@ -389,32 +388,3 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"Expected float32 or float64, but got {name!r} in {value.dtype}. Squares of gradients underflow in "
                 "half precision. Try passing dtype=torch.float32; the model itself is not changed."
             )
-
-
-def extract_logits(outputs: ModelOutput) -> Tensor:
-    """Return the tensor the loss is computed from, also if the outputs hold it as ``logits``."""
-    logits: Any = outputs
-    start, end = (getattr(outputs, name, None) for name in ("start_logits", "end_logits"))
-    if isinstance(start, Tensor) and isinstance(end, Tensor):
-        logits = torch.stack([start, end], 1)  # of a model that answers questions
-    if isinstance(logits, Mapping):
-        logits = logits.get("logits", logits)
-    logits = getattr(logits, "logits", logits)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise ModelError(
-            f"Expected a floating-point tensor, or an object with one as .logits or ['logits'], but got {got} from "
-            "the model. Try wrapping the model in a module that returns the outputs the loss is computed from."
-        )
-    check_dense_outputs(logits)
-    return logits
-
-
-def check_dense_outputs(outputs: Tensor) -> None:
-    """Check that outputs are a dense tensor."""
-    kind = find_unsupported_kind(outputs)
-    if kind is not None:
-        raise ModelError(
-            f"Expected a dense tensor from the model, but got a {kind} one. Try wrapping the model in a module that "
-            "returns to_dense() or to_padded_tensor() of it."
-        )

@@ -19,8 +19,8 @@ from saltflat.engine.data import Batch
 from saltflat.engine.problem import Problem
 from saltflat.errors import CoupledExamplesError, ModelError, SaltflatError, format_error_line
 
-# The errors that torch and Python raise if shapes, types or arguments do not fit.
-RUN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+# The errors that torch, Python and checks of a model's own raise if shapes, types or arguments do not fit.
+RUN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError)
 
 QUOTIENTS = (3.0, 1.0, 0.3)  # step sizes of difference quotients, in multiples of the default
 PAIRS = 4  # largest number of pairs of examples to run while some parameter has no gradient

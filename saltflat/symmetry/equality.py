@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from saltflat.engine.data import Data, prepare_data, read_batches
-from saltflat.engine.network import check_dense_outputs, extract_logits
+from saltflat.engine.model_output import check_dense_outputs, extract_logits
 from saltflat.engine.session import open_session
 from saltflat.errors import ModelError, NonFiniteError, OptionError, SaltflatError, format_error_line
 from saltflat.validation import check_not_moved

@@ -21,8 +21,8 @@ from saltflat.engine.losses import (
     SquaredError,
     parse_loss,
 )
+from saltflat.engine.model_output import extract_logits
 from saltflat.engine.model_targets import ModelLoss
-from saltflat.engine.network import extract_logits
 from saltflat.errors import OptionError
 from saltflat.training.parts import TrainingBatch
 

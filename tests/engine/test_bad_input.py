@@ -38,6 +38,18 @@ def assert_refused(kind: type[errors.SaltflatError], *words: str, **call: Any) -
     assert re.fullmatch(r"Expected .+, but got .+\. (Try|Check) .+\.", message, re.DOTALL), message
 
 
+def test_an_assertion_of_the_model_is_told_as_its_own() -> None:
+    class Asserting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[1] == 5, "five features, please"
+            return super().forward(x)
+
+    with pytest.raises(
+        errors.ModelError, match="got AssertionError: five features, please from the model on the first"
+    ):
+        measure(Asserting(4, 3))
+
+
 class Once:
     """Runs dry after the first reading, but does not look like an iterator."""
 

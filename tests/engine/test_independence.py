@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import oracle
@@ -46,6 +47,16 @@ class Reordering(nn.Module):
         return found
 
 
+class Flipping(Reordering):
+    """Turns longer batches around, whatever their values are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn: Any = (lambda values: values.flip(0)) if len(x) > LONGEST else lambda values: values
+        values = turn(self.twice(turn(self.start(x).tanh())).tanh())
+        found: Tensor = self.end(self.twice(values).tanh())
+        return found
+
+
 def make_case(size: int, count: int = 40, large: int | None = None) -> Case:
     """Return a network and batches of so many examples; with ``large``, only that batch is sorted."""
     torch.manual_seed(0)
@@ -71,6 +82,12 @@ def test_models_that_reorder_longer_batches_are_swept_one_example_at_a_time(size
     assert found.settings["strategy"].startswith("single")
 
 
+def test_so_are_models_that_turn_longer_batches_around_whatever_their_values() -> None:
+    case = make_case(20)
+    case = replace(case, model=Flipping(False).double().eval())
+    assert measure_difference(case) < 1e-10
+
+
 @pytest.mark.parametrize("sampling", [False, True])  # with sampling, chunks are groups of a few examples
 def test_a_meter_is_right_for_them_at_every_call(sampling: bool) -> None:
     case = make_case(40)
@@ -86,7 +103,9 @@ def test_without_a_look_at_the_inputs_of_layers_they_would_be_wrong(monkeypatch:
         yield
 
     monkeypatch.setattr(IndependenceCheck, "watch", look_away)
-    assert measure_difference(make_case(40)) > 0.1
+    case = make_case(40)
+    assert measure_difference(case) > 0.1
+    assert measure_difference(replace(case, model=Flipping(False).double().eval())) > 0.1
 
 
 def test_batches_that_are_reordered_late_raise_an_error_with_the_way_out() -> None:
