@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from saltflat.engine.context import StatisticResult
@@ -48,6 +49,14 @@ class ParameterSite:
             return None
         return (1 / self.deviation)[self.index_units("column")[0]].to(self.value)
 
+    @cached_property
+    def input_deviation(self) -> Tensor | None:
+        """The deviation of the input of every entry, 0 for inputs that are always zero; None if that is not known."""
+        if self.deviation is None:
+            return None
+        finite = self.deviation.masked_fill(self.deviation.isinf(), 0.0)
+        return finite[self.index_units("column")[0]].to(self.value)
+
 
 @dataclass(frozen=True)
 class Statistic:
@@ -65,6 +74,8 @@ class Statistic:
         features: whether it needs the standard deviations of the layer's inputs.
         options: keyword arguments of ``total``, with defaults.
         by_group: whether sums over groups of examples are worth their memory.
+        count_numbers: of a ``"matrix"``, how many numbers it has for a group of channels with so many outputs and
+            inputs.
     """
 
     name: str
@@ -77,6 +88,7 @@ class Statistic:
     features: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     by_group: bool = True
+    count_numbers: Callable[[int, int], int] = lambda out, into: 1
 
     def bind(self, key: str, options: Mapping[str, Any]) -> Statistic:
         """Return the statistic with these options, under another name."""
@@ -183,7 +195,11 @@ def find_statistics(names: str | Sequence[str]) -> list[Statistic]:
 
 def count_sum_bytes(statistic: Statistic, sites: Iterable[ParameterSite]) -> int:
     """Return the bytes that a sum of this statistic over examples needs."""
-    shapes = [site.value.shape for site in sites]
     if statistic.kind == "matrix":
-        return 8 * sum(shape[0] ** 2 for shape in shapes if len(shape) > 1)
-    return 8 * sum(shape.numel() for shape in shapes) if statistic.kind == "entries" else 0
+        shapes = [
+            site.geometry.view_as_matrices(torch.empty(site.value.shape, device="meta")).shape
+            for site in sites
+            if site.geometry is not None
+        ]
+        return 8 * sum(groups * statistic.count_numbers(out, into) for groups, out, into, _ in shapes)
+    return 8 * sum(site.value.numel() for site in sites) if statistic.kind == "entries" else 0

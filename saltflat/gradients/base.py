@@ -23,6 +23,8 @@ from saltflat.results.jackknife import compute_variance_of_mean
 # cache, which makes convolutions twice as fast; on a GPU this only bounds memory.
 CPU_PIECE = 1 << 18
 GPU_PIECE = 1 << 26
+# Matrices of all pairs of outputs with more entries than this are not made where there are fewer inputs.
+MAX_PAIRS = 1 << 20
 
 
 class MatrixGeometry(Protocol):
@@ -153,6 +155,26 @@ class FactoredGradient(ABC):
             total = wide @ wide.mT if total is None else total.add_(wide @ wide.mT)
         assert total is not None
         return total
+
+    def sum_map_squares(self, direction: Tensor, geometry: MatrixGeometry, scale: Tensor | None) -> Tensor:
+        """Return the squared entries of ``W' G``, summed over columns and examples.
+
+        W is the direction and G a gradient, both as matrices from inputs to outputs. The entries are the derivatives
+        along W E, where E maps one input to another: linear maps of the inputs, before the weights are applied.
+        ``scale`` has the parameter's shape and multiplies the gradients first.
+        """
+        W = geometry.view_as_matrices(direction).flatten(2)  # (groups, out, in)
+        if W.shape[1] ** 2 <= MAX_PAIRS or W.shape[1] <= W.shape[2]:
+            # |W' G|^2 = sum_st (W W')_st (G G')_st
+            W = W.double()
+            return (self.compute_row_products(geometry, scale).double() * (W @ W.mT)).sum()
+
+        def compute_part(part: FactoredGradient) -> Tensor:
+            dense = part.to_dense().flatten(0, 1)
+            rows = vmap(geometry.view_as_matrices)(dense if scale is None else dense * scale).flatten(3)
+            return (W.mT @ rows).square().sum()
+
+        return reduce(torch.add, (compute_part(part) for part in self.split_examples()))
 
     def compute_gram(self, other: FactoredGradient) -> Tensor:
         """Return the inner products with other examples' gradients, one column, ``(examples, other examples)``."""

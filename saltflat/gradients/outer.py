@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from saltflat.gradients.base import (
+    MAX_PAIRS,
     ColumnLayout,
     FactoredGradient,
     MatrixGeometry,
@@ -301,6 +302,23 @@ class OuterProductGradient(FactoredGradient):
         assert total is not None
         return total
 
+    def sum_map_squares(self, direction: Tensor, geometry: MatrixGeometry, scale: Tensor | None) -> Tensor:
+        W, core = geometry.view_as_matrices(direction).flatten(2), self.reshape_to_core(direction)
+        factors = None if scale is None else self.reshape_to_core(scale)
+        turned = not _is_same_view(W, core)
+        is_pair = W.shape[1] ** 2 <= MAX_PAIRS or W.shape[1] <= W.shape[2]
+        if is_pair or (turned and not _is_same_view(W, core.mT)):
+            return super().sum_map_squares(direction, geometry, scale)
+        # The factors of the outputs, times the weights, and those of the inputs, with one scale for each input.
+        out, into = (self.right, self.left) if turned else (self.left, self.right)
+        if factors is not None:
+            by_input = factors.mT if turned else factors
+            if not bool((by_input == by_input[:, :1]).all()):
+                return super().sum_map_squares(direction, geometry, scale)
+            into = into * by_input[:, :1]
+        shape = torch.Size((self.groups * W.shape[2], W.shape[2]))
+        return OuterProductGradient(out @ W, into, shape).compute_squared_norms([slice(None)]).sum()
+
     def compute_gram(self, other: FactoredGradient) -> Tensor:
         if not isinstance(other, OuterProductGradient) or self.positions * other.positions > 1:
             return super().compute_gram(other)
@@ -308,3 +326,7 @@ class OuterProductGradient(FactoredGradient):
         left = torch.einsum("ncr,mcr->cnm", self.left[0, :, :, 0], other.left[0, :, :, 0])
         right = torch.einsum("nce,mce->cnm", self.right[0, :, :, 0], other.right[0, :, :, 0])
         return (left * right).sum(0)
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.stride(), one.data_ptr()) == (other.shape, other.stride(), other.data_ptr())

@@ -211,7 +211,8 @@ class StatisticCollector:
         network = self.context.problem.network
         entries = 8 * sum(value.numel() for value in network.measured.values())
         constants = sum(value.numel() * value.element_size() for value in network.constants.values())
-        sites = [ParameterSite(name, value) for name, value in network.measured.items()]
+        shapes = self.context.geometries if any(each.kind == "matrix" for each in swept) else {}
+        sites = [ParameterSite(name, value, shapes.get(name)) for name, value in network.measured.items()]
         searching = any(COMPUTED[need.name].estimate_passes({}) > NEARLY_FREE for need in computed)
         balancing = any(request.measure.by_matrix for request in asked)
         copied = self.certificate or any(COMPUTED[need.name].in_float64 for need in computed)

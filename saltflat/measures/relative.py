@@ -144,37 +144,31 @@ def rho_max(unit_forms: Tensor) -> MeasureResult:
     formula="sum over pairs of output units of <w_s, w_t> * trace of the curvature between them, features normalized",
 )
 def relative_flatness(
-    weight: Tensor, unit_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
+    feature_map_trace: Tensor, feature_deviation: Tensor | None, *, normalize: bool = True
 ) -> MeasureResult:
     r"""Curvature of the loss under changes that are linear maps of a layer's weights.
 
     .. math::
         \kappa = \sum_{s,t} \langle w_s, w_t \rangle \, \mathrm{tr}\, H_{st}
+        = \sum_{i,j} \langle W E_{ij}, H \, W E_{ij} \rangle
 
-    with :math:`w_s` the weights into output unit s and :math:`H_{st}` the curvature between those of s and t. The
-    inputs of the layer are first brought to unit standard deviation, which their weights take over; without that
-    (``normalize=False``) only factors common to a whole layer leave it as it is.
+    with :math:`w_s` the weights into output unit s, :math:`H_{st}` the curvature between those of s and t, and
+    :math:`E_{ij}` the map that adds input j to input i. The inputs of the layer are first brought to unit standard
+    deviation, which their weights take over; without that (``normalize=False``) only factors common to a whole layer
+    leave it as it is.
 
     Args:
-        weight: ``(groups, out, in, positions)``, or ``(out, in)``.
-        unit_trace: ``(groups, out, out)``, or ``(out, out)``, of the normalized layer.
+        feature_map_trace: the sum, of the normalized layer.
         feature_deviation: ``(groups * in,)``, infinite for inputs that are always zero; None where it is not known.
         normalize: whether the features are normalized.
 
     Example:
-        >>> relative_flatness(2 * torch.eye(2), torch.eye(2), None, normalize=False).value
-        tensor(8., dtype=torch.float64)
+        >>> relative_flatness(torch.tensor(8.0), None, normalize=False).value
+        tensor(8.)
     """
     if normalize and feature_deviation is None:
         return MeasureResult(
             torch.nan, notes=("the deviation of this layer's inputs is not known; normalize=False does without",)
         )
-    W, traces = weight.double(), unit_trace.double()
-    W = W.reshape(1, *W.shape, 1) if W.dim() == 2 else W
-    traces = traces.unsqueeze(0) if traces.dim() == 2 else traces
-    if normalize and feature_deviation is not None:
-        # A feature that is always zero has no deviation: its weights drop out.
-        deviation = feature_deviation.double().masked_fill(feature_deviation.isinf(), 0.0)
-        W = W * deviation.reshape(W.shape[0], 1, W.shape[2], 1)
-    # The deviations are those of all examples; leaving some out would change them, and the traces with them.
-    return MeasureResult(torch.einsum("gsip,gtip,gst->", W, W, traces), depends_on_all=normalize)
+    # The deviations are those of all examples; leaving some out would change them, and the sum with them.
+    return MeasureResult(feature_map_trace, depends_on_all=normalize)

@@ -223,15 +223,20 @@ unit_forms = register_statistic(
         spread=None,
         meaning="How fast the mean loss bends when all weights of one unit grow together.",
         kind="matrix",
+        count_numbers=max,
         options={"axis": "column"},
     )
 )
 
 
-def _sum_unit_traces(form: FactoredGradient, site: ParameterSite, normalize: bool = True) -> Tensor:
-    assert site.geometry is not None
+def _check_normalize(normalize: object) -> None:
     if not isinstance(normalize, bool):
         raise OptionError(f"Expected True or False, but got normalize={normalize!r}. Try leaving it out for True.")
+
+
+def _sum_unit_traces(form: FactoredGradient, site: ParameterSite, normalize: bool = True) -> Tensor:
+    assert site.geometry is not None
+    _check_normalize(normalize)
     # A feature divided by its deviation has gradients divided by it, too.
     return form.compute_row_products(site.geometry, site.input_scale if normalize else None).double()
 
@@ -243,6 +248,29 @@ unit_trace = register_statistic(
         total=_sum_unit_traces,
         spread=None,
         meaning="How the bends of the mean loss along two units' incoming weights go together.",
+        kind="matrix",
+        count_numbers=lambda out, into: out * out,
+        features=True,
+        options={"normalize": True},
+    )
+)
+
+
+def _sum_feature_maps(form: FactoredGradient, site: ParameterSite, normalize: bool = True) -> Tensor:
+    assert site.geometry is not None
+    _check_normalize(normalize)
+    deviation = site.input_deviation if normalize else None
+    weight = site.value if deviation is None else site.value * deviation
+    return form.sum_map_squares(weight, site.geometry, site.input_scale if normalize else None).double()
+
+
+feature_map_trace = register_statistic(
+    Statistic(
+        "feature_map_trace",
+        of="curvature",
+        total=_sum_feature_maps,
+        spread=None,
+        meaning="How fast the mean loss bends along all linear maps of a layer's inputs, added up.",
         kind="matrix",
         features=True,
         options={"normalize": True},

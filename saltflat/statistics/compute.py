@@ -91,7 +91,7 @@ def compute_statistics(
             ``nn.CrossEntropyLoss(label_smoothing=0.1)``, or a function ``loss(outputs, targets)``, which is called on
             one example at a time.
         names: one or several of ``curvature_diagonal``, ``curvature_trace``, ``unit_forms``, ``unit_trace``,
-            ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
+            ``feature_map_trace``, ``gradient_second_moment``, ``gradient_norms`` and ``gradient_along_weights``.
         columns: how the loss's curvature is taken, which costs a backward pass for each column: ``"exact"``; ``"top"``
             (or ``"top:5"``), the likeliest classes exactly and random columns for the rest; or ``"sampled"`` (or
             ``"sampled:16"``), random columns alone.

@@ -129,3 +129,15 @@ def test_a_certificate_of_examples_one_by_one_is_that_of_all_at_once() -> None:
     for name, each in wanted.items():
         torch.testing.assert_close(found[name].hessian, each.hessian, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(found[name].gauss_newton, each.gauss_newton, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_memory_is_announced_for_all_pairs_of_words(tied: bool) -> None:
+    words = 3000
+    table, head = nn.Embedding(words, 4), nn.Linear(4, words, bias=False)
+    if tied:
+        head.weight = table.weight
+    tokens = torch.randint(words, (6,))
+    report = saltflat.measure(nn.Sequential(table, nn.Tanh(), head), (tokens, tokens), columns="top", progress=False)
+    assert "relative_flatness" in report
+    assert report.settings["results_bytes"] < 8 * words**2 / 10

@@ -109,6 +109,42 @@ def test_products_of_rows_are_those_of_the_dense_gradients(name: str, geometry: 
     torch.testing.assert_close(form.compute_row_products(layout, scale), expected)
 
 
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("pairs", [0, 1 << 20])  # without and with a matrix of all pairs of outputs
+def test_squares_along_maps_of_inputs_are_those_of_the_dense_gradients(
+    name: str, geometry: str, scaled: bool, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("base", "outer"):
+        monkeypatch.setattr(f"saltflat.gradients.{module}.MAX_PAIRS", pairs)
+    form = FORMS[name]()
+    layout = GEOMETRIES[geometry](form, getattr(form, "groups", 1))
+    unit, units = layout.index_units("column")
+    scale = (random(units).abs() + 1)[unit] if scaled else None
+    direction = random(*form.shape)
+    W = layout.view_as_matrices(direction).flatten(2)
+    gradients = form.to_dense() if scale is None else form.to_dense() * scale
+    each = [layout.view_as_matrices(gradient).flatten(2) for gradient in gradients.flatten(0, 1)]
+    expected = sum(torch.einsum("gsi,gsj->gij", W, gradient).square().sum() for gradient in each)
+    torch.testing.assert_close(form.sum_map_squares(direction, layout, scale), expected)
+    torch.testing.assert_close(DenseGradient(form.to_dense()).sum_map_squares(direction, layout, scale), expected)
+
+
+def test_a_vocabulary_has_no_matrix_of_all_pairs_of_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, width = 4000, 3
+    form = OuterProductGradient(random(2, 5, 1, 4, words), random(1, 5, 1, 4, width), torch.Size((words, width)))
+    direction, layout = random(words, width), Geometry(form.shape)
+    wanted = DenseGradient(form.to_dense()).sum_map_squares(direction, layout, None)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a matrix of all pairs, or dense gradients, were made")
+
+    for method in ("compute_row_products", "to_dense"):
+        monkeypatch.setattr(OuterProductGradient, method, refuse)
+    torch.testing.assert_close(form.sum_map_squares(direction, layout, None), wanted)
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("other", FORMS)
 def test_the_sum_of_two_uses_is_the_sum_of_their_gradients(name: str, other: str) -> None:
