@@ -200,11 +200,6 @@ def find_conflict(recipe: Recipe) -> str | None:
             f"Expected a warmup of at most the number of epochs, but got warmup={recipe.warmup!r} with "
             f"epochs={recipe.epochs!r}. Try a shorter warmup."
         )
-    if recipe.fisher_penalty > 0 and recipe.fisher_parts > recipe.batch_size:
-        return (
-            "Expected at most as many parts as a batch has examples, but got "
-            f"fisher_parts={recipe.fisher_parts!r} with batch_size={recipe.batch_size!r}. Try fisher_parts=8."
-        )
     asked = [name for name in GRADIENT_RULES if getattr(recipe, name) > 0]
     if len(asked) < 2:
         return None

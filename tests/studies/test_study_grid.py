@@ -397,7 +397,6 @@ def test_a_plateau_must_lower_the_learning_rate(tmp_path: Path) -> None:
     [
         ({"warmup": 3.0, "epochs": 2}, r"warmup of at most the number of epochs, but got warmup=3.0 with epochs=2"),
         ({"dtype": "bfloat16"}, "dtype 'bfloat16'. Try 'bf16'."),
-        ({"fisher_penalty": 1.0, "fisher_parts": 64, "batch_size": 32}, "fisher_parts=64 with batch_size=32"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], said: str) -> None:
