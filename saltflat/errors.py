@@ -134,6 +134,7 @@ def make_unknown_names_error(kind: str, unknown: Sequence[object], known: Iterab
     >>> str(make_unknown_names_error("measure", ["rhoo", "kapa"], ["rho", "kappa"]))
     "Expected one of kappa, rho, but got the measures 'rhoo' and 'kapa'. Try 'rho' and 'kappa'."
     """
+    unknown = list(dict.fromkeys(unknown))
     names, kinds = sorted(known), f"{kind}s" if len(unknown) > 1 else kind
     got = " and ".join(repr(name) for name in unknown)
     if not names:

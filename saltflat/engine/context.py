@@ -27,6 +27,7 @@ from saltflat.engine.processes import SINGLE_PROCESS, Processes
 from saltflat.engine.same_inputs import DataDigest, check_same_function, check_same_model
 from saltflat.engine.silent_parameters import verify_silent_parameters
 from saltflat.engine.strategy import Probe, compute_working_memory, confirm_probe, run_probe
+from saltflat.engine.strategy_trial import TOGETHER
 from saltflat.engine.structure import Structure
 from saltflat.errors import MemoryLimitWarning, warn_caller
 from saltflat.gradients.base import HeapTrimmer
@@ -63,6 +64,7 @@ def find_geometries(network: Network, batch: Batch | None = None) -> Mapping[str
 Tick = Callable[[str, int, int | None], None]
 
 SMALL = 32 << 20  # bytes that are not worth a warning
+MANY_COLUMNS = 2000  # of an example
 FEW = 32  # largest number of examples to keep for notes about the inputs
 
 
@@ -90,6 +92,14 @@ def ignore_progress(what: str, done: int, total: int | None) -> None:
     """Show no progress."""
 
 
+def _make_single(found: Probe) -> Probe:
+    """Return a probe that takes examples one at a time, instead of one that takes them together."""
+    if found.strategy not in TOGETHER:
+        return found
+    routes = find_routes([each.name for each in found.routes], found.fallback, (), {}, MOVED)
+    return replace(found, strategy=found.fallback, routes=routes, is_lasting=False)
+
+
 class Context:
     """A problem and the conditions under which it is measured.
 
@@ -105,6 +115,7 @@ class Context:
         processes: that share the measurement.
         first: the first few examples that were probed.
         independence: the check of examples against others.
+        runs_singly: whether examples are run one at a time, since the model was found to reorder them.
         counts: examples, divisor of the loss and mean loss, once a pass over all the data has counted them.
     """
 
@@ -127,6 +138,7 @@ class Context:
         self.heap = HeapTrimmer(limit // 3)
         self.first: Batch | None = None
         self.results_bytes = self._warned_bytes = 0
+        self.runs_singly = self._has_warned = False
         self.independence = IndependenceCheck(
             problem, self.get_probe, lambda: self.limit, lambda: self.structure.uncoupled
         )
@@ -168,7 +180,8 @@ class Context:
         inputs = LayerCalls.from_batch(batch, []).inputs, *_describe_inputs(batch)
         kind = (inputs, batch.examples > 1 or (inputs, True) in self.probes)
         if kind not in self.probes:
-            self.probes[kind] = self._find_probe(kind, batch)
+            found = self._find_probe(kind, batch)
+            self.probes[kind] = _make_single(found) if self.runs_singly else found
             self._warn_if_too_large()
         found = self.probes[kind]
         if self._first is None:
@@ -185,12 +198,11 @@ class Context:
         self.probes.update({kind: right for kind, each in self.probes.items() if each is found})
         return right
 
-    def run_singly(self, found: Probe) -> Probe:
-        """Return a probe that takes examples one at a time, and use it from now on instead of this one."""
-        routes = find_routes([each.name for each in found.routes], found.fallback, (), {}, MOVED)
-        slower = replace(found, strategy=found.fallback, routes=routes, is_lasting=False)
-        self.probes.update({kind: slower for kind, each in self.probes.items() if each is found})
-        return slower
+    def run_singly(self) -> bool:
+        """Run examples one at a time from now on; return whether some were run together before."""
+        before, self.runs_singly = self.runs_singly, True
+        self.probes.update({kind: _make_single(each) for kind, each in self.probes.items()})
+        return not before
 
     def _find_probe(self, kind: Hashable, batch: Batch) -> Probe:
         """Confirm what an earlier measurement has found about inputs of this kind, or else probe them."""
@@ -216,6 +228,17 @@ class Context:
                 "of the model's size cannot be split. Try fewer measures, or fewer layers (layers=).",
                 MemoryLimitWarning,
             )
+
+    def check_columns(self, count: int) -> int:
+        """Return how many columns an example takes, at least one; warn if exact ones are very many."""
+        if count > MANY_COLUMNS and not self.plan.is_random and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"Exact curvature takes {count:,} backward columns for each example: one for every class at every "
+                'position. Try columns="sampled:4", random columns with a standard error.',
+                UserWarning,
+            )
+        return max(1, count)
 
     def _warn_if_too_large(self) -> None:
         size = self.example_bytes

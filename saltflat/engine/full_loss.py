@@ -47,7 +47,7 @@ def compute_grouped_losses(context: Context, weights: Weights | None = None) -> 
             loss = context.problem.loss
             found.add(batch, loss.total(outputs, targets), loss.share(outputs, targets))
     found.combine(context.processes)
-    _check_share(float(found.shares.sum()))
+    check_share(float(found.shares.sum()))
     return found
 
 
@@ -64,7 +64,7 @@ def compute_gradient_at(context: Context, weights: Weights | None = None) -> tup
         total += float(loss.detach())
         share += float(context.problem.loss.share(outputs.detach(), targets).sum())
     (total, share), (sums,) = context.processes.sum_parts("a gradient", (total, share), [sums])
-    share = _check_share(share)
+    share = check_share(share)
     return total / share, {name: each / share for name, each in sums.items()}
 
 
@@ -157,7 +157,7 @@ def compute_gauss_newton_products(context: Context, vectors: Sequence[Weights]) 
 def _compute_means(context: Context, share: float, sums: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Return sums over the examples of all processes, divided by their share."""
     (share,), totals = context.processes.sum_parts("products with the curvature", (share,), sums)
-    _check_share(share)
+    check_share(share)
     return [{name: each / share for name, each in total.items()} for total in totals]
 
 
@@ -290,7 +290,7 @@ def compute_accuracy_at(context: Context, weights: Weights | None = None) -> flo
             met, kept = find_hits(context.problem.loss, outputs, targets)
             right, counted = right + int((met & kept).sum()), counted + int(kept.sum())
     (met_all, counted_all), _ = context.processes.sum_parts("the accuracy", (right, counted))
-    return met_all / _check_share(counted_all)
+    return met_all / check_share(counted_all)
 
 
 def compute_scales(context: Context) -> dict[str, Tensor]:
@@ -341,7 +341,8 @@ def _add_gradients(sums: dict[str, Tensor], found: tuple[Tensor | None, ...]) ->
             total += each
 
 
-def _check_share(share: float) -> float:
+def check_share(share: float) -> float:
+    """Return the divisor of the loss, or raise an error if there is none."""
     if share <= 0:
         raise EmptyDataError(
             "Expected at least one target that counts, but got targets that are all ignored or have no weight. Check "

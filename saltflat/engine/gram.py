@@ -94,7 +94,7 @@ class _WideContext(Context):
             tick=narrow.tick,
             processes=narrow.processes,
         )
-        self.narrow = narrow
+        self.narrow, self.runs_singly = narrow, narrow.runs_singly
         before, network = narrow.problem.network, self.problem.network
         network.needs_graph, network.rewrites_batch_norm = before.needs_graph, before.rewrites_batch_norm
 

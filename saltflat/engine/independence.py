@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from saltflat.engine.data import Batch
 from saltflat.engine.example_groups import can_join, join_batches
 from saltflat.engine.network import Network
-from saltflat.engine.per_example import NotBatchableError, split_examples
+from saltflat.engine.per_example import split_examples
 from saltflat.engine.problem import Problem
 from saltflat.engine.reference_gradients import make_coupled_error
 from saltflat.engine.strategy import Probe, compute_working_memory
@@ -25,12 +25,8 @@ ENTRIES = 64  # of a layer's input that are compared
 AMPLIFIED = 10.0  # how much larger rounding may be inside of a model than at its outputs
 
 
-class MovedExamplesError(NotBatchableError):
+class MovedExamplesError(CoupledExamplesError):
     """Raised if a layer receives the examples of a chunk in other places than the batch has them."""
-
-
-class _MovedExamplesError(CoupledExamplesError):
-    """The same, found when the chunk has been added."""
 
 
 class LayerInputs:
@@ -56,40 +52,43 @@ class LayerInputs:
             return
         rows = split_examples(x.detach(), self.examples, 0)
         flat = rows[self.numbers].flatten(1)
-        entries = flat[:, :: max(1, flat.shape[1] // ENTRIES)][:, :ENTRIES]
+        entries = flat[:, :: max(1, -(-flat.shape[1] // ENTRIES))]
         sample = torch.cat([entries, flat.abs().amax(1, keepdim=True)], 1)
         self.samples.append((module, rows.shape[1:], sample.double()))
 
     def find_difference(
-        self, other: LayerInputs, place: int, tolerance: float, silent: Collection[nn.Module]
+        self, mine: Tensor, other: LayerInputs, theirs: Tensor, tolerance: float, silent: Collection[nn.Module]
     ) -> nn.Module | None:
-        """Return the first layer that receives something else for the one example here than for one of another batch.
+        """Return the first layer that receives something else for examples here than for the same in another batch.
 
         Args:
+            mine: the places of the examples among :attr:`numbers`.
             other: the inputs of the same layers in the other batch.
-            place: of the example among ``other.numbers``.
-            tolerance: relative to the largest entry of the input.
+            theirs: their places among ``other.numbers``.
+            tolerance: relative to each entry, and a thousandth of it to the largest entry of the input.
             silent: layers to leave out.
         """
         for one, two in zip(self.samples, other.samples, strict=False):
             # Inputs that all examples share have another shape.
             if one is None or two is None or one[1] != two[1] or one[0] in silent:
                 continue
-            off = (one[2][0] - two[2][place]).abs()
-            if bool((off > tolerance * one[2][0, -1]).any()):
+            here, there = one[2][mine.to(one[2].device)], two[2][theirs.to(two[2].device)]
+            size = torch.maximum(here.abs(), there.abs()) + here[:, -1:] / 1000
+            if bool(((here - there).abs() > tolerance * size).any()):
                 return one[0]
         return None
 
 
 @dataclass(frozen=True)
-class _PickedExample:
-    """An example of a chunk.
+class _Picked:
+    """Examples of a chunk.
 
     Attributes:
-        batch: the example.
-        outputs: of the example in its chunk.
+        batch: the examples.
+        outputs: of the examples in their chunk.
         largest: output of the chunk.
         inputs: of layers in the chunk, if they were watched.
+        places: of the examples among ``inputs.numbers``.
         silent: parameters without gradients so far: what their layers receive makes no difference.
     """
 
@@ -97,15 +96,17 @@ class _PickedExample:
     outputs: Tensor
     largest: Tensor
     inputs: LayerInputs | None
+    places: Tensor
     silent: frozenset[str]
 
 
 class IndependenceCheck:
-    """Checks that an example of each chunk has the same outputs, and gives layers the same inputs, in another batch.
+    """Checks that examples of each chunk have the same outputs, and give layers the same inputs, in another batch.
 
     The first examples, which are probed, need not show that others are coupled, or that longer batches are reordered.
-    Examples of the first chunks, and of any that is longer than all before it, are run alone. Those of others are run
-    together, which is cheaper: a model that couples examples couples them with others there.
+    All examples of a chunk that is longer than all before it are run in two halves, in another order. An example of
+    each other chunk is run alone if it is one of the first, and else together with those of other chunks, which is
+    cheaper: a model that couples examples couples them with others there.
 
     Args:
         problem: the model, loss and data.
@@ -123,43 +124,51 @@ class IndependenceCheck:
     ) -> None:
         self._problem, self._get_probe, self._limit, self._is_known = problem, get_probe, limit, is_known
         self._seen: set[tuple[int, int, bool]] = set()
-        self._picked: list[_PickedExample] = []
+        self._picked: list[_Picked] = []
         self._inputs: LayerInputs | None = None
         self._rounding = 0.0  # of the outputs of the examples picked
         self._most = 0  # examples of a chunk so far
 
+    def _is_longest(self, batch: Batch) -> bool:
+        return batch.examples > self._most and not self._is_known()
+
     @contextmanager
-    def watch(self, batch: Batch, strategy: str) -> Iterator[None]:
-        """Record what layers receive in the forward pass of a chunk, if its examples are run together."""
+    def watch(self, batch: Batch, found: Probe, strategy: str) -> Iterator[None]:
+        """Record what layers receive in the forward pass of a chunk, if its examples are run together.
+
+        Chunks of models that are known to reorder examples by their values have a check of their own.
+        """
         self._inputs = None
-        if batch.examples > 1 and strategy in TOGETHER and _identify(batch) not in self._seen:
-            self._inputs = LayerInputs(batch.examples, [_pick(batch)])
+        is_new = batch.examples > 1 and _identify(batch) not in self._seen
+        if is_new and strategy in TOGETHER and not found.is_doubtful:
+            numbers = range(batch.examples) if self._is_longest(batch) else [_pick(batch)]
+            self._inputs = LayerInputs(batch.examples, numbers)
         with self._problem.network.watch_inputs(None if self._inputs is None else self._inputs.add):
             yield
 
     def add(self, batch: Batch, outputs: Tensor, rounding: float = 0.0) -> None:
-        """Pick an example of a chunk; outputs may differ by a fraction ``rounding`` of the largest.
-
-        Raise :class:`MovedExamplesError` if this very chunk has to be run in another way.
-        """
+        """Pick examples of a chunk; outputs may differ by a fraction ``rounding`` of the largest."""
         inputs, self._inputs = self._inputs, None
         if batch.examples == 1 or _identify(batch) in self._seen:
             return
         self._seen.add(_identify(batch))
-        number = _pick(batch)
-        one = batch.take(torch.tensor([number]), batch.first)
-        own = outputs[number : number + 1].detach().clone()
-        found = self._get_probe(batch)
-        self._picked.append(_PickedExample(one, own, outputs.detach().abs().max(), inputs, frozenset(found.silent)))
-        self._rounding = rounding
+        found, is_longest = self._get_probe(batch), self._is_longest(batch)
+        largest, silent = outputs.detach().abs().max(), frozenset(found.silent)
+        self._rounding, self._most = rounding, max(self._most, batch.examples)
+
+        def pick(numbers: Tensor, places: Tensor) -> _Picked:
+            own = outputs[numbers.to(outputs.device)].detach().clone()
+            return _Picked(batch.take(numbers, batch.first), own, largest, inputs, places, silent)
+
+        if is_longest:
+            order = torch.randperm(batch.examples, generator=torch.Generator().manual_seed(batch.examples))
+            for half in order.chunk(2):
+                _check_same(self._problem, [pick(half, half)], max(found.tolerance, rounding))
+            return
+        self._picked.append(pick(torch.tensor([_pick(batch)]), torch.tensor([0])))
         fitting = compute_working_memory(self._limit()) // (found.fixed + found.moving)
-        is_longest, self._most = batch.examples > self._most, max(self._most, batch.examples)
-        if (len(self._seen) <= ALONE or is_longest) and not self._is_known():
-            try:
-                self.finish()
-            except _MovedExamplesError as error:
-                raise MovedExamplesError(str(error)) from error
-        elif len(self._picked) >= min(JOINED, fitting):
+        alone = len(self._seen) <= ALONE and not self._is_known()
+        if alone or len(self._picked) >= min(JOINED, fitting):
             self.finish()
 
     def finish(self) -> None:
@@ -181,10 +190,10 @@ def _identify(batch: Batch) -> tuple[int, int, bool]:
 
 def _pick(batch: Batch) -> int:
     """Return the place of an example, another one in every chunk."""
-    return (batch.first * 7919 + batch.examples // 2) % batch.examples
+    return int(torch.randint(batch.examples, (1,), generator=torch.Generator().manual_seed(batch.first)))
 
 
-def _check_same(problem: Problem, picked: Sequence[_PickedExample], tolerance: float) -> None:
+def _check_same(problem: Problem, picked: Sequence[_Picked], tolerance: float) -> None:
     """Check that examples have the same outputs together as in their chunks, and give layers the same inputs."""
     batch, network = join_batches([each.batch for each in picked]), problem.network
     inputs = LayerInputs(batch.examples, range(batch.examples))
@@ -195,23 +204,26 @@ def _check_same(problem: Problem, picked: Sequence[_PickedExample], tolerance: f
     if found.shape != outputs.shape:
         raise make_coupled_error()
     off = (found - outputs.to(found)).abs().reshape(batch.examples, -1).amax(1)
-    if not bool((off <= tolerance * torch.stack([each.largest for each in picked]).to(off)).all()):
+    largest = torch.cat([each.largest.expand(each.batch.examples) for each in picked]).to(off)
+    if not bool((off <= tolerance * largest).all()):
         raise make_coupled_error()
-    for place, each in enumerate(picked):
+    start = 0
+    for each in picked:
+        theirs, start = torch.arange(start, start + each.batch.examples), start + each.batch.examples
         if each.inputs is None:
             continue
         silent = [module for module, layer in network.layers.items() if each.silent.issuperset(layer.names.values())]
-        moved = each.inputs.find_difference(inputs, place, AMPLIFIED * tolerance, silent)
+        moved = each.inputs.find_difference(each.places, inputs, theirs, AMPLIFIED * tolerance, silent)
         if moved is not None and len(picked) > 1:  # these examples may have been reordered, and not their chunks
             _check_same(problem, [each], tolerance)
         elif moved is not None:
             raise _make_moved_error(network, moved)
 
 
-def _make_moved_error(network: Network, module: nn.Module) -> _MovedExamplesError:
+def _make_moved_error(network: Network, module: nn.Module) -> MovedExamplesError:
     name = next(name for name, each in network.model.named_modules() if each is module)
-    return _MovedExamplesError(
+    return MovedExamplesError(
         "Expected a model that keeps examples in their places in the batch, but got one whose layer "
-        f"{name!r} receives other values for an example in a batch than for the same example alone, although its "
+        f"{name!r} receives other values for an example in a batch than for the same example elsewhere, although its "
         "outputs are the same: the model reorders the batch. Try batches of one example (batch_size=1)."
     )

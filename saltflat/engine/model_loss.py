@@ -44,7 +44,9 @@ def fit_targets(problem: Problem) -> Problem:
             return problem
         if isfinite(own):
             return _choose_loss(problem, batch, own)
-    return problem if not wanted else replace(problem, loss=CrossEntropy())
+    if wanted:
+        raise _refuse_model(problem, "whose own loss is NaN or infinite for all of the data: no label counts, perhaps")
+    return problem
 
 
 def _choose_loss(problem: Problem, batch: Batch, own: float) -> Problem:

@@ -378,7 +378,7 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
-                f"Expected torch.float32 or torch.float64, but got dtype={dtype}. Try leaving dtype out, or passing "
+                f"Expected torch.float32 or torch.float64, but got dtype={dtype!r}. Try leaving dtype out, or passing "
                 "one of these."
             )
         return

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltflat.errors import OptionError, make_unknown_name_error
+from saltflat.errors import OptionError, UnknownNameError
 from saltflat.gradients.base import ColumnLayout
 
 
@@ -105,7 +105,11 @@ def parse_column_plan(given: str | ColumnPlan) -> ColumnPlan:
     defaults = {"exact": 0, "top": TOP, "sampled": SAMPLED}
     kind, colon, count = str(given).partition(":")
     if kind not in defaults:
-        raise make_unknown_name_error("choice of columns", given, defaults)
+        meant = next((each for each in defaults if each[:2] == kind[:2]), "sampled")
+        hint = f"sampled:{kind}" if kind.isdigit() else meant if meant == "exact" else meant + colon + count
+        raise UnknownNameError(
+            f"Expected 'exact', 'top:r' or 'sampled:m', but got the choice of columns {given!r}. Try {hint!r}."
+        )
     least = {"top": 1, "sampled": 2}.get(kind)
     is_number = count.isascii() and count.isdigit() and len(count) <= len(str(MOST))
     if colon and (least is None or not is_number or not least <= int(count) <= MOST):

@@ -12,6 +12,7 @@ from saltflat.engine import per_example
 from saltflat.engine.context import Context, find_geometries
 from saltflat.engine.data import Batch
 from saltflat.engine.example_groups import ExampleGroups, GroupCounts, iterate_groups
+from saltflat.engine.full_loss import check_share
 from saltflat.engine.independence import MovedExamplesError
 from saltflat.engine.output_curvature import Columns, ExampleRNG, can_join_columns, join_columns, make_columns
 from saltflat.engine.precision import TF32_ROUNDING, use_precision
@@ -19,7 +20,7 @@ from saltflat.engine.problem import cast_targets, is_finite
 from saltflat.engine.processes import Processes, combine_nested
 from saltflat.engine.statistic import ParameterSite, Statistic, count_sum_bytes
 from saltflat.engine.strategy import Probe
-from saltflat.errors import EmptyDataError, NonFiniteError
+from saltflat.errors import NonFiniteError
 from saltflat.gradients.base import ColumnLayout, DenseGradient, FactoredGradient, use_scratch
 
 PIECES = 64  # tensors of single examples' values per parameter, before they are concatenated
@@ -49,7 +50,7 @@ class Sweep:
         precision: str = "ieee",
     ) -> None:
         self.context, self.problem, self.wanted, self.replicate = context, context.problem, wanted, replicate
-        self.groups, self.group, self.precision = groups, 0, precision
+        self.groups, self.precision = groups, precision
         # Only statistics of rows or columns need to know what the axes count.
         by_unit = any(each.kind == "matrix" for each in wanted)
         shapes, deviations = context.geometries if by_unit else find_geometries(self.problem.network), deviations or {}
@@ -58,11 +59,15 @@ class Sweep:
             for name, value in self.problem.network.measured.items()
             if only is None or name in only
         }
+        self._clear()
+
+    def _clear(self) -> None:
+        context, wanted, groups = self.context, self.wanted, self.groups
         self.column_counts: dict[tuple[torch.Size, ...], int] = {}
-        self.draws = self.emitted = 0
+        self.group = self.draws = self.emitted = 0
         self.seen = [GroupCounts() for _ in range(groups.count if groups else 1)]
-        # One sum per group of examples, or a single one if they would not fit in memory. Half of the memory is for
-        # them, an eighth for the examples of a window and their group, the rest for passes.
+        # One sum per group of examples, or one for all if they do not fit in half of the memory. An eighth is for the
+        # examples of a window and their group, the rest for passes.
         self.window = context.limit // 16 if groups else 0
         self.room = context.limit - 2 * self.window
         self.sums: dict[str, list[dict[str, Tensor]]] = {each.name: self._make_sums(each) for each in wanted}
@@ -83,17 +88,17 @@ class Sweep:
 
     @property
     def examples(self) -> int:
-        """Return the number of examples swept so far."""
+        """The number of examples swept so far."""
         return sum(each.examples for each in self.seen)
 
     @property
     def loss(self) -> float:
-        """Return the sum of their losses."""
+        """The sum of their losses."""
         return math.fsum(each.loss for each in self.seen)
 
     @property
     def share(self) -> float:
-        """Return the divisor of the loss."""
+        """The divisor of the loss."""
         return math.fsum(each.share for each in self.seen)
 
     def add_batch(self, batch: Batch) -> Iterator[None]:
@@ -106,11 +111,9 @@ class Sweep:
             with use_precision(self.precision):
                 try:
                     self._add_chunk(chunk, found)
-                except per_example.NotBatchableError as error:
+                except per_example.NotBatchableError:
                     if self.emitted != counted:
                         raise  # failed half-way: adding it again would count twice
-                    if isinstance(error, MovedExamplesError):
-                        found, size = self.context.run_singly(found), 1
                     for n in range(chunk.examples):
                         self._add_chunk(chunk.cut(n, n + 1), found, found.fallback)
             start += chunk.examples
@@ -134,6 +137,17 @@ class Sweep:
 
     def run(self, report: Callable[[int], None] = lambda done: None) -> Sweep:
         """Sweep all the data; ``report`` is called with the number of examples done."""
+        try:
+            self._run_batches(report)
+        except MovedExamplesError:
+            if not self.context.run_singly():
+                raise
+            self._clear()  # chunks that were added before may be wrong, too
+            self._run_batches(report)
+        self._combine(self.context.processes)
+        return self
+
+    def _run_batches(self, report: Callable[[int], None]) -> None:
         batches = self.context.read_own_batches()
         grouped = iterate_groups(batches, self.groups, self.window) if self.groups else ((0, b) for b in batches)
         with use_scratch():
@@ -141,8 +155,6 @@ class Sweep:
                 for _ in self.add_batch(batch):
                     report(self.examples)
         self.context.independence.finish()
-        self._combine(self.context.processes)
-        return self
 
     def _combine(self, processes: Processes) -> None:
         """Add what the other processes have summed over their examples."""
@@ -171,7 +183,7 @@ class Sweep:
             self.problem.loss.check(outputs.double(), cast_targets(single.targets))
             columns = [each for _, each in self._make_column_sets(outputs, single)]
             count = sum if can_join_columns(columns, outputs.device) else max
-            self.column_counts[inputs] = max(1, count(each.layout.total for each in columns))
+            self.column_counts[inputs] = self.context.check_columns(count(each.layout.total for each in columns))
         return found.choose_num_examples(batch, self.column_counts[inputs], self.room)
 
     def _make_column_sets(self, raw: Tensor, batch: Batch) -> list[tuple[str, Columns]]:
@@ -188,7 +200,7 @@ class Sweep:
         return sets
 
     def _add_chunk(self, batch: Batch, found: Probe, strategy: str | None = None) -> None:
-        with self.context.independence.watch(batch, strategy or found.strategy):
+        with self.context.independence.watch(batch, found, strategy or found.strategy):
             raw, backward = found.forward(self.problem, batch, strategy)
         self.context.independence.add(batch, raw, 0.0 if self.precision == "ieee" else TF32_ROUNDING)
         targets, of = cast_targets(batch.targets), self.problem.loss
@@ -271,16 +283,10 @@ class Sweep:
 
     def check_share(self) -> float:
         """Return the divisor of the loss, or raise an error if there is none."""
-        if self.share <= 0:
-            raise EmptyDataError(
-                "Expected at least one target that counts, but got targets that are all ignored or have no weight. "
-                "Check ignore_index and the class weights."
-            )
-        return self.share
+        return check_share(self.share)
 
     def _compute_scale(self, statistic: Statistic, without: GroupCounts | None = None) -> float:
-        # Curvature is of the mean loss, L = loss / share.
-        # The gradients are of l_n with L = mean of l_n, so l_n = (N / share) total_n.
+        # Curvature is of L = loss / share. The gradients are of l_n with L = mean of l_n, so l_n = (N / share) total_n.
         examples, share = self.examples, self.check_share()
         if without is not None:
             examples, share = examples - without.examples, share - without.share
@@ -305,8 +311,7 @@ class Sweep:
         found = {
             each.name: self._scale_sums(each, self._sum_groups(each), self._compute_scale(each)) for each in self.wanted
         }
-        if device is not None:
-            # Before they are checked one by one, since every answer of a GPU has to be waited for.
+        if device is not None:  # before they are checked one by one: every answer of a GPU has to be waited for
             found = {name: {key: value.to(device) for key, value in of.items()} for name, of in found.items()}
         for statistic, values in found.items():
             for name, value in values.items():
@@ -377,8 +382,7 @@ class Sweep:
             return table
 
         def make_zeros(site: ParameterSite) -> Tensor:
-            if statistic.kind == "matrix":
-                # The contraction determines its shape.
+            if statistic.kind == "matrix":  # the contraction determines its shape
                 nothing = site.value.new_zeros((1, 1, *site.value.shape), dtype=torch.float64)
                 return statistic.total(DenseGradient(nothing), site).double()
             shape = () if statistic.kind == "scalar" else site.value.shape

@@ -131,13 +131,15 @@ def fisher_determinant(fisher_matrix: Tensor, *, jitter: float = 0.0) -> Measure
     """
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter < float("inf"):
         raise OptionError(f"Expected at least 0, but got jitter={jitter!r}. Try leaving it out for none.")
-    values = torch.linalg.eigvalsh(fisher_matrix.double()) + jitter
+    values = torch.linalg.eigvalsh(fisher_matrix.double())
     rounding = torch.finfo(torch.float64).eps * len(values) * values[-1].abs()
     flat = int((values <= rounding).sum())
-    if flat:
+    if flat and jitter:  # those of a sum of squares are not negative, whatever rounding makes of them
+        values = torch.where(values <= rounding, 0.0, values)
+    elif flat:
         note = f"{flat} of {len(values)} eigenvalues of the Fisher matrix are zero to rounding: so is its determinant"
         return MeasureResult(-torch.inf, notes=(note,), details={"zero_eigenvalues": flat})
-    return MeasureResult(values.log().sum())
+    return MeasureResult((values + jitter).log().sum())
 
 
 @measure(

@@ -258,6 +258,10 @@ def parse_measures(measures: str | Sequence[str] | None) -> list[MeasureRequest]
             "Expected at least one name, but got no measures. Try leaving measures out for the quick ones."
         )
     known = (*MEASURES, *PRESETS)
+    for text in texts:
+        listed = [each.strip() for each in text.split(",")]
+        if len(listed) > 1 and all(each in known for each in listed):
+            raise OptionError(f"Expected one name in a string, but got the measures {text!r}. Try {listed!r}.")
     unknown = [name for text in texts if (name := text.partition("(")[0].strip()) not in known]
     if unknown:
         raise make_unknown_names_error("measure", unknown, known)

@@ -61,8 +61,8 @@ def _scramble_integers(values: Tensor) -> Tensor:
 class ReportSweep(Sweep):
     """A sweep that also records what every report says about the network and its data."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _clear(self) -> None:
+        super()._clear()
         self.fingerprint = Fingerprint()
         self.right: int | None = 0
         self.counted = 0

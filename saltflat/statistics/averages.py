@@ -15,12 +15,14 @@ from saltflat.gradients.base import ColumnLayout, FactoredGradient
 from saltflat.layers import Convolution, Transposed
 from saltflat.results.jackknife import compute_variance_of_mean
 
+ROUNDINGS = 16  # of the precision: inputs that vary less than this many are constant
+
 
 def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Compute the standard deviation of each input channel over examples and positions, by weight, with notes.
 
-    A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant but
-    not zero cannot be normalized and gets 1.
+    A channel that is zero throughout has none and gets infinity: divided by it, it drops out. One that is constant up
+    to rounding, but not zero, cannot be normalized and gets 1.
     """
     network = context.problem.network
     # A tied weight has the channels that the module sees which owns its name.
@@ -42,10 +44,11 @@ def compute_input_deviations(context: Context) -> tuple[dict[str, Tensor], tuple
     with torch.no_grad():
         for batch in context.read_own_chunks(0):
             network(batch, record_input)
-    deviations, notes = {}, []
+    deviations, notes, measured = {}, [], network.measured
     for name, moments in _combine_moments(found, context).items():
         deviation = moments.compute_deviation()
-        empty, flat = moments.largest == 0, (deviation <= 1e-12 * moments.largest) & (moments.largest > 0)
+        rounding = max(1e-12, ROUNDINGS * torch.finfo(measured[name].dtype).eps)
+        empty, flat = moments.largest == 0, (deviation <= rounding * moments.largest) & (moments.largest > 0)
         deviations[name] = deviation.masked_fill(empty, torch.inf).masked_fill(flat, 1.0)
         if bool(flat.any()):
             notes.append(f"{int(flat.sum())} inputs of {name} are constant over the data and were left as they are")

@@ -108,8 +108,68 @@ def test_without_a_look_at_the_inputs_of_layers_they_would_be_wrong(monkeypatch:
     assert measure_difference(replace(case, model=Flipping(False).double().eval())) > 0.1
 
 
-def test_batches_that_are_reordered_late_raise_an_error_with_the_way_out() -> None:
+@pytest.mark.parametrize("size", [13, 15, 20, 21])
+def test_models_that_turn_longer_batches_around_are_right_at_odd_sizes_too(size: int) -> None:
+    case = make_case(size, count=3 * size)
+    assert measure_difference(replace(case, model=Flipping(False).double().eval())) < 1e-10
+
+
+def test_a_sweep_starts_again_if_batches_are_reordered_late() -> None:
     case = make_case(8, count=120, large=11)
-    with pytest.raises(CoupledExamplesError, match=r"layer 'twice' receives other values .*batch_size=1"):
-        measure_difference(case)
-    assert measure_difference(make_case(1, count=120, large=88)) < 1e-10
+    assert measure_difference(case) < 1e-10
+    found = saltflat.compute_statistics(case.model, case.batches, names=[DIAGONAL], progress=False)
+    assert found.settings["strategy"].startswith("single")
+    report = saltflat.measure(case.model, case.batches, progress=False, measures="hessian_trace", sampling=False)
+    wanted = sum(float(each.sum()) for each in oracle.curvature_diagonal(case).values())
+    assert report["hessian_trace"].value == pytest.approx(wanted, rel=1e-12)
+    assert report.examples == 120
+
+
+class Swapping(nn.Module):
+    """Exchanges two examples of longer batches before a layer that is used twice.
+
+    Args:
+        places: of the examples.
+        large: added to the first entry of the layer's input, the same for all.
+    """
+
+    def __init__(self, places: tuple[int, int], large: float) -> None:
+        super().__init__()
+        self.start, self.twice, self.end = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.places, self.large = places, large
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.arange(len(x))
+        if len(x) > LONGEST:
+            order[list(self.places)] = order[list(self.places[::-1])]
+        values = self.start(x).tanh() + F.one_hot(torch.tensor(0), 6).to(x) * self.large
+        values = self.twice(values[order])[order].tanh()
+        found: Tensor = self.end(self.twice(values).tanh())
+        return found
+
+
+@pytest.mark.parametrize("places", [(0, 1), (-2, -1), (2, 5)])
+@pytest.mark.parametrize(("entries", "large"), [(64, 1.0), (4, 1.0), (64, 2000.0)])
+def test_two_examples_that_are_exchanged_are_noticed(
+    places: tuple[int, int], entries: int, large: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saltflat.engine.independence.ENTRIES", entries)
+    case = make_case(20)
+    assert measure_difference(replace(case, model=Swapping(places, large).double().eval())) < 1e-9
+
+
+class PairCoupling(Reordering):
+    """Adds the second example of longer batches to the first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.start(x).tanh()
+        if len(x) > LONGEST:
+            values = torch.cat([values[:1] + values[1:2], values[1:]])
+        found: Tensor = self.end(self.twice(values).tanh())
+        return found
+
+
+def test_examples_that_are_coupled_in_one_place_alone_are_refused() -> None:
+    case = make_case(20)
+    with pytest.raises(CoupledExamplesError, match="treats examples independently"):
+        measure_difference(replace(case, model=PairCoupling(False).double().eval()))

@@ -340,5 +340,7 @@ def test_the_models_own_loss_is_refused_where_it_is_none_of_those_known() -> Non
     silent.forward = adding(silent)
     assert "none of those known" in refusal(silent, batch(tokens()[:, 0] % 3), "model")
     assert "shifts them twice" in refusal(gpt(), batch(next_tokens(tokens())), "model")
+    first = torch.where(torch.arange(tokens().shape[1]) == 0, tokens(), -100)  # no label is left after the shift
+    assert "own loss is NaN" in refusal(gpt(), batch(first), "model")
     with pytest.raises(OptionError, match="loss='model'"):
         saltflat.training.FisherPenalty(gpt(), loss="model")

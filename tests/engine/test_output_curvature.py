@@ -262,3 +262,13 @@ def test_random_numbers_of_a_vocabulary_are_drawn_for_one_column_at_a_time(colum
     finally:
         tracemalloc.stop()
     assert peak < 2 * outputs.numel() * outputs.element_size()  # numpy's numbers and truth values of one draw
+
+
+def test_very_many_exact_columns_are_warned_of_once_with_the_way_out() -> None:
+    words = 2100
+    model = nn.Sequential(nn.Embedding(words, 2), nn.Linear(2, words))
+    tokens = torch.randint(words, (3,))
+    with pytest.warns(UserWarning, match=r"2,\d\d\d backward columns for each example.*sampled:4") as caught:
+        saltflat.compute_statistics(model, (tokens, tokens), names="curvature_trace", progress=False)
+    assert len(caught) == 1
+    saltflat.compute_statistics(model, (tokens, tokens), names="curvature_trace", columns="sampled:2", progress=False)

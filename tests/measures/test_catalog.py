@@ -67,7 +67,8 @@ def test_every_reference_and_statistic_is_used() -> None:
     used = {each.reference for each in MEASURES.values()} | {each.reference for each in BOUNDS.values()}
     assert used | certificates == set(REFERENCES)
     needed = {need for each in MEASURES.values() for need in each.statistics}
-    elsewhere = {"gradient_second_moment", "mean_gradient", "finite_difference", "average_rise", "worst_rise"}
+    elsewhere = {"gradient_second_moment", "mean_gradient", "unit_trace"}  # of reports and feature robustness
+    elsewhere |= {"finite_difference", "average_rise", "worst_rise"}
     assert {*STATISTICS, *COMPUTED} <= needed | elsewhere
 
 
@@ -91,6 +92,8 @@ def test_all_misspelt_measures_are_named_with_what_they_are_close_to() -> None:
         parse_measures(["kapa", "hessian_trace", "rhoo"])
     with pytest.raises(UnknownNameError, match=r"the measure 'zz'\. Try one of these\."):
         parse_measures("zz")
+    with pytest.raises(OptionError, match=r"got the measures 'rho, kappa'\. Try \['rho', 'kappa'\]\."):
+        parse_measures("rho, kappa")
 
 
 @pytest.mark.usefixtures("register")

@@ -18,6 +18,10 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+import saltflat
+from saltflat.measures.fisher import fisher_determinant
+from saltflat.measures.registry import MeasureResult
+
 WITHOUT_BIASES = ["mlp_without_biases", "convolutions_without_biases"]
 # What the chains have not: kernels that run backwards, tables, parameters that no layer owns, missing curvature.
 OTHERS = [
@@ -592,3 +596,28 @@ def test_the_highest_point_of_a_ball_by_hand() -> None:
     u = 0.7 * np.stack([np.cos(angles), np.sin(angles)])
     wanted = float((slope @ u + np.einsum("in,ij,jn->n", u, H, u) / 2).max())
     assert measures.ball_maximum(slope, H, 0.7) == pytest.approx(wanted, rel=1e-8)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e6])
+def test_jitter_counts_where_the_largest_eigenvalue_hides_it(scale: float) -> None:
+    found = fisher_determinant(torch.diag(torch.tensor([scale**2, 1.0, 0.0], dtype=torch.float64)), jitter=1e-6)
+    assert isinstance(found, MeasureResult)
+    wanted = math.log(scale**2 + 1e-6) + math.log(1 + 1e-6) + math.log(1e-6)
+    assert float(found.value) == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [5, 33])
+def test_inputs_that_are_constant_up_to_rounding_are_not_normalized(size: int) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(40, 16)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(16, 4))
+    with torch.no_grad():
+        first.weight[:2, 20:] = 0
+    x, y = torch.randn(33, 40), torch.randint(4, (33,))
+    x[:, :20] = x[0, :20]
+    batches = list(zip(x.split(size), y.split(size), strict=True))
+    found, wanted = (
+        saltflat.measure(model, batches, measures="relative_flatness", dtype=dtype, progress=False).values()
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert next(iter(found)).value == pytest.approx(next(iter(wanted)).value, rel=1e-3)
