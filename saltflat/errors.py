@@ -134,9 +134,9 @@ def make_unknown_names_error(kind: str, unknown: Sequence[object], known: Iterab
     >>> str(make_unknown_names_error("measure", ["rhoo", "kapa"], ["rho", "kappa"]))
     "Expected one of kappa, rho, but got the measures 'rhoo' and 'kapa'. Try 'rho' and 'kappa'."
     """
-    unknown = list(dict.fromkeys(unknown))
-    names, kinds = sorted(known), f"{kind}s" if len(unknown) > 1 else kind
-    got = " and ".join(repr(name) for name in unknown)
+    different = dict.fromkeys(map(repr, unknown))
+    names, kinds = sorted(known), f"{kind}s" if len(different) > 1 else kind
+    got = " and ".join(different)
     if not names:
         return UnknownNameError(f"Expected no {kinds}, but got {got}. Try leaving it out.")
     listed = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")

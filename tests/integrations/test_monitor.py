@@ -258,7 +258,7 @@ def test_the_cap_holds_from_the_first_measurement_on(every: int, spectrum: bool)
     monitor = Monitor(model, probe, measures="fisher_trace", cap=0.1, **options)
     F.cross_entropy(model(inputs), labels).backward()
     step = 1.0 if spectrum else 0.05
-    for _ in range(2000):
+    for _ in range(2500):
         optimizer.step()
         Slow.now += step
         if monitor.after_step() is not None:
@@ -267,8 +267,9 @@ def test_the_cap_holds_from_the_first_measurement_on(every: int, spectrum: bool)
     first = monitor.history[0]
     assert first.skipped == tuple(range(every, first.step, every))
     assert first.seconds > 0.1 * step * every  # it had to wait, and not much longer than needed
-    # The estimate is paid for, too, and here costs as much as a measurement: most of both is looking at the model.
-    assert first.seconds > (0.2 if spectrum else 0.4) * 0.1 * step * first.step
+    # The estimate is paid for, too, and here costs as much as a measurement: most of both is looking at the model. It
+    # takes the second look at the first chunk for one at every chunk, and here only forward passes take time.
+    assert first.seconds > (0.2 if spectrum else 0.35) * 0.1 * step * first.step
     late = sum(record.step % every > 0 for record in monitor.history)
     assert monitor.num_skipped == monitor.step // every - len(monitor.history) + late
 
@@ -309,7 +310,7 @@ def test_what_was_left_out_for_the_cap_is_said() -> None:
     model = Slow(nn.Linear(5, 3))
     options: dict[str, Any] = {"every": 10, "spectrum": False, "clock": lambda: Slow.now}
     monitor = Monitor(model, data(), measures="fisher_trace", cap=0.1, **options)
-    for _ in range(45):
+    for _ in range(49):
         Slow.now += 0.5
         monitor.after_step()
     records = monitor.history
